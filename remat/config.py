@@ -1,0 +1,237 @@
+"""Every option of a run, typed, in one file. Standard library only: no torch, no hydra, no disk, no network.
+
+YAML under `conf/` and `recipes/` holds values; this file holds names, types and defaults. A default lives here
+and nowhere else. Rules that one option alone can break are checked here (`problems`); rules between options are
+in `remat.checks`; what only the machine can tell is in `remat.preflight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The text names each option, its value and the remedy."""
+
+
+class StrEnum(str, Enum):
+    """`enum.StrEnum` for Python 3.10: member names and values are the words a user types."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class LogLevel(StrEnum):
+    info = "info"
+    debug = "debug"
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Attention(StrEnum):
+    sdpa = "sdpa"
+    flash_attention_2 = "flash_attention_2"
+    eager = "eager"
+
+
+class ModelInit(StrEnum):
+    pretrained = "pretrained"
+    random = "random"
+
+
+class DataSource(StrEnum):
+    python_stdlib = "python_stdlib"
+    text = "text"
+    jsonl = "jsonl"
+    parquet = "parquet"
+    hub = "hub"
+    synthetic = "synthetic"
+
+
+class DataFormat(StrEnum):
+    plain = "plain"
+    alpaca = "alpaca"
+    chat = "chat"
+
+
+class BadRows(StrEnum):
+    stop = "stop"
+    skip = "skip"
+
+
+class LossKind(StrEnum):
+    chunked = "chunked"
+    full = "full"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Policy(StrEnum):
+    none = "none"
+    full = "full"
+
+
+class WandbMode(StrEnum):
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+class RecipeStatus(StrEnum):
+    planned = "planned"
+    measured = "measured"
+
+
+@dataclass(kw_only=True)
+class MetaConfig:
+    """What a recipe says about itself: the machine it is for, and whether its figures were measured there."""
+
+    summary: str = ""
+    machine: str = "any"
+    status: RecipeStatus = RecipeStatus.planned
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which Hugging Face causal language model, where its values come from, and how attention is computed."""
+
+    init: ModelInit = ModelInit.random
+    path: str | None = None  # local folder or hub name: weights, config and tokenizer
+    architecture: dict[str, Any] = field(default_factory=dict)  # transformers config fields, with model_type
+    tokenizer: str | None = None  # "bytes", a folder or a hub name; None: the one at `path`
+    attention: Attention = Attention.sdpa
+    trust_remote_code: bool = False
+    allow_pickle: bool = False  # load .bin weights too; safetensors only by default
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
+
+    source: DataSource = DataSource.python_stdlib
+    path: str | None = None  # file, folder, glob or hub name
+    split: str = "train"  # hub only
+    format: DataFormat = DataFormat.plain
+    text_field: str = "text"
+    eval_path: str | None = None  # held-out data; None: `eval_fraction` of the documents is held out
+    eval_fraction: float = 0.05
+    on_bad_row: BadRows = BadRows.stop
+    shuffle: bool = True
+    cache_dir: str = "~/.cache/remat/data"
+    synthetic_blocks: int = 1024
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The optimisation problem: length, batch, precision, loss, evaluation. Sizes in tokens, blocks and steps."""
+
+    steps: int = 100
+    seq_len: int = 512
+    micro_batch_size: int = 1  # blocks per rank and forward pass
+    global_batch_size: int = 8  # blocks per optimizer step over all ranks; accumulation is derived
+    precision: Precision = Precision.bf16
+    loss: LossKind = LossKind.chunked
+    seed: int = 1234
+    log_every: int = 10
+    eval_every: int = 0  # steps between evaluations; 0: only at the end
+    eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
+    max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule. The implementation follows from where the optimizer state lives."""
+
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # matrices only; norms and biases are not decayed
+    gradient_clipping: float = 1.0  # global L2 norm; 0: no clipping
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 0
+    decay_steps: int = 0  # wsd only: the last steps, over which lr falls
+    min_lr_ratio: float = 0.1
+
+
+@dataclass(kw_only=True)
+class CheckpointingConfig:
+    """Activation checkpointing: what each layer keeps for backward and what it recomputes."""
+
+    policy: Policy = Policy.full
+
+
+@dataclass(kw_only=True)
+class DeepSpeedConfig:
+    """A memory strategy from `ds_configs/` (or a path to any JSON) and changes to it."""
+
+    config: str = "zero2"
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """The machine a recipe is meant for. `this_machine` (all None) means: whatever is found at launch."""
+
+    name: str = "this_machine"
+    gpu: str | None = None
+    gpu_memory_gib: float | None = None
+    gpus_per_node: int | None = None
+    num_nodes: int = 1
+    host_memory_gib: float | None = None
+    nvme_path: str | None = None  # folder on a fast local disk, for zero3_nvme
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """Weights & Biases beside `metrics.jsonl`, which is always written."""
+
+    wandb: WandbMode = WandbMode.offline
+    project: str = "remat"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class SaveConfig:
+    """When training state is saved, how many states stay, and whether the model is exported at the end."""
+
+    every: int = 0  # steps between saves; 0: only at the end
+    at_end: bool = True
+    keep: int = 2
+    export: bool = False  # Hugging Face safetensors after the last step
+    max_shard_size: str = "5GB"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run. Only `remat.trainer` and the commands receive it whole; every other part takes its own slice."""
+
+    name: str = "debug"  # the recipe's name: outputs/<name>/<run_id>
+    meta: MetaConfig = field(default_factory=MetaConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    output_dir: str = "outputs"
+    run_id: str | None = None  # None: the launch time
+    resume: str = "none"  # none | auto (newest complete state of this recipe) | a run or saved-state folder
+    force: bool = False  # start although preflight says it does not fit
+    log_level: LogLevel = LogLevel.info
