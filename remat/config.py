@@ -219,7 +219,7 @@ class SaveConfig:
 class RunConfig:
     """One run. Only `remat.trainer` and the commands receive it whole; every other part takes its own slice."""
 
-    name: str = "debug"  # the recipe's name: outputs/<name>/<run_id>
+    name: str = ""  # "": the name of the recipe; the run directory is outputs/<name>/<run_id>
     meta: MetaConfig = field(default_factory=MetaConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,132 @@
+"""Rules between options, known from the configuration alone. Every problem is reported, not only the first."""
+
+from __future__ import annotations
+
+from remat.config import (
+    ConfigError,
+    DataConfig,
+    DataSource,
+    LogLevel,
+    ModelConfig,
+    ModelInit,
+    OptimConfig,
+    RunConfig,
+    SaveConfig,
+    Schedule,
+    TrainConfig,
+)
+
+WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
+
+
+def check(cfg: RunConfig) -> None:
+    """Raise one ConfigError with every contradiction in `cfg`, one per line."""
+    found = problems(cfg)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def problems(cfg: RunConfig) -> list[str]:
+    """Each entry names option, value and remedy."""
+    return [
+        *_train(cfg.train),
+        *_model(cfg.model),
+        *_data(cfg.data, cfg.model),
+        *_optim(cfg.optim, cfg.train),
+        *_save(cfg.save),
+        *_top(cfg),
+    ]
+
+
+def _at_least(low: float, **options: float) -> list[str]:
+    """Options are passed as group__name; a double underscore stands for the dot."""
+    return [
+        f"{name.replace('__', '.')}={value:g} is too small: give at least {low:g}"
+        for name, value in options.items()
+        if value < low
+    ]
+
+
+def _train(train: TrainConfig) -> list[str]:
+    found = _at_least(
+        1,
+        train__steps=train.steps,
+        train__micro_batch_size=train.micro_batch_size,
+        train__global_batch_size=train.global_batch_size,
+        train__log_every=train.log_every,
+        train__max_skipped_steps=train.max_skipped_steps,
+    )
+    found += _at_least(2, train__seq_len=train.seq_len)
+    found += _at_least(0, train__eval_every=train.eval_every, train__eval_batches=train.eval_batches)
+    if train.micro_batch_size > train.global_batch_size:
+        found.append(
+            f"train.micro_batch_size={train.micro_batch_size} is larger than "
+            f"train.global_batch_size={train.global_batch_size}: lower the first or raise the second"
+        )
+    return found
+
+
+def _model(model: ModelConfig) -> list[str]:
+    if model.init is ModelInit.pretrained and not model.path:
+        return ["model.init=pretrained needs model.path=FOLDER_OR_HUB_NAME (or model.init=random)"]
+    if not model.path and not model.architecture:
+        return ["model has neither model.path nor model.architecture: choose one, for example model=tiny_llama"]
+    if not model.path and not model.tokenizer:
+        return ["model.tokenizer is missing: without model.path give model.tokenizer=bytes or a tokenizer folder"]
+    return []
+
+
+def _data(data: DataConfig, model: ModelConfig) -> list[str]:
+    found = []
+    if data.source not in WITHOUT_PATH and not data.path:
+        found.append(f"data.source={data.source} needs data.path=FILE_FOLDER_OR_NAME")
+    if not 0 <= data.eval_fraction < 1:
+        found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
+    found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
+    return found
+
+
+def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
+    found = _at_least(
+        0,
+        optim__lr=optim.lr,
+        optim__eps=optim.eps,
+        optim__weight_decay=optim.weight_decay,
+        optim__gradient_clipping=optim.gradient_clipping,
+        optim__warmup_steps=optim.warmup_steps,
+        optim__decay_steps=optim.decay_steps,
+    )
+    for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
+        if not 0 <= value < 1:
+            found.append(f"optim.{name}={value:g} must be at least 0 and below 1")
+    if not 0 <= optim.min_lr_ratio <= 1:
+        found.append(f"optim.min_lr_ratio={optim.min_lr_ratio:g} must lie between 0 and 1")
+    if optim.schedule is Schedule.wsd and optim.decay_steps == 0:
+        found.append("optim.schedule=wsd needs optim.decay_steps, the number of last steps over which lr falls")
+    if optim.schedule is not Schedule.wsd and optim.decay_steps:
+        found.append(
+            f"optim.decay_steps={optim.decay_steps} has no effect with optim.schedule={optim.schedule}: "
+            "set it to 0 or choose optim.schedule=wsd"
+        )
+    if optim.warmup_steps + optim.decay_steps > train.steps:
+        found.append(
+            f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
+            f"train.steps={train.steps}: lower them or train longer"
+        )
+    return found
+
+
+def _save(save: SaveConfig) -> list[str]:
+    return _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+
+
+def _top(cfg: RunConfig) -> list[str]:
+    found = []
+    for option, value in (("name", cfg.name), ("run_id", cfg.run_id or "")):
+        if "/" in value or value in (".", ".."):
+            found.append(f"{option}={value} must be one folder name, without slashes")
+    if not cfg.resume:
+        found.append("resume is empty: give none, auto or a path")
+    if cfg.log_level not in LogLevel:
+        found.append(f"log_level={cfg.log_level} is not a level")
+    return found

@@ -1,0 +1,171 @@
+"""Build a Hugging Face causal language model, sharded from the first byte under ZeRO-3, and say what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers.initialization import no_init_weights
+
+from remat.config import ConfigError, ModelConfig, ModelInit, Precision
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes in parameters, counted on a model without storage."""
+
+    num_params: int
+    largest_param: int
+    num_embedding_params: int
+    class_name: str
+
+
+def load_config(cfg: ModelConfig) -> PretrainedConfig:
+    """The transformers configuration: from `architecture` when given, else from `path`. Reads no weight.
+
+    Raises ConfigError naming the option when the folder, the model type or a field is unknown.
+    """
+    if cfg.architecture:
+        fields = dict(cfg.architecture)
+        model_type = fields.pop("model_type", None)
+        if not model_type:
+            raise ConfigError("model.architecture needs model_type, for example model.architecture.model_type=llama")
+        try:
+            config = AutoConfig.for_model(model_type, **fields)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"model.architecture={cfg.architecture}: {_first_line(error)}") from error
+    else:
+        try:
+            config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json or a hub name "
+                "that this machine can reach"
+            ) from error
+    config.use_cache = False
+    return config
+
+
+def facts(config: PretrainedConfig, cfg: ModelConfig) -> ModelFacts:
+    """Count parameters on the meta device: no memory, a second or two for 70B."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
+    sizes = [p.numel() for p in model.parameters()]
+    embedding = model.get_input_embeddings().weight
+    return ModelFacts(
+        num_params=sum(sizes),
+        largest_param=max(sizes),
+        num_embedding_params=embedding.numel(),
+        class_name=type(model).__name__,
+    )
+
+
+def build(
+    cfg: ModelConfig,
+    config: PretrainedConfig,
+    *,
+    precision: Precision,
+    ds_config: dict[str, Any],
+    zero_stage: int,
+    seed: int,
+    resuming: bool = False,
+) -> PreTrainedModel:
+    """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
+
+    `resuming` builds with random values, because a saved state follows. Raises ConfigError when weights are missing
+    or the attention implementation cannot be had.
+    """
+    settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
+    try:
+        with _zero3(ds_config if zero_stage == 3 else None):
+            if cfg.init is ModelInit.pretrained and not resuming:
+                model = AutoModelForCausalLM.from_pretrained(
+                    cfg.path,
+                    config=config,
+                    trust_remote_code=cfg.trust_remote_code,
+                    use_safetensors=None if cfg.allow_pickle else True,
+                    **settings,
+                )
+            else:
+                settings["trust_remote_code"] = cfg.trust_remote_code
+                model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
+    except (OSError, ImportError) as error:
+        hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
+        raise ConfigError(
+            f"model.path={cfg.path} model.attention={cfg.attention}: {_first_line(error)}{hint}"
+        ) from error
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
+    """Raise ConfigError when the tokenizer has ids beyond the embedding: it is never resized after sharding."""
+    size = config.get_text_config().vocab_size
+    if vocabulary > size:
+        raise ConfigError(
+            f"model.tokenizer={tokenizer} has {vocabulary} tokens, the model's vocabulary only {size}: "
+            "use the model's own tokenizer or a larger model.architecture.vocab_size"
+        )
+
+
+def assert_sharded(model: nn.Module, world_size: int) -> int:
+    """Check that ZeRO-3 holds every parameter as a shard of about 1/world; return this rank's shard bytes.
+
+    Raises RuntimeError naming the parameters that are whole, or a shard total that is off by more than padding.
+    """
+    whole = [name for name, p in model.named_parameters() if not hasattr(p, "ds_id")]
+    if whole:
+        raise RuntimeError(f"ZeRO-3 did not partition {whole[:5]} (of {len(whole)}): the model is on every rank")
+    params = list({p.ds_id: p for p in model.parameters()}.values())
+    local = sum(p.ds_tensor.ds_numel if hasattr(p.ds_tensor, "ds_numel") else p.ds_tensor.numel() for p in params)
+    expected = sum(p.ds_numel for p in params) / world_size
+    if not expected <= local <= expected + len(params):
+        raise RuntimeError(f"ZeRO-3 shards hold {local} elements on this rank, expected about {expected:.0f}")
+    return sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in params)
+
+
+def _random(
+    config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int
+) -> PreTrainedModel:
+    """Random values that do not depend on the ZeRO stage: the draws start at the initialisation, not at creation.
+
+    Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,
+    creation would draw first, so it is kept from doing so.
+    """
+    set_seed(seed)
+    if sharded:
+        return AutoModelForCausalLM.from_config(config, **settings)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    set_seed(seed)
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """transformers shards at creation only while an HfDeepSpeedConfig object is alive."""
+    if ds_config is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    alive = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        del alive
+        unset_hf_deepspeed_config()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

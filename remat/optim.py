@@ -1,0 +1,60 @@
+"""AdamW by placement, parameter groups, and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.config import OptimConfig, Schedule
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: matrices are decayed, vectors (norms, biases) are not.
+
+    Under ZeRO-3 a parameter's own shape is empty; DeepSpeed keeps the real one in `ds_shape`.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (decayed if len(shape) >= 2 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build(model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW where its state lives: DeepSpeedCPUAdam in host memory, fused on CUDA, plain torch otherwise."""
+    groups = parameter_groups(model, cfg.weight_decay)
+    settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    if offloaded:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    return torch.optim.AdamW(groups, fused=device.type == "cuda", **settings)
+
+
+def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based) out of `total_steps`.
+
+    Warm-up is linear and reaches `lr` at step `warmup_steps`. Then: constant; linear or cosine (Loshchilov and
+    Hutter 2017, without restarts) down to `min_lr_ratio * lr` at the last step; wsd (Hu et al. 2024, MiniCPM)
+    stays at `lr` and falls linearly over the last `decay_steps`.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.schedule is Schedule.constant:
+        return cfg.lr
+    start = total_steps - cfg.decay_steps if cfg.schedule is Schedule.wsd else cfg.warmup_steps
+    length = max(1, total_steps - 1 - start)
+    progress = min(1.0, max(0.0, (step - start) / length))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.schedule is Schedule.cosine else 1 - progress
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
