@@ -31,11 +31,20 @@ def problems(cfg: RunConfig) -> list[str]:
     return [
         *_train(cfg.train),
         *_model(cfg.model),
-        *_data(cfg.data, cfg.model),
+        *_data(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_save(cfg.save),
         *_top(cfg),
     ]
+
+
+def check_launch(cfg: RunConfig) -> None:
+    """What a plan can do without, but a run cannot. Raises ConfigError."""
+    if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:
+        raise ConfigError(
+            f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
+            "(or data=python_stdlib, which needs none)"
+        )
 
 
 def _at_least(low: float, **options: float) -> list[str]:
@@ -58,6 +67,8 @@ def _train(train: TrainConfig) -> list[str]:
     )
     found += _at_least(2, train__seq_len=train.seq_len)
     found += _at_least(0, train__eval_every=train.eval_every, train__eval_batches=train.eval_batches)
+    if not 0 <= train.stop_at <= train.steps:
+        found.append(f"train.stop_at={train.stop_at} must lie between 0 and train.steps={train.steps}")
     if train.micro_batch_size > train.global_batch_size:
         found.append(
             f"train.micro_batch_size={train.micro_batch_size} is larger than "
@@ -72,14 +83,14 @@ def _model(model: ModelConfig) -> list[str]:
     if not model.path and not model.architecture:
         return ["model has neither model.path nor model.architecture: choose one, for example model=tiny_llama"]
     if not model.path and not model.tokenizer:
-        return ["model.tokenizer is missing: without model.path give model.tokenizer=bytes or a tokenizer folder"]
+        return [
+            "model.tokenizer is missing: without model.path give model.tokenizer=bytes or a tokenizer folder"
+        ]
     return []
 
 
-def _data(data: DataConfig, model: ModelConfig) -> list[str]:
+def _data(data: DataConfig) -> list[str]:
     found = []
-    if data.source not in WITHOUT_PATH and not data.path:
-        found.append(f"data.source={data.source} needs data.path=FILE_FOLDER_OR_NAME")
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)

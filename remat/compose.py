@@ -213,7 +213,9 @@ def _first_cause(error: BaseException) -> str:
     lines = [line.strip() for cause in causes for line in str(cause).splitlines()]
     skip = ("full_key:", "reference_type=", "object_type=", "Error merging override")
     text = "; ".join(dict.fromkeys(line for line in lines if line and not line.startswith(skip)))
-    return text.replace("See https://hydra.cc/docs/1.2/upgrades/1.0_to_1.1/automatic_schema_matching", "").strip()
+    return text.replace(
+        "See https://hydra.cc/docs/1.2/upgrades/1.0_to_1.1/automatic_schema_matching", ""
+    ).strip()
 
 
 def _close(word: str, choices: list[str]) -> str:

@@ -35,6 +35,11 @@ def rank_from_env() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_size_from_env() -> int:
+    """Ranks on this node: LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else all of them."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
+
+
 def init(timeout_minutes: float = 30.0) -> World:
     """Join the process group (once per process) and return this rank's place in it.
 
@@ -71,9 +76,16 @@ def current() -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=local_rank,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        local_size=local_size_from_env(),
         device=device,
     )
+
+
+def shut_down() -> None:
+    """Leave the process group together: a rank that exits while another still saves would end it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def barrier() -> None:

@@ -49,7 +49,9 @@ class TokenLoss:
         self.verified = False  # compared once, on the first call: a host synchronisation
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if self.head is None:
-            raise ConfigError(f"{type(model).__name__} has no output layer: remat trains causal language models")
+            raise ConfigError(
+                f"{type(model).__name__} has no output layer: remat trains causal language models"
+            )
         if kind is LossKind.chunked and not isinstance(self.head, nn.Linear):
             raise ConfigError(
                 f"train.loss=chunked needs a Linear output layer, {type(model).__name__} has "
@@ -66,7 +68,9 @@ class TokenLoss:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if self.kind is LossKind.full:
             logits = module(**inputs, use_cache=False).logits
-            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            return F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
         with self._armed(targets) as returned:
             output = module(**inputs, use_cache=False).logits
         if not self.verified and not torch.equal(output.detach(), returned[0].detach()):
@@ -101,7 +105,9 @@ def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 
     def one(rows: Tensor, wanted: Tensor) -> Tensor:
-        return chunked_cross_entropy(F.linear(rows, weight, bias), wanted, ignore_index=IGNORED, reduction="sum")
+        return chunked_cross_entropy(
+            F.linear(rows, weight, bias), wanted, ignore_index=IGNORED, reduction="sum"
+        )
 
     size = chunk_tokens(weight.shape[0])
     rows, wanted = hidden.flatten(0, 1), targets.flatten()

@@ -36,14 +36,16 @@ def load_config(cfg: ModelConfig) -> PretrainedConfig:
         fields = dict(cfg.architecture)
         model_type = fields.pop("model_type", None)
         if not model_type:
-            raise ConfigError("model.architecture needs model_type, for example model.architecture.model_type=llama")
+            raise ConfigError(
+                "model.architecture needs model_type, for example model.architecture.model_type=llama"
+            )
         try:
             config = AutoConfig.for_model(model_type, **fields)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.architecture={cfg.architecture}: {_first_line(error)}") from error
     else:
         try:
-            config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+            config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json or a hub name "
@@ -83,11 +85,12 @@ def build(
     or the attention implementation cannot be had.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
+    model: PreTrainedModel
     try:
         with _zero3(ds_config if zero_stage == 3 else None):
             if cfg.init is ModelInit.pretrained and not resuming:
                 model = AutoModelForCausalLM.from_pretrained(
-                    cfg.path,
+                    str(cfg.path),
                     config=config,
                     trust_remote_code=cfg.trust_remote_code,
                     use_safetensors=None if cfg.allow_pickle else True,
@@ -123,18 +126,20 @@ def assert_sharded(model: nn.Module, world_size: int) -> int:
     """
     whole = [name for name, p in model.named_parameters() if not hasattr(p, "ds_id")]
     if whole:
-        raise RuntimeError(f"ZeRO-3 did not partition {whole[:5]} (of {len(whole)}): the model is on every rank")
-    params = list({p.ds_id: p for p in model.parameters()}.values())
-    local = sum(p.ds_tensor.ds_numel if hasattr(p.ds_tensor, "ds_numel") else p.ds_tensor.numel() for p in params)
+        raise RuntimeError(
+            f"ZeRO-3 did not partition {whole[:5]} (of {len(whole)}): the model is on every rank"
+        )
+    params: list[Any] = list({id(p): p for p in model.parameters()}.values())
+    local = sum(
+        p.ds_tensor.ds_numel if hasattr(p.ds_tensor, "ds_numel") else p.ds_tensor.numel() for p in params
+    )
     expected = sum(p.ds_numel for p in params) / world_size
     if not expected <= local <= expected + len(params):
         raise RuntimeError(f"ZeRO-3 shards hold {local} elements on this rank, expected about {expected:.0f}")
     return sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in params)
 
 
-def _random(
-    config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int
-) -> PreTrainedModel:
+def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int) -> PreTrainedModel:
     """Random values that do not depend on the ZeRO stage: the draws start at the initialisation, not at creation.
 
     Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,

@@ -13,13 +13,9 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
     Raises ConfigError when the model has none.
     """
-    stacks = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) > 0
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-    ]
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [[layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)] for layers in lists]
+    stacks = [found for found, layers in zip(stacks, lists, strict=True) if found and len(found) == len(layers)]
     if not stacks:
         raise ConfigError(
             f"{type(model).__name__} has no stack of layers that supports activation checkpointing: "

@@ -60,7 +60,7 @@ def apply(model: nn.Module, decisions: Sequence[LayerDecision]) -> Applied:
     for index, (layer, decision) in enumerate(zip(layers, decisions, strict=True)):
         layer.gradient_checkpointing = decision.recompute
         if decision.recompute:
-            layer._gradient_checkpointing_func = _counting(applied, index)
+            layer._gradient_checkpointing_func = _counting(applied, index)  # type: ignore[assignment]
     return applied
 
 

@@ -1,0 +1,33 @@
+"""Share a node's cores among its ranks, before torch or an op starts its threads."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: its affinity mask, cut by the control group's quota (v1 or v2)."""
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = len(mask)
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        else:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return cores
+    if quota in ("max", "-1"):
+        return cores
+    return max(1, min(cores, math.floor(int(quota) / int(period))))
+
+
+def share_cores() -> None:
+    """Set OMP_NUM_THREADS to this rank's share unless the user or the launcher set it.
+
+    Without it every rank starts one thread per core and they fight; DeepSpeed's CPU Adam reads it too.
+    """
+    local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))

@@ -1,0 +1,195 @@
+"""DeepSpeed's compiled ops: built once per environment with visible progress, then loaded in milliseconds.
+
+torch's build lock is a file that an interrupted build leaves behind; the next load then waits for ever without a
+word. Here every build happens under an flock, which the kernel frees with its owner, so a lock file seen by its
+holder is stale and is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+HEARTBEAT_S = 5.0
+
+
+class OpError(RuntimeError):
+    """An op that cannot be built, with the compiler's own last words and the remedy."""
+
+
+def use_environment_folder() -> Path:
+    """Point torch at a build folder of this Python environment, unless the user chose one."""
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        folder = Path(sys.prefix) / "torch_extensions"
+        if not os.access(sys.prefix, os.W_OK):
+            key = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+            folder = Path.home() / ".cache" / "remat" / "torch_extensions" / key
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+
+
+def needed(optimizer_device: str | None, param_device: str | None) -> list[str]:
+    """Ops a memory strategy needs, given where it puts optimizer state and parameters (None, cpu, nvme)."""
+    ops = []
+    if optimizer_device:
+        ops.append("cpu_adam")
+    if "nvme" in (optimizer_device, param_device):
+        ops.append("async_io")
+    return ops
+
+
+def ensure(name: str, say: Callable[[str], None]) -> float:
+    """Load op `name`, building it first if this environment has no build of it; return the seconds it took.
+
+    Safe from any number of processes at once. Raises OpError with the cause when it cannot be built.
+    """
+    start = time.perf_counter()
+    folder = use_environment_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f"{name}.ready.json"
+    identity = _identity()
+    if _load_ready(name, marker, identity):
+        return time.perf_counter() - start
+    with FileLock(folder / f"{name}.flock"):
+        if not _load_ready(name, marker, identity):
+            (folder / name / "lock").unlink(missing_ok=True)
+            _build(name, folder / name, say)
+            marker.write_text(json.dumps({"identity": identity, "cpu_info": _cpu_info()}))
+    return time.perf_counter() - start
+
+
+def _identity() -> dict[str, str]:
+    """What a build depends on: ops are compiled for the very CPU, interpreter and library versions."""
+    import deepspeed
+    import torch
+
+    cpu = Path("/proc/cpuinfo")
+    flags = re.search(r"^flags\s*:(.*)$", cpu.read_text(), re.M) if cpu.exists() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "cpu": hashlib.sha256((flags.group(1) if flags else platform.processor()).encode()).hexdigest()[:16],
+        "cuda": str(torch.version.cuda) if torch.cuda.is_available() else "none",
+    }
+
+
+def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
+    """Load a finished build. DeepSpeed asks py-cpuinfo twice (2 s of subprocesses); it gets the recorded answer."""
+    if not marker.exists():
+        return False
+    record = json.loads(marker.read_text())
+    if record["identity"] != identity:
+        return False
+    import cpuinfo
+
+    asked = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = lambda: record["cpu_info"]
+    try:
+        _builder(name).load(verbose=False)
+    finally:
+        cpuinfo.get_cpu_info = asked
+    return True
+
+
+def _cpu_info() -> dict[str, Any]:
+    import cpuinfo
+
+    return cpuinfo.get_cpu_info()
+
+
+def _builder(name: str) -> Any:
+    import deepspeed.ops.op_builder as op_builder
+
+    return getattr(op_builder, BUILDERS[name])()
+
+
+def _build(name: str, folder: Path, say: Callable[[str], None]) -> None:
+    done = threading.Event()
+    beat = threading.Thread(target=_heartbeat, args=(name, folder, say, done), daemon=True)
+    say(f"building DeepSpeed op {name} (once per environment)")
+    beat.start()
+    start = time.perf_counter()
+    try:
+        _builder(name).load(verbose=False)
+    except Exception as error:
+        raise OpError(f"DeepSpeed op {name} cannot be built: {_cause(error)}\n{_remedy(name)}") from error
+    finally:
+        done.set()
+        beat.join()
+    say(f"built {name} in {time.perf_counter() - start:.0f} s")
+
+
+def _heartbeat(name: str, folder: Path, say: Callable[[str], None], done: threading.Event) -> None:
+    start = time.perf_counter()
+    while not done.wait(HEARTBEAT_S):
+        plan = folder / "build.ninja"
+        total = len(re.findall(r"^build \S+\.o:", plan.read_text(), re.M)) if plan.exists() else 0
+        ready = len(list(folder.glob("*.o")))
+        say(f"  {name}: {ready} of {total or '?'} objects, {time.perf_counter() - start:.0f} s")
+
+
+def _cause(error: BaseException) -> str:
+    """The deepest message, cut to the compiler's last lines."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return "\n".join(str(error).strip().splitlines()[-12:]) or type(error).__name__
+
+
+def _remedy(name: str) -> str:
+    if name == "async_io":
+        return "remedy: install libaio's headers (Debian: apt-get install libaio-dev), or a config without NVMe"
+    return (
+        "remedy: install a C++ compiler (Debian: apt-get install g++) and ninja, or keep the optimizer on the "
+        "GPU with deepspeed.config=zero3"
+    )
+
+
+def try_op(name: str, folder: Path) -> str:
+    """Run op `name` once on real data and return what it did; `folder` is where async_io writes its file."""
+    import torch
+
+    if name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        weight = torch.nn.Parameter(torch.ones(64))
+        weight.grad = torch.ones(64)
+        optimizer = DeepSpeedCPUAdam([weight], lr=0.5)
+        optimizer.step()
+        if not torch.allclose(weight.detach(), torch.full((64,), 0.5), atol=1e-3):
+            raise OpError(
+                f"cpu_adam computed {weight[0].item():.4f}, expected 0.5: rebuild with `remat doctor`"
+            )
+        return "one AdamW step on 64 values"
+    return _try_async_io(folder)
+
+
+def _try_async_io(folder: Path) -> str:
+    import torch
+
+    handle = _builder("async_io").load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
+    path = folder / f"remat-aio-{os.getpid()}.bin"
+    data = torch.randint(0, 255, (4 << 20,), dtype=torch.uint8)
+    back = torch.zeros_like(data)
+    try:
+        start = time.perf_counter()
+        handle.sync_pwrite(data, str(path))
+        handle.sync_pread(back, str(path))
+        seconds = time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+    if not torch.equal(data, back):
+        raise OpError(f"async_io read back other bytes than it wrote in {folder}")
+    return f"4 MiB written and read back, {8 / seconds / 1024:.1f} GiB/s"

@@ -1,0 +1,206 @@
+"""Build everything a run needs, in the order in which it can fail cheapest: options, machine, data, model, engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
+
+from remat import (
+    checks,
+    compose,
+    distributed,
+    ds_config,
+    flops,
+    hardware,
+    loss,
+    model,
+    ops,
+    optim,
+    preflight,
+    run_dir,
+    saving,
+)
+from remat.activation_checkpointing import layers, policy, recompute
+from remat.config import RunConfig
+from remat.console import Console
+from remat.data.batches import GlobalBatches
+from remat.data.blocks import Blocks
+from remat.data.cache import open_blocks
+from remat.data.tokenizer import load_tokenizer
+from remat.distributed import World
+from remat.memory import MemoryMonitor
+from remat.planning import states
+from remat.throughput import PhaseTimer, Window
+from remat.tracking import Tracker
+
+
+@dataclass
+class Parts:
+    """A run ready to train. `position`, the step and the token counts live in `trainer.Progress`."""
+
+    cfg: RunConfig
+    world: World
+    console: Console
+    folder: Path
+    engine: Any
+    token_loss: loss.TokenLoss
+    batches: GlobalBatches
+    held_out: Blocks | None
+    applied: recompute.Applied
+    tracker: Tracker
+    memory: MemoryMonitor
+    timer: PhaseTimer
+    window: Window
+    tokenizer: PreTrainedTokenizerBase
+    zero_stage: int
+    resumed: dict[str, Any] | None
+
+
+def build(cfg: RunConfig, yaml: str) -> Parts:
+    """Everything up to the first step. Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read."""
+    console = Console(is_main=distributed.rank_from_env() == 0, debug=cfg.log_level == "debug")
+    hf_config = model.load_config(cfg.model)
+    facts = model.facts(hf_config, cfg.model)
+    rendered = render_ds_config(cfg, hf_config, distributed.world_size_from_env())
+    _preflight(cfg, facts, rendered, console)
+    checks.check_launch(cfg)
+    world = distributed.init()
+    set_seed(cfg.train.seed)
+    point = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
+    if point is not None:
+        saving.check_compatible(point.state, world_size=world.size, zero_stage=ds_config.zero_stage(rendered))
+    tokenizer = load_tokenizer(
+        cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
+    splits = open_blocks(
+        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=console.is_main
+    )
+    folder = run_dir.open_run_dir(
+        cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point is not None else None
+    )
+    engine, applied = _engine(cfg, hf_config, rendered, world, console, resuming=point is not None)
+    resumed = saving.load(engine, point.state) if point is not None else None
+    if world.is_main:
+        _write_records(folder, cfg, yaml, rendered, world, hf_config, tokenizer)
+    shape = flops.shape_from_config(
+        hf_config.to_dict(), num_params=facts.num_params, num_params_embedding=facts.num_embedding_params
+    )
+    console.header(_header(cfg, facts, rendered, world, folder, applied, splits.train))
+    return Parts(
+        cfg=cfg,
+        world=world,
+        console=console,
+        folder=folder,
+        engine=engine,
+        token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
+        batches=GlobalBatches(
+            splits.train,
+            global_batch_size=cfg.train.global_batch_size,
+            micro_batch_size=cfg.train.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            seed=cfg.train.seed,
+            shuffle=cfg.data.shuffle,
+            position=resumed["position"] if resumed else 0,
+        ),
+        held_out=splits.held_out,
+        applied=applied,
+        tracker=_tracker(cfg, yaml, folder, world, resumed),
+        memory=MemoryMonitor(world.device),
+        timer=PhaseTimer(world.device),
+        window=_window(cfg, shape, world),
+        tokenizer=tokenizer,
+        zero_stage=ds_config.zero_stage(rendered),
+        resumed=resumed,
+    )
+
+
+def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: int) -> dict[str, Any]:
+    """The complete DeepSpeed dict of this run. Raises ConfigError with every problem."""
+    return ds_config.render(
+        ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
+        cfg.deepspeed.overrides,
+        ds_config.RunValues(
+            world_size=world_size,
+            micro_batch_size=cfg.train.micro_batch_size,
+            global_batch_size=cfg.train.global_batch_size,
+            gradient_clipping=cfg.optim.gradient_clipping,
+            precision=cfg.train.precision,
+            hidden_size=hf_config.get_text_config().hidden_size,
+            nvme_path=cfg.hardware.nvme_path,
+            pin_memory_possible=torch.cuda.is_available(),
+        ),
+    )
+
+
+def _preflight(cfg: RunConfig, facts: model.ModelFacts, rendered: dict[str, Any], console: Console) -> None:
+    local_size = distributed.local_size_from_env()
+    items = states.model_states(
+        num_params=facts.num_params,
+        largest_param=facts.largest_param,
+        ds=rendered,
+        world_size=distributed.world_size_from_env(),
+        ranks_per_node=local_size,
+        gas=rendered["gradient_accumulation_steps"],
+    )
+    try:
+        preflight.run(items, facts.num_params, cfg, local_size=local_size)
+    except preflight.DoesNotFit as problem:
+        if not cfg.force:
+            raise
+        console.warning(f"force=true: starting although\n{problem}")
+
+
+def _engine(
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    rendered: dict[str, Any],
+    world: World,
+    console: Console,
+    *,
+    resuming: bool,
+) -> tuple[Any, recompute.Applied]:
+    """The DeepSpeed engine around the model, with the checkpointing policy in place."""
+    import deepspeed
+
+    stage = ds_config.zero_stage(rendered)
+    optimizer_device = ds_config.optimizer_offload_device(rendered)
+    for op in ops.needed(optimizer_device, ds_config.param_offload_device(rendered)):
+        ops.ensure(op, console.note)
+    net = model.build(
+        cfg.model,
+        hf_config,
+        precision=cfg.train.precision,
+        ds_config=rendered,
+        zero_stage=stage,
+        seed=cfg.train.seed,
+        resuming=resuming,
+    )
+    if stage == 3:
+        model.assert_sharded(net, world.size)
+    num_layers = len(layers.decoder_layers(net))
+    applied = recompute.apply(net, policy.plan(cfg.checkpointing, num_layers))
+    optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
+    engine, _, _, _ = deepspeed.initialize(
+        model=net, optimizer=optimizer, config=rendered, dist_init_required=False
+    )
+    set_seed(cfg.train.seed + world.rank)  # dropout differs between ranks, as the data does
+    return engine, applied
+
+
+def _window(cfg: RunConfig, shape: flops.ModelShape, world: World) -> Window:
+    model_flops = flops.model_flops_per_token(shape, cfg.train.seq_len)
+    recomputed = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
+    gpu = hardware.find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return Window(
+        world_size=world.size,
+        model_flops_per_token=model_flops,
+        hardware_flops_per_token=model_flops + recomputed,
+        peak_tflops=gpu.peak_bf16_tflops if gpu else None,
+    )

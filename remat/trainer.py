@@ -1,0 +1,298 @@
+"""The training loop. Read `train` first: it is the table of contents."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from remat import distributed, export, optim, saving
+from remat.data.batches import StepBatch, eval_micro_batches
+from remat.model import DTYPES
+from remat.setup import Parts
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on (exit 70). Saved states are as they were."""
+
+
+@dataclass
+class Progress:
+    """What a resumed run must know again; kept in every saved state."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    tokens_trained: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass
+class Outcome:
+    """How a run ended. `finished` is false when `train.stop_at` ended it early."""
+
+    finished: bool
+    progress: Progress
+    metrics: dict[str, float] = field(default_factory=dict)  # the last of each name
+
+
+def train(parts: Parts) -> Outcome:
+    """Train to `train.steps` (or `train.stop_at`), logging, evaluating and saving on the way.
+
+    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran. The record
+    is closed however the run ends.
+    """
+    try:
+        return _train(parts)
+    except BaseException:
+        parts.console.stop()
+        parts.tracker.finish(1)
+        raise
+
+
+def _train(parts: Parts) -> Outcome:
+    cfg = parts.cfg
+    last = cfg.train.stop_at or cfg.train.steps
+    progress = _start(parts)
+    losses = _LossWindow(parts.world.device)
+    metrics: dict[str, float] = {}
+    saved_step = progress.step
+    while progress.step < last:
+        with parts.timer.phase("data"):
+            batch = parts.batches.next_step()
+        losses.add(_optimizer_step(parts, batch, progress.step), batch.trained_tokens)
+        _advance(parts, progress, batch)
+        if progress.step % cfg.train.log_every == 0 or progress.step == last:
+            metrics |= _log(parts, progress, losses.take())
+        if _due(progress.step, cfg.train.eval_every, last):
+            metrics |= _evaluate(parts, progress)
+        if _due(progress.step, cfg.save.every, last if cfg.save.at_end else 0):
+            saved_step = _save(parts, progress)
+    return _finish(parts, progress, metrics, saved_step)
+
+
+def _start(parts: Parts) -> Progress:
+    """Fresh or resumed progress; on resume the record is cut back to the saved step."""
+    progress = Progress()
+    if parts.resumed is not None:
+        known = {item.name for item in fields(Progress)}
+        progress = Progress(**{name: value for name, value in parts.resumed.items() if name in known})
+        parts.tracker.rewind(progress.step)
+    parts.applied.reset()
+    parts.engine.train()
+    parts.console.start(step=progress.step, total=parts.cfg.train.steps)
+    parts.window.start()
+    return progress
+
+
+class _LossWindow:
+    """Summed loss and trained tokens since the last logged step; this rank's loss stays on its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._tokens = 0
+
+    def add(self, loss_sum: torch.Tensor, global_tokens: int) -> None:
+        self._loss += loss_sum
+        self._tokens += global_tokens
+
+    def take(self) -> float:
+        """Mean loss per trained token over all ranks; one all-reduce and one host synchronisation."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self._loss)
+        mean = self._loss.item() / max(1, self._tokens)
+        self._loss.zero_()
+        self._tokens = 0
+        return mean
+
+
+def _optimizer_step(parts: Parts, batch: StepBatch, step: int) -> torch.Tensor:
+    """One optimizer step; returns this rank's summed loss, on the device.
+
+    Each token of the global batch weighs the same: DeepSpeed averages gradients over ranks, so a rank's summed loss
+    is multiplied by ranks / trained tokens of the global batch, and DeepSpeed's own division by the accumulation
+    steps is switched off.
+    """
+    engine, timer, device = parts.engine, parts.timer, parts.world.device
+    optim.set_lr(engine.optimizer, optim.lr_at(step, parts.cfg.optim, parts.cfg.train.steps))
+    scale = parts.world.size / max(1, batch.trained_tokens)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_batch in batch.micro_batches:
+        with timer.phase("data"):
+            inputs = {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}
+        with timer.phase("forward"):
+            loss = parts.token_loss(engine, inputs)
+        with timer.phase("backward"):
+            engine.backward(loss * scale, scale_wrt_gas=False)
+        total += loss.detach()
+        if parts.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
+            _refuse_non_finite(parts, batch, step)
+        with timer.phase("optimizer"):
+            engine.step()
+    return total
+
+
+def _refuse_non_finite(parts: Parts, batch: StepBatch, step: int) -> None:
+    """ZeRO-0 applies any gradient, so a bad one must stop the run before it reaches the weights."""
+    grads = [p.grad for p in parts.engine.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    parts.engine._global_grad_norm = norm
+    if not torch.isfinite(norm):
+        _record_skip(parts, batch, step, float(norm))
+        raise TrainingFailed(
+            f"step {step + 1}: the gradient is not finite, and ZeRO stage 0 cannot skip a step; "
+            f"batch ids are in {parts.folder / 'nonfinite.jsonl'}"
+        )
+
+
+def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
+    """Count the step; skip or stop on non-finite gradients; prove the policy once."""
+    step = progress.step
+    if parts.engine.was_step_applied():
+        progress.skipped_in_a_row = 0
+    else:
+        progress.skipped_steps += 1
+        progress.skipped_in_a_row += 1
+        _record_skip(parts, batch, step, _grad_norm(parts))
+    progress.step += 1
+    progress.tokens_seen += batch.seen_tokens
+    progress.tokens_trained += batch.trained_tokens
+    parts.window.step_end(batch.seen_tokens, batch.trained_tokens)
+    if parts.needs_proof:
+        parts.applied.verify()
+        parts.needs_proof = False
+    if progress.skipped_in_a_row >= parts.cfg.train.max_skipped_steps:
+        raise TrainingFailed(
+            f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient (up to step "
+            f"{progress.step}); their batch ids are in {parts.folder / 'nonfinite.jsonl'}. Weights and saved states "
+            "are as before. Lower optim.lr, look at those samples, or raise train.max_skipped_steps"
+        )
+
+
+def _record_skip(parts: Parts, batch: StepBatch, step: int, grad_norm: float | None) -> None:
+    if not parts.world.is_main:
+        return
+    row = {
+        "step": step + 1,
+        "epoch": batch.epoch,
+        "sample_ids": batch.sample_ids.tolist(),
+        "grad_norm": str(grad_norm),
+        "loss_scale": _loss_scale(parts),
+    }
+    with (parts.folder / "nonfinite.jsonl").open("a") as record:
+        record.write(json.dumps(row) + "\n")
+    parts.console.warning(f"step {step + 1} skipped: non-finite gradient (loss scale {_loss_scale(parts)})")
+
+
+def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]:
+    """One row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
+    times = parts.window.close()
+    ranked = {name: value for name, value in times.items() if name.startswith("time/")} | parts.memory.sample()
+    metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": optim.lr_at(
+        progress.step - 1, parts.cfg.optim, parts.cfg.train.steps
+    )}
+    norm = _grad_norm(parts)
+    if norm is not None and math.isfinite(norm):
+        metrics["optim/grad_norm"] = norm
+    if parts.engine.fp16_enabled():
+        metrics["optim/loss_scale"] = _loss_scale(parts)
+    metrics |= {
+        "optim/skipped_steps": progress.skipped_steps,
+        "tokens/seen": progress.tokens_seen,
+        "tokens/trained": progress.tokens_trained,
+    }
+    metrics |= {name: value for name, value in times.items() if name not in ranked}
+    metrics |= distributed.max_min(ranked, parts.world.device)
+    parts.tracker.log(progress.step, metrics)
+    parts.console.line(progress.step, parts.cfg.train.steps, metrics)
+    parts.memory.reset_peak()
+    return metrics
+
+
+def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
+    """Mean loss per trained token over the held-out blocks; the same number of forwards on every rank."""
+    if parts.held_out is None:
+        return {}
+    cfg, device = parts.cfg.train, parts.world.device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    with parts.window.excluded(), torch.no_grad():
+        parts.engine.eval()
+        for micro_batch in eval_micro_batches(
+            parts.held_out,
+            micro_batch_size=cfg.micro_batch_size,
+            rank=parts.world.rank,
+            world_size=parts.world.size,
+            max_batches=cfg.eval_batches,
+        ):
+            inputs = {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}
+            totals[0] += parts.token_loss(parts.engine, inputs)
+            totals[1] += (inputs["labels"][:, 1:] != -100).sum()
+        parts.engine.train()
+        if parts.world.size > 1:
+            dist.all_reduce(totals)
+    metrics = {"loss/eval": (totals[0] / totals[1].clamp(min=1)).item()}
+    parts.tracker.log(progress.step, metrics)
+    parts.console.eval_line(progress.step, metrics["loss/eval"])
+    return metrics
+
+
+def _save(parts: Parts, progress: Progress) -> int:
+    """Save the training state; returns the step it holds."""
+    with parts.window.excluded():
+        state: dict[str, Any] = asdict(progress)
+        state |= {"position": parts.batches.position, "wandb_run_id": parts.tracker.wandb_run_id}
+        result = saving.save(
+            parts.engine, parts.folder, step=progress.step, client_state=state, keep=parts.cfg.save.keep
+        )
+    parts.tracker.log(progress.step, {"time/save_s": result.seconds})
+    parts.console.note(f"saved {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
+    return progress.step
+
+
+def _final_rows(parts: Parts, metrics: dict[str, float], exported: bool) -> dict[str, str]:
+    """Where the files are; the console adds the figures."""
+    rows = {"run": str(parts.folder), "metrics": str(parts.folder / "metrics.jsonl")}
+    states = sorted((parts.folder / "saved").glob("step-*"))
+    if states:
+        rows["saved state"] = str(states[-1])
+    if exported:
+        rows["exported model"] = str(parts.folder / "export")
+    rows["report"] = f"remat report {parts.folder}"
+    return rows
+
+
+def _finish(parts: Parts, progress: Progress, metrics: dict[str, float], saved_step: int) -> Outcome:
+    """Export when the run reached its end; close the record; print the table."""
+    finished = progress.step >= parts.cfg.train.steps
+    exported = None
+    if finished and parts.cfg.save.export:
+        exported = export.export(
+            parts.engine,
+            parts.folder / "export",
+            tokenizer=parts.tokenizer,
+            dtype=DTYPES[parts.cfg.train.precision],
+            max_shard_size=parts.cfg.save.max_shard_size,
+        )
+    metrics |= parts.window.summary()
+    parts.tracker.finish(0)
+    parts.console.stop()
+    parts.console.final_table(_final_rows(parts, progress, metrics, exported is not None))
+    return Outcome(finished=finished, progress=progress, metrics=metrics)
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return (every > 0 and step % every == 0) or step == last
+
+
+def _grad_norm(parts: Parts) -> float | None:
+    """DeepSpeed's norm of the last step before clipping; it has been read on the host already."""
+    norm = parts.engine.get_global_grad_norm()
+    return None if norm is None else float(norm)
+
+
+def _loss_scale(parts: Parts) -> float:
+    return float(getattr(parts.engine.optimizer, "cur_scale", 1.0))

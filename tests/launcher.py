@@ -1,0 +1,40 @@
+"""The user's path: the real `deepspeed` launcher in a process group of its own, on a free port, always cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.pool import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Launched:
+    code: int
+    out: str
+
+
+def deepspeed(*words: str, ranks: int = 2, script: str = "train.py", cwd: Path = ROOT, timeout_s: float = 600) -> Launched:
+    """Run `deepspeed SCRIPT WORDS` to its end. On a time-out the whole process group is killed."""
+    command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), str(ROOT / script), *words]
+    return run(command, cwd=cwd, timeout_s=timeout_s)
+
+
+def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600) -> Launched:
+    """Run any command the same way; stdout and stderr together."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        raise AssertionError(f"{command} took longer than {timeout_s} s:\n{out[-4000:]}") from None
+    return Launched(process.returncode, out)

@@ -1,0 +1,80 @@
+"""Persistent ranks for numerics: `pool.run(function, **kwargs)` calls a top-level function on every rank.
+
+The process group lives as long as the pool: DeepSpeed caches groups and cannot be initialised twice in a process.
+Each pool has a free port of its own, its processes die with the test session, and nothing stays in shared memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 300
+
+
+class RankPool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Each rank's result, in rank order. A rank's exception is raised here with its traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, kwargs))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.close()
+                raise TimeoutError(f"rank {rank} gave no answer to {function.__name__} in {TIMEOUT_S} s")
+            answers.append(pipe.recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    from remat import console, distributed, ops
+
+    ops.use_environment_folder()
+    console.quiet_libraries(debug=False)
+    distributed.init()
+    while True:
+        function, kwargs = pipe.recv()
+        try:
+            pipe.send((None, function(**kwargs)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))

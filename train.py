@@ -1,0 +1,49 @@
+"""Train: `deepspeed train.py recipe=NAME [option=value ...]`. Also runs under torchrun and as a single process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from remat.cores import share_cores
+
+EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
+
+
+def main(argv: list[str]) -> int:
+    """Compose, build, train. Returns the exit code; imports grow heavier as the arguments prove right."""
+    share_cores()
+    from remat import compose
+    from remat.config import ConfigError
+
+    try:
+        composed = compose.from_command_line(argv)
+    except ConfigError as error:
+        return fail(EXIT_CONFIG, error)
+
+    from remat import console, distributed, ops, setup, trainer
+    from remat.activation_checkpointing.recompute import NotInEffect
+    from remat.preflight import DoesNotFit
+
+    console.quiet_libraries(debug=composed.run.log_level == "debug")
+    try:
+        outcome = trainer.train(setup.build(composed.run, composed.yaml))
+    except (ConfigError, ops.OpError) as error:
+        return fail(EXIT_CONFIG, error)
+    except DoesNotFit as error:
+        return fail(EXIT_DOES_NOT_FIT, error)
+    except (NotInEffect, trainer.TrainingFailed) as error:
+        return fail(EXIT_FAILED, error)
+    distributed.shut_down()
+    return 0 if outcome.finished else EXIT_STOPPED
+
+
+def fail(code: int, error: Exception) -> int:
+    """Rank 0 says why, in full; every rank leaves with the same code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"\nremat: {error}\n", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
