@@ -8,19 +8,12 @@ in `remat.checks`; what only the machine can tell is in `remat.preflight`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The text names each option, its value and the remedy."""
-
-
-class StrEnum(str, Enum):
-    """`enum.StrEnum` for Python 3.10: member names and values are the words a user types."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 class LogLevel(StrEnum):

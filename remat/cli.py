@@ -1,0 +1,101 @@
+"""`remat`: one command, a few verbs. Overrides are written as for `train.py`: recipe=NAME option=value."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from remat.config import ConfigError
+from remat.cores import share_cores
+
+app = typer.Typer(
+    help="Know a run's memory before, during and after it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+RunDir = Annotated[Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)]
+
+
+@app.command("ds-config", context_settings=WITH_OVERRIDES)
+def ds_config_command(
+    ctx: typer.Context,
+    world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
+) -> None:
+    """Print the complete DeepSpeed config of a run, ready for --deepspeed_config."""
+    from remat import compose, model, setup
+
+    run = compose.from_command_line(ctx.args).run
+    ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
+    print(json.dumps(setup.render_ds_config(run, model.load_config(run.model), ranks), indent=2))
+
+
+@app.command()
+def report(run_dir: RunDir) -> None:
+    """Draw a run: loss, step-time split, memory and throughput as PNG and one HTML page."""
+    from remat import report as drawing
+
+    for path in drawing.draw(run_dir):
+        print(path)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: RUN_DIR/export")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file")] = "5GB",
+) -> None:
+    """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
+    from remat import export as exporting
+    from remat.config import Precision
+    from remat.model import DTYPES
+
+    if dtype not in list(Precision):
+        raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
+    result = exporting.export_run(
+        run_dir, out or run_dir / "export", dtype=DTYPES[Precision(dtype)], max_shard_size=max_shard_size
+    )
+    print(result.path)
+
+
+@app.command()
+def doctor(
+    build: Annotated[list[str] | None, typer.Option(help="Ops to build and run; default: all that can be built")] = None,
+) -> None:
+    """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not."""
+    from remat import console, ops
+    from remat import doctor as examining
+
+    ops.use_environment_folder()
+    console.quiet_libraries(debug=False)
+    unknown = set(build or []) - set(ops.BUILDERS)
+    if unknown:
+        raise ConfigError(f"--build {', '.join(sorted(unknown))}: no such op; choose from {', '.join(ops.BUILDERS)}")
+    findings = examining.examine(build or examining.available_ops(), lambda text: print(text, flush=True))
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{'ok ' if finding.ok else 'NOT'}  {finding.what:{width}}  {finding.found}")
+        if not finding.ok:
+            print(f"     {'':{width}}  {finding.remedy}")
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(3)
+
+
+def main() -> None:
+    """Entry point of the console command: user errors are one message and exit code 2."""
+    share_cores()
+    try:
+        app()
+    except ConfigError as error:
+        print(f"\nremat: {error}\n", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Composition as a user meets it: precedence, typos, every recipe, and all problems in one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from remat import compose
+from remat.config import ConfigError, DataSource, Policy, Precision
+
+
+def run(*words: str) -> compose.RunConfig:
+    return compose.from_command_line(list(words)).run
+
+
+def message(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose.from_command_line(list(words))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", compose.recipe_names())
+def test_every_recipe_composes_and_says_what_it_is_for(recipe: str) -> None:
+    cfg = run(f"recipe={recipe}")
+    assert cfg.name == recipe
+    assert cfg.meta.summary
+    assert cfg.meta.machine != "any"
+    header = (compose.RECIPE_DIR / f"{recipe}.yaml").read_text().splitlines()[0]
+    assert header.startswith("# deepspeed") and f"recipe={recipe}" in header
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"), [(g, c) for g, choices in compose.group_choices().items() for c in choices]
+)
+def test_every_group_choice_composes(group: str, choice: str) -> None:
+    more = ["model.path=x"] if (group, choice) == ("model", "hf") else []
+    more += ["optim.decay_steps=10"] if choice == "adamw_wsd" else []
+    run(f"{group}={choice}", *more)
+
+
+def test_precedence_default_group_train_yaml_recipe_command_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /checkpointing: none\ntrain:\n  steps: 7\n  seq_len: 33\n"
+    )
+    search = ["--config-dir", str(tmp_path)]
+    assert run("recipe=tiny_zero3_offload").checkpointing.policy is Policy.full
+    mine = run(*search, "recipe=mine")
+    assert (mine.name, mine.train.steps, mine.train.seq_len) == ("mine", 7, 33)
+    assert mine.checkpointing.policy is Policy.none
+    assert mine.optim.lr == 3e-4
+    assert run(*search, "recipe=mine", "train.steps=9").train.steps == 9
+    assert run(*search, "recipe=mine", "checkpointing=full").checkpointing.policy is Policy.full
+
+
+def test_a_typo_in_a_users_recipe_names_the_file_and_the_key(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "bad.yaml").write_text("# @package _global_\ntrain:\n  micro_bach: 7\n")
+    text = message("--config-dir", str(tmp_path), "recipe=bad")
+    assert "micro_bach" in text
+    assert "bad" in text
+
+
+@pytest.mark.parametrize("spelling", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])
+def test_the_launchers_local_rank_is_dropped(spelling: list[str]) -> None:
+    assert run(*spelling, "train.steps=3").train.steps == 3
+
+
+def test_wrong_recipe_lists_the_choices_and_the_nearest() -> None:
+    text = message("recipe=tiny_zero3_ofload")
+    assert "did you mean tiny_zero3_offload?" in text
+    assert "llama70b_zero3_offload" in text
+
+
+def test_wrong_key_type_and_choice_come_in_one_message() -> None:
+    text = message("train.stepz=3", "train.seq_len=x", "checkpointing=fulll", "train.precision=int4", "trian.steps=1")
+    assert len(text.splitlines()) == 5
+    assert "train.stepz=3: no such option (did you mean train.steps?)" in text
+    assert "train.seq_len=x" in text and "Integer" in text
+    assert "checkpointing=fulll: no such choice (did you mean full?)" in text
+    assert "train.precision=int4" in text and "fp32, bf16, fp16" in text
+    assert "trian.steps=1: no such option (did you mean train.steps?)" in text
+
+
+def test_a_group_given_twice_or_an_override_without_a_value_is_explained() -> None:
+    assert "train.steps: not an override" in message("train.steps")
+
+
+def test_contradictions_are_collected() -> None:
+    text = message("train.steps=0", "model.init=pretrained", "optim.decay_steps=5", "save.keep=0", "data.eval_fraction=1.5")
+    for option in ("train.steps=0", "model.init=pretrained", "optim.decay_steps=5", "save.keep=0", "data.eval_fraction"):
+        assert option in text
+    assert len(text.splitlines()) >= 5
+
+
+def test_multirun_is_refused_with_the_reason() -> None:
+    assert "one process group" in message("-m", "train.steps=1,2")
+
+
+def test_unknown_flag_is_refused() -> None:
+    assert "--fast is not an option" in message("--fast")
+
+
+def test_free_form_sections_take_new_keys() -> None:
+    cfg = run("deepspeed.overrides.zero_optimization.stage=2", "model.architecture.rope_theta=5e5")
+    assert cfg.deepspeed.overrides == {"zero_optimization": {"stage": 2}}
+    assert cfg.model.architecture["rope_theta"] == 5e5
+    assert cfg.model.architecture["hidden_size"] == 256
+
+
+def test_the_issue_commands_compose() -> None:
+    assert run("checkpointing=none").checkpointing.policy is Policy.none
+    assert run("train.seq_len=512").train.seq_len == 512
+    assert run("deepspeed.config=zero2_offload").deepspeed.config == "zero2_offload"
+    data = run("data=jsonl", "data.path=my.jsonl").data
+    assert (data.source, data.path) == (DataSource.jsonl, "my.jsonl")
+    assert run("model=hf", "model.path=/my/model").model.path == "/my/model"
+    assert run("train.precision=fp16").train.precision is Precision.fp16
+
+
+def test_cfg_prints_the_composed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compose.from_command_line(["--cfg", "train.steps=12"])
+    assert caught.value.code == 0
+    assert "steps: 12" in capsys.readouterr().out
+
+
+def test_help_lists_recipes_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compose.from_command_line(["--help"])
+    out = capsys.readouterr().out
+    assert "llama70b_zero3_offload" in out
+    assert "checkpointing=" in out
+
+
+def test_composing_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("recipe=tiny_zero3_offload")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,43 @@
+"""Cores from a control group's quota, and a rank's share of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from remat import cores
+
+
+def test_quota_cuts_the_affinity_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cores.available_cores(tmp_path) == 8
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert cores.available_cores(tmp_path) == 2
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cores.available_cores(tmp_path) == 8
+
+
+def test_version_one_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cores.available_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("variable", "expected"), [("LOCAL_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")])
+def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch, variable: str, expected: str) -> None:
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cores, "available_cores", lambda: 8)
+    monkeypatch.setenv(variable, "4")
+    cores.share_cores()
+    assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+def test_a_users_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    cores.share_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "3"

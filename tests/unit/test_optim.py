@@ -1,0 +1,75 @@
+"""Schedules against hand-computed values; parameter groups; AdamW by placement."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from remat import optim
+from remat.config import OptimConfig, Schedule
+
+
+def rates(total: int = 10, **options: object) -> list[float]:
+    cfg = OptimConfig(lr=1.0, min_lr_ratio=0.1, **options)
+    return [optim.lr_at(step, cfg, total) for step in range(total)]
+
+
+def test_warmup_is_linear_and_reaches_lr_at_its_last_step() -> None:
+    assert rates(schedule=Schedule.constant, warmup_steps=4)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_linear_ends_at_the_minimum() -> None:
+    found = rates(schedule=Schedule.linear, warmup_steps=1)
+    assert found[1] == pytest.approx(1.0)
+    assert found[5] == pytest.approx(1.0 - 0.9 * 4 / 8)
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    found = rates(total=11, schedule=Schedule.cosine)
+    assert found[0] == pytest.approx(1.0)
+    assert found[5] == pytest.approx(0.55)
+    assert found[3] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(0.3 * math.pi)))
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_wsd_is_flat_then_falls_over_the_last_steps() -> None:
+    found = rates(schedule=Schedule.wsd, decay_steps=4)
+    assert found[:6] == pytest.approx([1.0] * 6)
+    assert found[6:] == pytest.approx([1.0, 0.7, 0.4, 0.1])
+
+
+def test_schedule_past_the_end_stays_at_the_minimum() -> None:
+    cfg = OptimConfig(lr=1.0, schedule=Schedule.linear, min_lr_ratio=0.25)
+    assert optim.lr_at(99, cfg, 10) == pytest.approx(0.25)
+
+
+def test_matrices_are_decayed_and_vectors_are_not() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    decayed, plain = optim.parameter_groups(net, 0.3)
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert decayed["weight_decay"] == 0.3
+    assert len(plain["params"]) == 3
+    assert plain["weight_decay"] == 0.0
+
+
+def test_a_sharded_parameter_is_grouped_by_its_whole_shape() -> None:
+    net = torch.nn.Linear(4, 4, bias=False)
+    net.weight.ds_shape = net.weight.shape
+    net.weight.data = torch.empty(0)
+    assert optim.parameter_groups(net, 0.3)[0]["weight_decay"] == 0.3
+
+
+def test_frozen_parameters_get_no_state() -> None:
+    net = torch.nn.Linear(4, 4)
+    net.weight.requires_grad_(False)
+    assert [len(g["params"]) for g in optim.parameter_groups(net, 0.1)] == [1]
+
+
+def test_plain_adamw_on_cpu() -> None:
+    built = optim.build(torch.nn.Linear(2, 2), OptimConfig(lr=0.5), offloaded=False, device=torch.device("cpu"))
+    assert type(built) is torch.optim.AdamW
+    assert built.param_groups[0]["lr"] == 0.5
+    assert not built.param_groups[0]["fused"]
