@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/ready
-DEEPSPEED = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m remat.launch
-RUN_ID := demo-$(shell date +%Y%m%d-%H%M%S)
-DEMO_DIR := outputs/tiny_zero3_offload/$(RUN_ID)
-
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types check benchmark lock clean
 
@@ -27,3 +23,37 @@ $(STAMP): requirements.lock pyproject.toml
 	@echo "== DeepSpeed ops"
 	@$(BIN)/remat doctor --build cpu_adam
 	@touch $@
+
+$(VENV)/test-ready: $(STAMP)
+	@./scripts/install_libaio.sh
+	@$(BIN)/remat doctor
+	@touch $@
+
+demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample
+	@./scripts/demo.sh
+
+test: $(VENV)/test-ready ## lint, types and the whole test suite
+	@$(MAKE) --no-print-directory lint types
+	@$(BIN)/python -m pytest tests
+
+lint: $(STAMP) ## ruff: lint and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy
+	@$(BIN)/mypy
+
+check: lint types ## what pre-commit runs, plus the fast tests
+	@$(BIN)/python -m pytest tests/unit
+
+benchmark: $(STAMP) ## loop overhead against a bare DeepSpeed loop and the Hugging Face Trainer
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/loop_overhead.py
+
+lock: $(STAMP) ## renew requirements.lock from requirements.in and pyproject.toml (needs uv)
+	@uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra dev \
+	    requirements.in pyproject.toml -o $(VENV)/full.lock
+	@(echo "# Made by \`make lock\`: everything but torch and what torch brings with it."; \
+	    grep -vE '^(torch|triton|nvidia-|cuda-)' $(VENV)/full.lock) > requirements.lock
+
+clean: ## remove the environment and caches, never outputs/
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

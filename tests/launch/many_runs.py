@@ -1,0 +1,34 @@
+"""Run several configurations one after another in one launch: `deepspeed many_runs.py SPEC.json`.
+
+Start-up costs 15 s a launch, a tiny run one: this is how a matrix of strategies stays affordable. The spec is
+{"name": [override, ...]}; each run writes its own run directory, and rank 0 writes SPEC.done.json at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from remat import compose, console, distributed, ops, setup, trainer
+
+
+def main(spec_path: Path) -> None:
+    ops.use_environment_folder()
+    console.quiet_libraries(debug=False)
+    done = {}
+    for name, overrides in json.loads(spec_path.read_text()).items():
+        composed = compose.compose_run(overrides)
+        parts = setup.build(composed.run, composed.yaml)
+        outcome = trainer.train(parts)
+        parts.engine.destroy()
+        done[name] = {"folder": str(parts.folder), "finished": outcome.finished}
+    if distributed.rank_from_env() == 0:
+        spec_path.with_suffix(".done.json").write_text(json.dumps(done))
+    distributed.shut_down()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))

@@ -1,0 +1,350 @@
+"""What each of two ranks runs in test_saving_ranks: functions of keyword arguments, process group already up."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from remat import distributed, export, manifest, saving
+
+VOCAB = 97
+
+
+def llama(*, tie: bool) -> LlamaForCausalLM:
+    """Odd sizes, so that ZeRO pads; attention dropout, so that a step draws random numbers."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=51,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            attention_dropout=0.1,
+            tie_word_embeddings=tie,
+            use_cache=False,
+        )
+    )
+
+
+def mixtral() -> MixtralForCausalLM:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            num_local_experts=4,
+            use_cache=False,
+        )
+    )
+
+
+def engine(
+    stage: int,
+    *,
+    offload: bool = False,
+    precision: str = "fp32",
+    seed: int = 0,
+    tie: bool = False,
+    frozen: bool = False,
+    moe: bool = False,
+) -> Any:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    model = mixtral() if moe else llama(tie=tie)
+    model.set_attn_implementation("eager")
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "layers.1" in name
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 100  # norms stay whole, everything else is partitioned
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+
+
+def tokens(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randint(0, VOCAB, (1, 12), generator=generator)
+
+
+def train(target: Any, first: int, last: int) -> list[float]:
+    """Steps first..last-1; the loss is jittered by numpy's and python's generators, so that they matter too."""
+    target.train()
+    losses = []
+    for step in range(first, last):
+        ids = tokens(step)
+        loss = target(input_ids=ids, labels=ids).loss * (1 + 0.1 * np.random.rand() + 0.1 * random.random())
+        target.backward(loss)
+        target.step()
+        losses.append(loss.item())
+    return losses
+
+
+def digest(target: Any) -> str:
+    """Hash of every fp32 value and first moment that training goes on from."""
+    sha = hashlib.sha256()
+    for _, parameter in target.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        values = [safe_get_full_fp32_param(parameter)]
+        if values[0] is None:
+            values = [parameter]
+        else:
+            values.append(safe_get_full_optimizer_state(parameter, "exp_avg"))
+        for value in values:
+            sha.update(value.detach().float().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def logits(target: Any) -> torch.Tensor:
+    module = getattr(target, "module", target)
+    module.eval()
+    with torch.no_grad():
+        return module(input_ids=torch.arange(12).view(1, 12)).logits
+
+
+def resume_case(
+    *, folder: Path, stage: int, offload: bool, precision: str, tie: bool = False, frozen: bool = False
+) -> dict[str, Any]:
+    """Two steps, save, resume in a differently seeded engine, two more; against four steps in one go."""
+    settings: dict[str, Any] = {"offload": offload, "precision": precision, "tie": tie, "frozen": frozen}
+    whole = engine(stage, **settings)
+    expected = train(whole, 0, 4)
+    first = engine(stage, **settings)
+    losses = train(first, 0, 2)
+    saved = saving.save(first, folder, step=2, client_state={"step": 2, "position": [0, 4]}, keep=2)
+    found = saving.find(folder)
+    assert found.state is not None, found.notes
+    # A frozen weight is not saved: it must come from the same place as in the saved run.
+    second = engine(stage, seed=0 if frozen else 9, **settings)
+    torch.manual_seed(5)
+    client_state = saving.load(second, found.state)
+    losses += train(second, 2, 4)
+    return {
+        "expected": expected,
+        "losses": losses,
+        "digests": (digest(whole), digest(second)),
+        "client_state": client_state,
+        "global_steps": second.global_steps,
+        "saved": saved,
+        "info": found.state.info,
+    }
+
+
+def frozen_mismatch_case(*, folder: Path) -> dict[str, Any]:
+    first = engine(3, frozen=True)
+    train(first, 0, 1)
+    saving.save(first, folder, step=1, client_state={}, keep=1)
+    state = saving.find(folder).state
+    assert state is not None
+    return {"error": _error(lambda: saving.load(engine(3, frozen=True, seed=9), state))}
+
+
+def layout_mismatch_case(*, folder: Path) -> dict[str, Any]:
+    first = engine(2)
+    train(first, 0, 1)
+    saving.save(first, folder, step=1, client_state={}, keep=1)
+    state = saving.find(folder).state
+    assert state is not None
+    return {"error": _error(lambda: saving.load(engine(2, tie=True), state))}
+
+
+def failure_case(*, folder: Path, failing_rank: int, where: str) -> dict[str, Any]:
+    """One rank cannot write; then the same engine trains and saves again."""
+    target = engine(3)
+    train(target, 0, 1)
+    saving.save(target, folder, step=1, client_state={"step": 1}, keep=2)
+    full = OSError(28, "No space left on device")
+    if dist.get_rank() == failing_rank:
+        owner, name = {
+            "engine": (target.checkpoint_engine, "save"),
+            "hash": (manifest, "describe"),
+            "manifest": (manifest, "write"),
+        }[where]
+        original = getattr(owner, name)
+        setattr(owner, name, _raiser(full))
+    error = _error(lambda: saving.save(target, folder, step=2, client_state={"step": 2}, keep=2))
+    if dist.get_rank() == failing_rank:
+        setattr(owner, name, original)
+    after_failure = _names(folder / "saved")
+    problems = manifest.verify(folder / "saved" / "step-000001")
+    train(target, 1, 2)
+    saving.save(target, folder, step=3, client_state={"step": 3}, keep=2)
+    return {
+        "error": error,
+        "after_failure": after_failure,
+        "problems": problems,
+        "after_retry": _names(folder / "saved"),
+    }
+
+
+def damage_case(*, folder: Path) -> dict[str, Any]:
+    """Three saves; the newest is cut short in rank 1's file, and both ranks must agree on the one before."""
+    target = engine(2)
+    for step in (1, 2, 3):
+        train(target, step - 1, step)
+        saving.save(target, folder, step=step, client_state={"step": step}, keep=2)
+    before = _names(folder / "saved")
+    if dist.get_rank() == 0:
+        victim = next((folder / "saved" / "step-000003" / "engine").glob("*pp_rank_1_*optim_states.pt"))
+        victim.write_bytes(victim.read_bytes()[:-1])
+    distributed.barrier()
+    found = saving.find(folder)
+    assert found.state is not None
+    return {"before": before, "step": found.state.step, "notes": found.notes}
+
+
+def export_case(
+    *,
+    folder: Path,
+    stage: int,
+    offload: bool,
+    precision: str,
+    tie: bool,
+    max_shard_size: str,
+    moe: bool = False,
+) -> dict[str, Any]:
+    """Export in the run's own dtype and in fp32, compare with the live model, then train on."""
+    target = engine(stage, offload=offload, precision=precision, tie=tie, moe=moe)
+    control = engine(stage, offload=offload, precision=precision, tie=tie, moe=moe)
+    train(target, 0, 2)
+    rng = torch.get_rng_state()
+    masters = {
+        name: parameter.detach().float() if (full := safe_get_full_fp32_param(parameter)) is None else full
+        for name, parameter in target.module.named_parameters()
+    }
+    result = export.export(target, folder / "own", tokenizer=None, max_shard_size=max_shard_size)
+    in_fp32 = export.export(
+        target, folder / "fp32", tokenizer=None, dtype=torch.float32, max_shard_size=max_shard_size
+    )
+    undisturbed = torch.equal(torch.get_rng_state(), rng)
+    live = logits(target)
+    target.train()
+    torch.manual_seed(3)
+    train(target, 2, 3)
+    train(control, 0, 2)
+    torch.manual_seed(3)
+    train(control, 2, 3)
+    report = {"same_training": digest(target) == digest(control), "undisturbed": undisturbed, "result": result}
+    if dist.get_rank() == 0:
+        report |= _compare(folder, live, masters, precision) | {"fp32_files": in_fp32.files}
+    return report
+
+
+def _compare(
+    folder: Path, live: torch.Tensor, masters: dict[str, torch.Tensor], precision: str
+) -> dict[str, Any]:
+    plain = AutoModelForCausalLM.from_pretrained(folder / "own", dtype="auto", attn_implementation="eager")
+    plain.save_pretrained(folder / "reference", max_shard_size="1GB")
+    own, fp32 = tensors(folder / "own"), tensors(folder / "fp32")
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "fp32", dtype="auto")
+    values = dict(reloaded.named_parameters())
+    return {
+        "dtype": str(plain.dtype),
+        "same_logits": torch.equal(logits(plain), live),
+        "same_keys": own.keys() == tensors(folder / "reference").keys() == fp32.keys(),
+        "same_values": all(torch.equal(own[k], v) for k, v in tensors(folder / "reference").items()),
+        "masters_kept": all(torch.equal(values[name], master) for name, master in masters.items()),
+        "fp32_is_finer": any(not torch.equal(fp32[k], v.float()) for k, v in own.items()),
+        "use_cache": plain.config.use_cache,
+        "names": sorted(p.name for p in (folder / "own").iterdir()),
+    }
+
+
+def export_failure_case(*, folder: Path) -> dict[str, Any]:
+    """Rank 0 cannot write the second shard; no rank may hang, nothing may be left, a retry works."""
+    from remat import hf_files
+
+    target = engine(3)
+    train(target, 0, 1)
+    original, calls = hf_files.save_file, []
+
+    def second_fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        original(*args, **kwargs)
+
+    hf_files.save_file = second_fails
+    error = _error(lambda: export.export(target, folder / "out", tokenizer=None, max_shard_size="20KB"))
+    left = _names(folder)
+    hf_files.save_file = original
+    train(target, 1, 2)
+    export.export(target, folder / "out", tokenizer=None, max_shard_size="20KB")
+    return {"error": error, "left": left, "after_retry": _names(folder)}
+
+
+def offline_case(*, folder: Path, stage: int, precision: str, tie: bool) -> dict[str, Any]:
+    """The same model exported from the engine and from the saved state."""
+    target = engine(stage, precision=precision, tie=tie)
+    train(target, 0, 2)
+    saved = saving.save(target, folder / "run", step=2, client_state={}, keep=1)
+    export.export(target, folder / "live", tokenizer=None, max_shard_size="40KB")
+    export.export(target, folder / "live32", tokenizer=None, dtype=torch.float32, max_shard_size="1GB")
+    report: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        export.write_model_card(folder / "run", target.module.config, None, target.module.generation_config)
+    return report | {"state": saved.path}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            found.update({name: reader.get_tensor(name) for name in reader.keys()})  # noqa: SIM118
+    return found
+
+
+def _raiser(error: Exception) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return fail
+
+
+def _error(action: Any) -> str:
+    try:
+        action()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _names(folder: Path) -> list[str]:
+    distributed.barrier()
+    names = sorted(p.name for p in folder.iterdir())
+    distributed.barrier()
+    return names

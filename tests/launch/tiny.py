@@ -1,0 +1,83 @@
+"""A tiny pretrained model, tiny data, and a plain PyTorch training loop to hold everything else to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from remat import compose, optim
+from remat.data.batches import GlobalBatches
+from remat.data.cache import open_blocks
+from remat.data.tokenizer import load_tokenizer
+
+STEPS = 8
+
+
+def make_model(folder: Path, **more: object) -> Path:
+    """A Llama with 60 k parameters, saved as safetensors."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(sizes | more))).save_pretrained(folder)
+    return folder
+
+
+def make_instructions(path: Path, rows: int = 40) -> Path:
+    """Alpaca rows whose answers differ much in length: a mean of means would weigh their tokens wrongly."""
+    with path.open("w") as out:
+        for index in range(rows):
+            row = {"instruction": f"Count to {index}", "input": "", "output": " ".join(map(str, range(index % 9 + 1)))}
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+def overrides(model: Path, data: Path, out: Path, name: str, *more: str) -> list[str]:
+    return [
+        "recipe=tiny_zero3_offload", f"name={name}", "run_id=run", f"output_dir={out}",
+        "model=hf", f"model.path={model}", "model.tokenizer=bytes", "data=alpaca", f"data.path={data}",
+        f"data.cache_dir={out}/cache", "data.eval_fraction=0", "train.precision=fp32", f"train.steps={STEPS}",
+        "train.seq_len=192", "train.micro_batch_size=2", "train.global_batch_size=4", "train.log_every=1",
+        "train.eval_every=0", "optim.warmup_steps=2", "optim.lr=1e-2", "save.every=0", "save.at_end=false",
+        "save.export=false", "tracking=wandb_disabled", *more,
+    ]
+
+
+def plain_loop(words: list[str]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits."""
+    cfg = compose.compose_run(words).run
+    net = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
+    tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
+    blocks = open_blocks(cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False)
+    size = cfg.train.global_batch_size
+    batches = GlobalBatches(
+        blocks.train, global_batch_size=size, micro_batch_size=size, rank=0, world_size=1, seed=cfg.train.seed,
+        shuffle=cfg.data.shuffle,
+    )
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": cfg.optim.weight_decay},
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(cfg.optim.beta1, cfg.optim.beta2), eps=cfg.optim.eps)
+    history = []
+    for step in range(cfg.train.steps):
+        batch = batches.next_step().micro_batches[0]
+        logits = net(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.gradient_clipping)
+        for group in adamw.param_groups:
+            group["lr"] = optim.lr_at(step, cfg.optim, cfg.train.steps)
+        adamw.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+def rows(folder: Path, key: str = "loss/train") -> list[dict[str, float]]:
+    """The rows of a run's metrics.jsonl that have `key`."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if key in row]
