@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from remat import (
     compose,
     distributed,
     ds_config,
+    export,
     flops,
     hardware,
     loss,
@@ -24,6 +24,7 @@ from remat import (
     preflight,
     run_dir,
     saving,
+    summary,
 )
 from remat.activation_checkpointing import layers, policy, recompute
 from remat.config import RunConfig
@@ -35,7 +36,7 @@ from remat.data.tokenizer import load_tokenizer
 from remat.distributed import World
 from remat.memory import MemoryMonitor
 from remat.planning import states
-from remat.throughput import PhaseTimer, Window
+from remat.throughput import FORMULAS, PhaseTimer, Window
 from remat.tracking import Tracker
 
 
@@ -50,6 +51,7 @@ class Parts:
     engine: Any
     token_loss: loss.TokenLoss
     batches: GlobalBatches
+    blocks: Blocks
     held_out: Blocks | None
     applied: recompute.Applied
     tracker: Tracker
@@ -59,6 +61,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     zero_stage: int
     resumed: dict[str, Any] | None
+    peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 
 
 def build(cfg: RunConfig, yaml: str) -> Parts:
@@ -79,7 +82,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     )
     model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=console.is_main
+        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=world.is_main
     )
     folder = run_dir.open_run_dir(
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point is not None else None
@@ -87,38 +90,30 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     engine, applied = _engine(cfg, hf_config, rendered, world, console, resuming=point is not None)
     resumed = saving.load(engine, point.state) if point is not None else None
     if world.is_main:
-        _write_records(folder, cfg, yaml, rendered, world, hf_config, tokenizer)
-    shape = flops.shape_from_config(
-        hf_config.to_dict(), num_params=facts.num_params, num_params_embedding=facts.num_embedding_params
-    )
-    console.header(_header(cfg, facts, rendered, world, folder, applied, splits.train))
-    return Parts(
+        _write_records(folder, yaml, rendered, world)
+        export.write_model_card(folder, hf_config, tokenizer, engine.module.generation_config)
+    timer = PhaseTimer(world.device)
+    parts = Parts(
         cfg=cfg,
         world=world,
         console=console,
         folder=folder,
         engine=engine,
         token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
-        batches=GlobalBatches(
-            splits.train,
-            global_batch_size=cfg.train.global_batch_size,
-            micro_batch_size=cfg.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
-            seed=cfg.train.seed,
-            shuffle=cfg.data.shuffle,
-            position=resumed["position"] if resumed else 0,
-        ),
+        batches=_batches(cfg, splits.train, world, position=resumed["position"] if resumed else 0),
+        blocks=splits.train,
         held_out=splits.held_out,
         applied=applied,
-        tracker=_tracker(cfg, yaml, folder, world, resumed),
+        tracker=_tracker(cfg, folder, world, resumed),
         memory=MemoryMonitor(world.device),
-        timer=PhaseTimer(world.device),
-        window=_window(cfg, shape, world),
+        timer=timer,
+        window=_window(cfg, hf_config, facts, timer, world),
         tokenizer=tokenizer,
         zero_stage=ds_config.zero_stage(rendered),
         resumed=resumed,
     )
+    console.header(f"remat {cfg.name}", summary.rows(parts, facts, rendered))
+    return parts
 
 
 def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: int) -> dict[str, Any]:
@@ -194,13 +189,51 @@ def _engine(
     return engine, applied
 
 
-def _window(cfg: RunConfig, shape: flops.ModelShape, world: World) -> Window:
+def _batches(cfg: RunConfig, blocks: Blocks, world: World, *, position: int) -> GlobalBatches:
+    return GlobalBatches(
+        blocks,
+        global_batch_size=cfg.train.global_batch_size,
+        micro_batch_size=cfg.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        seed=cfg.train.seed,
+        shuffle=cfg.data.shuffle,
+        position=position,
+    )
+
+
+def _window(
+    cfg: RunConfig, hf_config: PretrainedConfig, facts: model.ModelFacts, timer: PhaseTimer, world: World
+) -> Window:
+    shape = flops.shape_from_config(
+        hf_config.to_dict(), num_params=facts.num_params, num_params_embedding=facts.num_embedding_params
+    )
     model_flops = flops.model_flops_per_token(shape, cfg.train.seq_len)
     recomputed = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
     gpu = hardware.find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return Window(
+        timer,
+        device=world.device,
         world_size=world.size,
         model_flops_per_token=model_flops,
         hardware_flops_per_token=model_flops + recomputed,
         peak_tflops=gpu.peak_bf16_tflops if gpu else None,
     )
+
+
+def _tracker(cfg: RunConfig, folder: Path, world: World, resumed: dict[str, Any] | None) -> Tracker:
+    return Tracker(
+        folder,
+        cfg.tracking,
+        run_config=asdict(cfg),
+        name=cfg.name,
+        run_id=folder.name,
+        wandb_run_id=resumed["wandb_run_id"] if resumed else None,
+        is_main=world.is_main,
+    )
+
+
+def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World) -> None:
+    (folder / "config.yaml").write_text(yaml)
+    run_dir.write_json(folder / "ds_config.json", rendered)
+    run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))

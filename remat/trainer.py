@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from remat import distributed, export, optim, saving
+from remat import distributed, export, optim, saving, summary
+from remat.console import final_rows
 from remat.data.batches import StepBatch, eval_micro_batches
-from remat.model import DTYPES
 from remat.setup import Parts
 
 
@@ -49,7 +49,7 @@ def train(parts: Parts) -> Outcome:
     try:
         return _train(parts)
     except BaseException:
-        parts.console.stop()
+        parts.console.close()
         parts.tracker.finish(1)
         raise
 
@@ -57,25 +57,30 @@ def train(parts: Parts) -> Outcome:
 def _train(parts: Parts) -> Outcome:
     cfg = parts.cfg
     last = cfg.train.stop_at or cfg.train.steps
-    progress = _start(parts)
-    losses = _LossWindow(parts.world.device)
+    progress = start(parts)
+    losses = LossWindow(parts.world.device)
     metrics: dict[str, float] = {}
-    saved_step = progress.step
     while progress.step < last:
-        with parts.timer.phase("data"):
-            batch = parts.batches.next_step()
-        losses.add(_optimizer_step(parts, batch, progress.step), batch.trained_tokens)
-        _advance(parts, progress, batch)
-        if progress.step % cfg.train.log_every == 0 or progress.step == last:
-            metrics |= _log(parts, progress, losses.take())
+        metrics |= step(parts, progress, losses, last)
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end else 0):
-            saved_step = _save(parts, progress)
-    return _finish(parts, progress, metrics, saved_step)
+            _save(parts, progress)
+    return _finish(parts, progress, metrics)
 
 
-def _start(parts: Parts) -> Progress:
+def step(parts: Parts, progress: Progress, losses: LossWindow, last: int) -> dict[str, float]:
+    """One optimizer step; its metrics when it is one that is logged, else nothing."""
+    with parts.timer.phase("data"):
+        batch = parts.batches.next_step()
+    losses.add(_forward_backward_update(parts, batch, progress.step), batch.trained_tokens)
+    _advance(parts, progress, batch)
+    if progress.step % parts.cfg.train.log_every == 0 or progress.step == last:
+        return _log(parts, progress, losses.take())
+    return {}
+
+
+def start(parts: Parts) -> Progress:
     """Fresh or resumed progress; on resume the record is cut back to the saved step."""
     progress = Progress()
     if parts.resumed is not None:
@@ -84,12 +89,12 @@ def _start(parts: Parts) -> Progress:
         parts.tracker.rewind(progress.step)
     parts.applied.reset()
     parts.engine.train()
-    parts.console.start(step=progress.step, total=parts.cfg.train.steps)
+    parts.console.progress(progress.step, parts.cfg.train.steps)
     parts.window.start()
     return progress
 
 
-class _LossWindow:
+class LossWindow:
     """Summed loss and trained tokens since the last logged step; this rank's loss stays on its device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +115,7 @@ class _LossWindow:
         return mean
 
 
-def _optimizer_step(parts: Parts, batch: StepBatch, step: int) -> torch.Tensor:
+def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch.Tensor:
     """One optimizer step; returns this rank's summed loss, on the device.
 
     Each token of the global batch weighs the same: DeepSpeed averages gradients over ranks, so a rank's summed loss
@@ -162,9 +167,9 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens
     parts.window.step_end(batch.seen_tokens, batch.trained_tokens)
-    if parts.needs_proof:
+    parts.console.progress(progress.step, parts.cfg.train.steps)
+    if not parts.applied.proven:
         parts.applied.verify()
-        parts.needs_proof = False
     if progress.skipped_in_a_row >= parts.cfg.train.max_skipped_steps:
         raise TrainingFailed(
             f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient (up to step "
@@ -192,9 +197,8 @@ def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]
     """One row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
     times = parts.window.close()
     ranked = {name: value for name, value in times.items() if name.startswith("time/")} | parts.memory.sample()
-    metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": optim.lr_at(
-        progress.step - 1, parts.cfg.optim, parts.cfg.train.steps
-    )}
+    lr = optim.lr_at(progress.step - 1, parts.cfg.optim, parts.cfg.train.steps)
+    metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": lr}
     norm = _grad_norm(parts)
     if norm is not None and math.isfinite(norm):
         metrics["optim/grad_norm"] = norm
@@ -209,6 +213,9 @@ def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]
     metrics |= distributed.max_min(ranked, parts.world.device)
     parts.tracker.log(progress.step, metrics)
     parts.console.line(progress.step, parts.cfg.train.steps, metrics)
+    for name, value in metrics.items():
+        if name.startswith("memory/"):
+            parts.peaks[name] = max(value, parts.peaks.get(name, value))
     parts.memory.reset_peak()
     return metrics
 
@@ -240,8 +247,8 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
     return metrics
 
 
-def _save(parts: Parts, progress: Progress) -> int:
-    """Save the training state; returns the step it holds."""
+def _save(parts: Parts, progress: Progress) -> None:
+    """Save the training state, out of the step time."""
     with parts.window.excluded():
         state: dict[str, Any] = asdict(progress)
         state |= {"position": parts.batches.position, "wandb_run_id": parts.tracker.wandb_run_id}
@@ -250,37 +257,26 @@ def _save(parts: Parts, progress: Progress) -> int:
         )
     parts.tracker.log(progress.step, {"time/save_s": result.seconds})
     parts.console.note(f"saved {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
-    return progress.step
 
 
-def _final_rows(parts: Parts, metrics: dict[str, float], exported: bool) -> dict[str, str]:
-    """Where the files are; the console adds the figures."""
-    rows = {"run": str(parts.folder), "metrics": str(parts.folder / "metrics.jsonl")}
-    states = sorted((parts.folder / "saved").glob("step-*"))
-    if states:
-        rows["saved state"] = str(states[-1])
-    if exported:
-        rows["exported model"] = str(parts.folder / "export")
-    rows["report"] = f"remat report {parts.folder}"
-    return rows
-
-
-def _finish(parts: Parts, progress: Progress, metrics: dict[str, float], saved_step: int) -> Outcome:
+def _finish(parts: Parts, progress: Progress, metrics: dict[str, float]) -> Outcome:
     """Export when the run reached its end; close the record; print the table."""
     finished = progress.step >= parts.cfg.train.steps
-    exported = None
     if finished and parts.cfg.save.export:
-        exported = export.export(
+        parts.console.progress(progress.step, parts.cfg.train.steps, doing="exporting")
+        result = export.export(
             parts.engine,
             parts.folder / "export",
             tokenizer=parts.tokenizer,
-            dtype=DTYPES[parts.cfg.train.precision],
             max_shard_size=parts.cfg.save.max_shard_size,
         )
-    metrics |= parts.window.summary()
+        parts.console.note(f"exported {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
+    whole = distributed.max_min(parts.window.summary(), parts.world.device)
     parts.tracker.finish(0)
-    parts.console.stop()
-    parts.console.final_table(_final_rows(parts, progress, metrics, exported is not None))
+    ending = "finished" if finished else f"stopped at step {progress.step}, resumable with resume=auto"
+    parts.console.final_table(
+        f"{parts.cfg.name} {ending}", final_rows(whole, metrics | parts.peaks, summary.files(parts.folder))
+    )
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
 

@@ -29,6 +29,7 @@ class Applied:
     decisions: Sequence[LayerDecision]
     forwards: list[int] = field(default_factory=list)
     recomputations: list[int] = field(default_factory=list)
+    proven: bool = False
 
     def reset(self) -> None:
         self.forwards = [0] * len(self.decisions)
@@ -48,6 +49,7 @@ class Applied:
                 f"checkpointing is not in effect in layers {wrong}: expected {[expected[i] for i in wrong]} "
                 f"recomputations in the first step, counted {[self.recomputations[i] for i in wrong]}"
             )
+        self.proven = True
 
 
 def apply(model: nn.Module, decisions: Sequence[LayerDecision]) -> Applied:

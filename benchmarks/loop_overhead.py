@@ -1,0 +1,240 @@
+"""What the loop costs: this project's against a bare DeepSpeed loop and against the Hugging Face Trainer.
+
+Same model shape and values, data, DeepSpeed config, accumulation, precision, activation checkpointing and logging
+interval. The three are interleaved window by window in one process per rank: the Trainer runs as usual, and each
+time it has logged, a window of each of the other two runs inside its callback. Medians over windows are compared,
+so a noisy machine hurts all three alike.
+
+    python benchmarks/loop_overhead.py [--windows 12] [--steps 10] [--ranks 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+RESULT = ROOT / "benchmarks" / "results" / "loop_overhead.json"
+NAMES = ("bare", "remat", "trainer")
+
+
+def main() -> None:
+    args = parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return
+    from tests.pool import free_port
+
+    RESULT.parent.mkdir(exist_ok=True)
+    command = ["deepspeed", "-q", "--num_gpus", str(args.ranks), "--master_port", str(free_port()), __file__]
+    subprocess.run([*command, *sys.argv[1:]], check=True, cwd=ROOT)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps per window; also the logging interval")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--config", default="zero3")
+    parser.add_argument("--local_rank", type=int, default=0)
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> None:
+    from remat.cores import share_cores
+
+    share_cores()
+    import torch
+
+    from remat import compose, console, distributed, ops, run_dir, setup
+
+    ops.use_environment_folder()
+    console.quiet_libraries(debug=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        composed = compose.compose_run(overrides(args, scratch))
+        parts = setup.build(composed.run, composed.yaml)
+        loops = {"remat": remat_loop(parts, args), "bare": bare_loop(parts, args)}
+        seconds = trainer_with(parts, args, loops, scratch)
+        world = distributed.current()
+        if world.is_main:
+            result = {
+                "median_step_s": {name: statistics.median(values) / args.steps for name, values in seconds.items()},
+                "windows": args.windows,
+                "steps_per_window": args.steps,
+                "window_s": seconds,
+                "device": str(world.device),
+                "environment": run_dir.environment(world, ""),
+                "overrides": overrides(args, "SCRATCH"),
+            }
+            result["ratio"] = ratios(seconds)
+            RESULT.write_text(json.dumps(result, indent=2) + "\n")
+            print(table(result))
+        torch.distributed.barrier()
+    distributed.shut_down()
+
+
+def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
+    return [
+        "recipe=tiny_zero3_offload", f"output_dir={scratch}/out", f"deepspeed.config={args.config}",
+        f"train.steps={(args.windows + 2) * args.steps}", f"train.log_every={args.steps}", "train.seq_len=128",
+        "train.micro_batch_size=4", f"train.global_batch_size={8 * args.ranks}", "train.eval_every=0",
+        "save.every=0", "save.at_end=false", "save.export=false", "tracking=wandb_disabled",
+        "data.eval_fraction=0", "log_level=info",
+    ]  # fmt: skip
+
+
+def remat_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
+    """A window of this project's loop, logging included."""
+    from remat import trainer
+
+    progress = trainer.start(parts)
+    losses = trainer.LossWindow(parts.world.device)
+
+    def window() -> None:
+        for _ in range(args.steps):
+            trainer.step(parts, progress, losses, last=0)
+
+    return window
+
+
+def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
+    """The least DeepSpeed loop that logs the same loss: forward, backward, step; one reduction per window."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    from remat import model, optim, setup
+    from remat.data.batches import GlobalBatches
+
+    cfg = parts.cfg
+    config = model.load_config(cfg.model)
+    ds = setup.render_ds_config(cfg, config, parts.world.size)
+    net = model.build(
+        cfg.model, config, precision=cfg.train.precision, ds_config=ds, zero_stage=parts.zero_stage, seed=cfg.train.seed
+    )
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    adamw = optim.build(net, cfg.optim, offloaded=False, device=parts.world.device)
+    engine, _, _, _ = deepspeed.initialize(model=net, optimizer=adamw, config=ds, dist_init_required=False)
+    batches = GlobalBatches(
+        parts.batches.blocks, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
+        micro_batch_size=cfg.train.micro_batch_size, rank=parts.world.rank, world_size=parts.world.size,
+    )  # fmt: skip
+
+    def window() -> None:
+        total = torch.zeros((), device=parts.world.device)
+        for step in range(args.steps):
+            optim.set_lr(engine.optimizer, optim.lr_at(step, cfg.optim, cfg.train.steps))
+            for batch in batches.next_step().micro_batches:
+                inputs = {name: value.to(parts.world.device) for name, value in batch.items()}
+                loss = engine(**inputs, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach()
+        dist.all_reduce(total)
+        total.item()
+
+    return window
+
+
+def trainer_with(
+    parts: Any, args: argparse.Namespace, loops: dict[str, Callable[[], None]], scratch: str
+) -> dict[str, list[float]]:
+    """Run the Trainer; inside its on_log callback run and time the other loops. Two windows warm up."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from remat import model, setup
+    from remat.config import Precision
+
+    cfg = parts.cfg
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    config = model.load_config(cfg.model)
+    ds = setup.render_ds_config(cfg, config, parts.world.size)
+
+    class Interleave(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not hasattr(self, "since"):
+                self.since = time.perf_counter()
+
+        def on_log(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+            seconds["trainer"].append(time.perf_counter() - self.since)
+            order = list(loops) if len(seconds["trainer"]) % 2 else list(reversed(loops))
+            for name in order:
+                start = time.perf_counter()
+                loops[name]()
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - start)
+            self.since = time.perf_counter()
+
+    settings = TrainingArguments(
+        output_dir=f"{scratch}/trainer",
+        max_steps=(args.windows + 2) * args.steps,
+        per_device_train_batch_size=cfg.train.micro_batch_size,
+        gradient_accumulation_steps=ds["gradient_accumulation_steps"],
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        logging_steps=args.steps,
+        bf16=cfg.train.precision is Precision.bf16,
+        use_cpu=parts.world.device.type == "cpu",
+        max_grad_norm=cfg.optim.gradient_clipping,
+        learning_rate=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        deepspeed=ds,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    net = AutoModelForCausalLM.from_config(config)
+    Trainer(net, settings, train_dataset=Rows(parts.batches.blocks), callbacks=[Interleave()]).train()
+    return {name: values[2 : 2 + args.windows] for name, values in seconds.items()}
+
+
+class Rows:
+    """The same blocks as a map-style dataset."""
+
+    def __init__(self, blocks: Any) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        ids = self.blocks.tokens(np.array([index]))[0].astype("int64")
+        return {"input_ids": ids, "labels": ids}
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median, lowest and highest of the window-by-window ratio of this loop to each other one."""
+    found = {}
+    for other in ("bare", "trainer"):
+        values = [mine / theirs for mine, theirs in zip(seconds["remat"], seconds[other], strict=True)]
+        found[f"remat/{other}"] = {
+            "median": statistics.median(values), "lowest": min(values), "highest": max(values)
+        }  # fmt: skip
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{name:8} {value * 1e3:8.1f} ms per step" for name, value in result["median_step_s"].items()]
+    lines += [
+        f"{name:14} {r['median']:.3f}  ({r['lowest']:.3f} to {r['highest']:.3f})" for name, r in result["ratio"].items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What a run is, in a few rows: the header before the first step, and where the files are after the last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from remat import ds_config
+from remat.activation_checkpointing import policy
+from remat.config import RunConfig
+from remat.data.blocks import Blocks
+from remat.distributed import World
+from remat.model import ModelFacts
+
+
+class Described(Protocol):
+    """The parts of a run that the header needs."""
+
+    cfg: RunConfig
+    world: World
+    folder: Path
+    blocks: Blocks
+    held_out: Blocks | None
+    applied: Any
+    resumed: dict[str, Any] | None
+
+
+def rows(parts: Described, facts: ModelFacts, ds: dict[str, Any]) -> dict[str, str]:
+    """Label and value, in reading order."""
+    cfg, train = parts.cfg, parts.cfg.train
+    accumulation = ds["gradient_accumulation_steps"]
+    tokens = train.steps * train.global_batch_size * train.seq_len
+    held_out = f", {len(parts.held_out)} held out" if parts.held_out else ""
+    found = {
+        "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
+        "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
+        + f", {len(parts.blocks)} blocks of {train.seq_len} tokens{held_out}",
+        "ranks": f"{parts.world.size} on {parts.world.device.type}, {parts.world.local_size} per node",
+        "ZeRO": f"stage {ds_config.zero_stage(ds)} ({cfg.deepspeed.config}), {_offload(ds)}",
+        "activations": policy.describe(cfg.checkpointing, len(parts.applied.decisions)),
+        "loss": str(train.loss),
+        "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
+        f"x {parts.world.size} ranks",
+        "plan": f"{train.steps} steps, {_count(tokens)} tokens",
+        "run": str(parts.folder),
+    }
+    if parts.resumed is not None:
+        found["resumed"] = f"at step {parts.resumed['step']}"
+    return found
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Where everything is, and how to look at it."""
+    found = {"run": str(folder), "metrics": "metrics.jsonl"}
+    states = sorted((folder / "saved").glob("step-*"))
+    if states:
+        found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
+    if (folder / "export").is_dir():
+        found["exported model"] = "export/"
+    found["look at it"] = f"remat report {folder}"
+    return found
+
+
+def _offload(ds: dict[str, Any]) -> str:
+    places = {
+        "optimizer state": ds_config.optimizer_offload_device(ds),
+        "parameters": ds_config.param_offload_device(ds),
+    }
+    moved = [f"{what} on {place}" for what, place in places.items() if place]
+    return ", ".join(moved) or "no offload"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:g}"
