@@ -1,0 +1,87 @@
+"""The tokenizer of a run: a Hugging Face one, or a byte tokenizer that needs no file."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from remat.config import ConfigError
+
+END, PAD = "<|end|>", "<|pad|>"
+
+# {% generation %} marks what the assistant says: those tokens, the closing <|end|> included, carry the loss.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '[' + message['role'] + ']\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, id = the byte's value; then `<|end|>` (eos, 256) and `<|pad|>` (257).
+
+    Decoding gives any text back. Text that spells a special token is read as that token, as with every
+    Hugging Face tokenizer.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    # use_regex=False: nothing is ever merged, so words need no boundaries, and this is twice as fast.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False, trim_offsets=False
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, PAD])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def load_tokenizer(
+    tokenizer: str | None, model_path: str | None, *, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer named by `model.tokenizer` ("bytes", a folder or a hub name), else the one at `model.path`.
+
+    The result always has an end token and a padding token (the end token where the tokenizer names none).
+    Raises ConfigError when neither option is set, nothing can be loaded, or there is no end token.
+    """
+    if tokenizer == "bytes":
+        return byte_tokenizer()
+    option = "model.tokenizer" if tokenizer else "model.path"
+    name = tokenizer or model_path
+    if not name:
+        raise ConfigError(
+            "model.tokenizer and model.path are both empty: set model.tokenizer=bytes or a tokenizer folder"
+        )
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{option}={name} holds no tokenizer that can be loaded: {error}\n"
+            "Give a folder or hub name with tokenizer files, or model.tokenizer=bytes"
+        ) from error
+    if loaded.eos_token_id is None:
+        raise ConfigError(
+            f"{option}={name} has no eos token, so documents cannot be told apart: "
+            "set eos_token in a copy of its tokenizer_config.json"
+        )
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte -> the byte. Source: `bytes_to_unicode` of openai/gpt-2 encoder.py."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    characters.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return characters
