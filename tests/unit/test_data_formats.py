@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from remat.config import BadRows, ConfigError, DataFormat
+from remat.data.blocks import Blocks, BlockWriter
+from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
+from remat.data.rows import BadRowLog, Document
+from remat.data.tokenizer import byte_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "s\u00e9"},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "1 \U0001f600"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "bye"},
+]
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As templates of reasoning models do: only the last answer keeps its thoughts.
+REWRITING_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.last %}<think>{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def log() -> BadRowLog:
+    return BadRowLog(BadRows.skip)
+
+
+def encode_one(content: Any, data_format: DataFormat, tokenizer: PreTrainedTokenizerFast) -> Example:
+    (example,) = encode([Document(content, "f.jsonl:7", "f.jsonl:7")], data_format, tokenizer, log())
+    assert example is not None
+    return example
+
+
+def trained_text(tokenizer: PreTrainedTokenizerFast, example: Example) -> str:
+    assert example.trained is not None
+    assert example.ids.shape == example.trained.shape
+    return str(tokenizer.decode(example.ids[example.trained]))
+
+
+def chat_tokenizer(template: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    if trim_offsets:  # as GPT-2's tokenizer and its heirs do
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_plain_ends_documents_and_only_whole_ones() -> None:
+    documents = [
+        Document("ab", "f:1", "f:1", ends=False),
+        Document("c", "f:2", "f:2", starts=False),
+        Document("<|end|>d", "g:1", "g:1"),
+    ]
+    examples = encode(documents, DataFormat.plain, byte_tokenizer(), log())
+    assert [e and e.ids.tolist() for e in examples] == [[97, 98], [99, 256], [256, 100, 256]]
+
+
+def test_plain_opens_documents_where_the_tokenizer_does() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 258)]
+    )
+    documents = [Document("a", "f:1", "u", ends=False), Document("b", "f:2", "u", starts=False)]
+    examples = encode(documents, DataFormat.plain, tokenizer, log())
+    assert [e and e.ids.tolist() for e in examples] == [[258, 97], [98, 256]]
+    alpaca = encode_one({"instruction": "i", "input": "", "output": "o"}, DataFormat.alpaca, tokenizer)
+    assert alpaca.ids.tolist().count(258) == 1
+    assert trained_text(tokenizer, alpaca) == "o<|end|>"
+
+
+@pytest.mark.parametrize("given", ["", "some \u20ac"])
+def test_alpaca_trains_the_output_and_its_end_only(given: str) -> None:
+    tokenizer = byte_tokenizer()
+    row = {"instruction": "say {output}", "input": given, "output": "\u00fcber\n"}
+    example = encode_one(row, DataFormat.alpaca, tokenizer)
+    prompt = (ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT).format(**row)
+    assert tokenizer.decode(example.ids) == prompt + "\u00fcber\n<|end|>"
+    assert prompt.endswith("### Response:\n")
+    assert "say {output}" in prompt
+    assert trained_text(tokenizer, example) == "\u00fcber\n<|end|>"
+    assert not example.trained[: len(prompt.encode())].any()  # type: ignore[index]
+
+
+def test_chat_with_generation_markers() -> None:
+    tokenizer = byte_tokenizer()
+    example = encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
+    assert tokenizer.decode(example.ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert trained_text(tokenizer, example) == "1 \U0001f600<|end|>2<|end|>"
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_chat_spans_that_begin_and_end_with_spaces_or_wide_characters(trim_offsets: bool) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: {%- generation %} {{ m.content }} "
+        "{% endgeneration -%} \n{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    tokenizer = chat_tokenizer(template, trim_offsets)
+    example = encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
+    assert trained_text(tokenizer, example) == " 1 \U0001f600  2 "
+    ending_wide = template.replace(" {{ m.content }} ", "{{ m.content }}")
+    tokenizer = chat_tokenizer(ending_wide, trim_offsets)
+    example = encode_one({"messages": CHAT[:3], "tools": None}, DataFormat.chat, tokenizer)
+    assert trained_text(tokenizer, example) == "1 \U0001f600"
+
+
+def test_chat_without_markers_is_found_by_its_prefixes() -> None:
+    tokenizer = chat_tokenizer(PLAIN_TEMPLATE)
+    example = encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
+    assert tokenizer.decode(example.ids).startswith("<system>s\u00e9</s>\n<user>one?</s>\n<assistant>1 ")
+    assert trained_text(tokenizer, example) == "1 \U0001f600</s>\n2</s>\n"
+
+
+def test_a_token_over_the_border_of_prompt_and_answer_is_not_trained() -> None:
+    # ">h" is one token here; the model is never asked to produce it after a prompt that ends with ">".
+    words = ["<user>", "q</s>\n", "<assistant", ">h", "i</s>\n"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate([*words, "?"])}, unk_token="?")
+    )
+    pieces = [pre_tokenizers.Split(word, "isolated") for word in words]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="?", chat_template=PLAIN_TEMPLATE)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hi"}]
+    example = encode_one({"messages": chat, "tools": None}, DataFormat.chat, fast)
+    assert example.ids.tolist() == [0, 1, 2, 3, 4]
+    assert example.trained is not None
+    assert example.trained.tolist() == [False, False, False, False, True]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = chat_tokenizer(REWRITING_TEMPLATE)
+    with pytest.raises(ConfigError, match=r"f\.jsonl:7 .*assistant message 3 .*generation"):
+        encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
+    # With one answer, and that the last message, nothing is rewritten.
+    example = encode_one({"messages": CHAT[:3], "tools": None}, DataFormat.chat, tokenizer)
+    assert trained_text(tokenizer, example) == "<think>1 \U0001f600</s>\n"
+
+
+def test_what_the_template_refuses_is_a_broken_row() -> None:
+    tokenizer = chat_tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}x")
+    bad_rows = log()
+    chats = [Document({"messages": CHAT[n:], "tools": None}, f"f.jsonl:{n + 1}", "u") for n in (0, 1)]
+    first, second = encode(chats, DataFormat.chat, tokenizer, bad_rows)
+    assert first is None
+    assert second is not None
+    assert trained_text(tokenizer, second) == ""  # this template leaves out what the assistant said
+    assert bad_rows.first[0] == "f.jsonl:1: the chat template refuses it: no system role"
+
+
+def test_chat_needs_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="chat template"):
+        encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
+
+
+def test_packing_is_exact(tmp_path: Path) -> None:
+    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=True, pad_id=9)
+    for length, start in ((3, 0), (6, 3), (1, 9), (0, 10), (4, 10)):
+        writer.add(np.arange(start, start + length, dtype=np.int32))
+        writer.flush()
+    counts = writer.close()
+    blocks = Blocks.open(tmp_path, "train", 4)
+    assert blocks.tokens(np.arange(3)).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert blocks.trained(np.arange(3)).all()
+    assert blocks.trained_tokens.tolist() == [3, 3, 3]
+    assert (counts.documents, counts.blocks, counts.tokens, counts.trained_tokens) == (5, 3, 12, 9)
+    assert counts.dropped_tokens == 2
+
+
+def test_examples_are_padded_truncated_dropped_and_counted(tmp_path: Path) -> None:
+    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=False, pad_id=9)
+
+    def add(ids: list[int], trained: list[int]) -> None:
+        writer.add(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool))
+
+    add([1, 2, 3], [0, 1, 1])
+    add([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])  # truncated
+    add([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])  # truncated, and nothing is left to train
+    add([1, 2], [1, 0])  # position 0 is never a target
+    add([5], [1])
+    counts = writer.close()
+    blocks = Blocks.open(tmp_path, "train", 4)
+    both = np.arange(2)
+    assert blocks.tokens(both).tolist() == [[1, 2, 3, 9], [1, 2, 3, 4]]
+    assert blocks.trained(both).tolist() == [[False, True, True, False], [False, False, False, True]]
+    assert blocks.trained_tokens.tolist() == [2, 1]
+    assert blocks.lengths.tolist() == [3, 4]
+    assert (counts.documents, counts.blocks, counts.tokens, counts.trained_tokens) == (5, 2, 7, 3)
+    assert (counts.truncated_documents, counts.truncated_tokens, counts.dropped_documents) == (2, 2, 3)
