@@ -1,0 +1,248 @@
+"""What a cache is made of, the key that names it, and how it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from remat.config import ConfigError, DataConfig, DataFormat, DataSource
+from remat.data.blocks import BlockWriter
+from remat.data.formats import encode
+from remat.data.rows import BadRowLog, Document
+from remat.data.sources import Corpus, open_corpus
+from remat.data.synthetic import synthetic_blocks
+
+CACHE_VERSION = 1  # raise it when the same data and settings would give other blocks
+BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
+BATCH_DOCUMENTS = 4096
+SYNTHETIC_BATCH = 256
+HALVES = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One cache to be. `held_out` None: documents of `corpus` are held out, if `cfg.eval_fraction` is not 0."""
+
+    cfg: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    seq_len: int
+    seed: int
+    corpus: Corpus | None  # None: synthetic
+    held_out: Corpus | None
+    key: str
+
+    @property
+    def evaluates(self) -> bool:
+        return self.held_out is not None or self.cfg.eval_fraction > 0
+
+
+def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int) -> Plan:
+    """Find the data and hash it. Raises ConfigError when there is none, or it is also the held-out data."""
+    corpus = held_out = None
+    settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
+    if cfg.source == DataSource.synthetic:
+        _check_synthetic(cfg)
+        settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
+    else:
+        corpus = open_corpus(cfg, cfg.path)
+        settings |= {"format": str(cfg.format), "content": corpus.identity()}
+        if cfg.format == DataFormat.plain:
+            settings["text_field"] = cfg.text_field
+        if cfg.eval_path:
+            held_out = open_corpus(cfg, cfg.eval_path, "data.eval_path")
+            _check_disjoint(cfg, corpus, held_out)
+            settings["held_out"] = held_out.identity()
+        elif cfg.eval_fraction > 0:
+            settings["held_out"] = [f"fraction {cfg.eval_fraction} seed {seed}"]
+    settings["tokenizer"] = _tokenizer_identity(tokenizer)
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, key)
+
+
+def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
+    """Write both halves and report.json into `folder`, all of it durable. Memory does not grow with the data."""
+    started = time.perf_counter()
+    bad_rows = BadRowLog(plan.cfg.on_bad_row)
+    packed = plan.corpus is None or plan.cfg.format == DataFormat.plain
+    pad_id = int(plan.tokenizer.pad_token_id or 0)
+    names = HALVES if plan.evaluates else HALVES[:1]
+    writers = {
+        name: BlockWriter(folder, name, seq_len=plan.seq_len, packed=packed, pad_id=pad_id) for name in names
+    }
+    try:
+        empty = 0
+        if plan.corpus is None:
+            _write_synthetic(plan, writers)
+        else:
+            empty = _write_documents(plan, plan.corpus, writers, bad_rows, show_progress)
+        counts = {name: writer.close().as_dict() for name, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+    _check_not_empty(plan, counts, bad_rows)
+    report = {
+        "version": CACHE_VERSION,
+        "source": str(plan.cfg.source),
+        "path": plan.cfg.path,
+        "format": str(plan.cfg.format),
+        "seq_len": plan.seq_len,
+        "train": counts["train"],
+        "held_out": counts.get("held_out"),
+        "empty_documents": empty,
+        "bad_rows": {"count": bad_rows.count, "first": bad_rows.first},
+        "build_s": round(time.perf_counter() - started, 3),
+    }
+    with (folder / "report.json").open("w") as file:
+        json.dump(report, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_documents(
+    plan: Plan, corpus: Corpus, writers: dict[str, BlockWriter], bad_rows: BadRowLog, show_progress: bool
+) -> int:
+    """Returns how many documents were empty."""
+    empty = 0
+    total = corpus.total + (plan.held_out.total if plan.held_out else 0)
+    with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+        task = progress.add_task("tokenising", total=total)
+        for batch in _batches(chain(_from_corpus(plan, corpus, bad_rows), _from_held_out(plan, bad_rows))):
+            filled = [(half, document) for half, document in batch if document.content]
+            empty += len(batch) - len(filled)
+            examples = encode([document for _, document in filled], plan.cfg.format, plan.tokenizer, bad_rows)
+            for (half, document), example in zip(filled, examples, strict=True):
+                if example is not None:
+                    writers[half].add(example.ids, example.trained, ends=document.ends)
+            for writer in writers.values():
+                writer.flush()
+            progress.advance(task, sum(document.size for _, document in batch))
+        bad_rows.check()
+        progress.update(task, completed=total)
+    return empty
+
+
+def _from_corpus(plan: Plan, corpus: Corpus, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
+    """Each document with its half. Where a file goes on in the other half, its pieces are closed and opened."""
+    fraction = 0.0 if plan.held_out else plan.cfg.eval_fraction
+    chosen = ((HALVES[is_held_out(d.unit, plan.seed, fraction)], d) for d in corpus.read(bad_rows))
+    half_before = None
+    for (half, document), following in pairwise(chain(chosen, [(None, None)])):
+        assert document is not None and half is not None
+        yield (
+            half,
+            Document(
+                document.content,
+                document.origin,
+                document.unit,
+                starts=document.starts or half != half_before,
+                ends=document.ends or half != following[0],
+                size=document.size,
+            ),
+        )
+        half_before = half
+
+
+def _from_held_out(plan: Plan, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
+    if plan.held_out:
+        yield from (("held_out", document) for document in plan.held_out.read(bad_rows))
+
+
+def is_held_out(unit: str, seed: int, fraction: float) -> bool:
+    """Decided by a hash of the seed and the document's name alone: the same wherever and in whatever order."""
+    digest = hashlib.blake2b(f"{seed} {unit}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    batch: list[tuple[str, Document]] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        content = item[1].content
+        characters += len(content) if isinstance(content, str) else len(str(content))
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
+    """`data.synthetic_blocks` for training, and `data.eval_fraction` of that number, at least one, beside them."""
+    held_out = max(1, round(plan.cfg.eval_fraction * plan.cfg.synthetic_blocks))
+    start = 0
+    for name, writer in writers.items():
+        end = start + (plan.cfg.synthetic_blocks if name == "train" else held_out)
+        while start < end:
+            count = min(SYNTHETIC_BATCH, end - start)
+            blocks = synthetic_blocks(
+                start, count, tokenizer=plan.tokenizer, seq_len=plan.seq_len, seed=plan.seed
+            )
+            for block in blocks:
+                writer.add(block)
+            writer.flush()
+            start += count
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    identity: dict[str, Any] = {"ids": ids, "chat_template": tokenizer.chat_template}
+    if tokenizer.is_fast:
+        serialized = json.loads(tokenizer.backend_tokenizer.to_str())
+        # State of the last call, not part of what the tokenizer is.
+        return identity | {"json": {k: v for k, v in serialized.items() if k not in ("truncation", "padding")}}
+    return identity | {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
+
+
+def _check_synthetic(cfg: DataConfig) -> None:
+    if cfg.path or cfg.eval_path:
+        option = "data.path" if cfg.path else "data.eval_path"
+        raise ConfigError(
+            f"{option}={cfg.path or cfg.eval_path} has no meaning with data.source=synthetic: "
+            f"choose data=text, jsonl, parquet or hub, or remove {option}"
+        )
+    if cfg.format != DataFormat.plain:
+        raise ConfigError(
+            f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"
+        )
+
+
+def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
+    both = sorted(corpus.files & held_out.files)
+    if both or (not corpus.files and corpus.identity() == held_out.identity()):
+        what = f"{both[0]} and {len(both) - 1} more files are" if both else f"{cfg.eval_path} is"
+        raise ConfigError(
+            f"{what} in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on "
+            "training data. Keep them apart, or leave data.eval_path empty and set data.eval_fraction"
+        )
+
+
+def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:
+    for name, option in (("train", "data.path"), ("held_out", "data.eval_path")):
+        if name not in counts or counts[name]["blocks"]:
+            continue
+        found = counts[name]
+        value = plan.cfg.path if name == "train" else plan.cfg.eval_path
+        # Without a held-out path the remedy lies in how documents are divided.
+        if name == "held_out" and not plan.held_out:
+            option, value = "data.eval_fraction", str(plan.cfg.eval_fraction)
+        remedy = "give more data or a smaller train.seq_len"
+        if not plan.held_out and plan.cfg.eval_fraction > 0:
+            remedy += ", change data.eval_fraction (0: nothing is held out), or name data.eval_path"
+        raise ConfigError(
+            f"{option}={value} leaves no block of train.seq_len={plan.seq_len} tokens for "
+            f"{'training' if name == 'train' else 'evaluation'}: {found['documents']} documents, "
+            f"{found['dropped_tokens']} tokens too few for a block, {found['dropped_documents']} with nothing to "
+            f"train on, {bad_rows.count} bad rows skipped. To change that, {remedy}"
+        )
