@@ -1,0 +1,138 @@
+"""From blocks to the micro-batches of a step, so that a step's samples do not depend on how they are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from remat.config import ConfigError
+from remat.data.blocks import Blocks
+
+NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank computes in one optimizer step, and what all ranks together do.
+
+    `micro_batches`: {"input_ids", "labels"} int64 [micro, seq_len] each; labels are not shifted (Hugging Face's
+    convention), -100 carries no loss. `sample_ids` int64 [global batch]: block indices of all ranks, in order.
+    `trained_tokens`: targets that carry loss, `seen_tokens`: tokens without padding, both over the global batch.
+    `epoch`: of the first sample.
+    """
+
+    micro_batches: list[dict[str, torch.Tensor]]
+    sample_ids: np.ndarray
+    trained_tokens: int
+    seen_tokens: int
+    epoch: int
+
+
+class GlobalBatches:
+    """An endless stream: every epoch's permutation of the blocks, one after another, `global_batch_size` a step.
+
+    Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step, so neither ranks nor
+    micro-batches nor accumulation change which samples a step has. The whole position is one number.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        position: int = 0,
+    ) -> None:
+        """`position`: samples consumed since the start. Raises ConfigError if the batch does not divide."""
+        if global_batch_size % (micro_batch_size * world_size):
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
+                f"{micro_batch_size} times {world_size} ranks: change one of the three"
+            )
+        if position < 0 or not 0 <= rank < world_size or not len(blocks):
+            raise ValueError(f"position {position}, rank {rank} of {world_size}, {len(blocks)} blocks")
+        self._blocks = blocks
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._rank, self._world_size = rank, world_size
+        self._seed, self._shuffle = seed, shuffle
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        self.position = position
+
+    def next_step(self) -> StepBatch:
+        epoch = self.position // len(self._blocks)
+        ids = self._sample_ids(self.position, self._global_batch_size)
+        self.position += self._global_batch_size
+        mine = ids.reshape(-1, self._world_size, self._micro_batch_size)[:, self._rank]
+        return StepBatch(
+            micro_batches=[micro_batch(self._blocks, micro_ids) for micro_ids in mine],
+            sample_ids=ids,
+            trained_tokens=int(self._blocks.trained_tokens[ids].sum(dtype=np.int64)),
+            seen_tokens=int(self._blocks.lengths[ids].sum(dtype=np.int64)),
+            epoch=epoch,
+        )
+
+    def state(self) -> dict[str, int]:
+        """`position` alone restores the stream; epoch and index say the same to a reader."""
+        epoch, index = divmod(self.position, len(self._blocks))
+        return {"epoch": epoch, "index": index, "position": self.position}
+
+    def _sample_ids(self, position: int, count: int) -> np.ndarray:
+        parts = []
+        while count:
+            epoch, index = divmod(position, len(self._blocks))
+            part = self._permutation(epoch)[index : index + count]
+            parts.append(part)
+            position += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self._blocks), self._seed, epoch, self._shuffle))
+        return self._order[1]
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """int64 [count]: the order of the blocks in an epoch.
+
+    Raw bits are sorted because NumPy keeps their stream for good (NEP 19), but not that of `permutation`: a run
+    resumed under another NumPy must see the same order.
+    """
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(count), kind="stable").astype(np.int64)
+
+
+def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    """{"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted."""
+    tokens = blocks.tokens(ids).astype(np.int64)
+    labels = np.where(blocks.trained(ids), tokens, NO_LOSS)
+    return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+
+def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:
+    """Micro-batches per rank in one pass over `blocks`, the same on all; at most `max_batches`, 0: all of them."""
+    count = -(-len(blocks) // (micro_batch_size * world_size))
+    return min(count, max_batches) if max_batches else count
+
+
+def eval_micro_batches(
+    blocks: Blocks, *, micro_batch_size: int, rank: int, world_size: int, max_batches: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """As many micro-batches on every rank, in fixed order; past the end, blocks whose labels are all -100."""
+    count = eval_micro_batch_count(
+        blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
+    )
+    for step in range(count):
+        start = (step * world_size + rank) * micro_batch_size
+        ids = np.arange(start, start + micro_batch_size)
+        batch = micro_batch(blocks, np.minimum(ids, len(blocks) - 1))
+        batch["labels"][torch.from_numpy(ids >= len(blocks))] = NO_LOSS
+        yield batch
