@@ -1,0 +1,320 @@
+"""The four pictures of a run, drawn with matplotlib from the rows of `metrics.jsonl`. No display, no global state."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+Rows = list[dict[str, float]]
+
+WIDTH_IN = 9.2
+DPI = 200
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours that keep their contrast on one background; hues are distinguishable without red-green vision."""
+
+    background: str
+    text: str
+    grid: str
+    blue: str
+    orange: str
+    green: str
+    purple: str
+    red: str
+    phases: tuple[str, ...]  # data, forward, backward, optimizer, other
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    text="#27313f",
+    grid="#e3e7ec",
+    blue="#2f6fc4",
+    orange="#d9691f",
+    green="#1f8a70",
+    purple="#7a55b3",
+    red="#c8323c",
+    phases=("#e6a93a", "#7fb2e5", "#2f6fc4", "#1f8a70", "#c9d1da"),
+)
+DARK = Theme(
+    background="#171c23",
+    text="#d5dbe3",
+    grid="#303843",
+    blue="#6ea8f2",
+    orange="#f19a58",
+    green="#4fc2a4",
+    purple="#b79be8",
+    red="#f2727a",
+    phases=("#e8b656", "#a5cdf5", "#5b96e0", "#3fae91", "#56616f"),
+)
+
+
+def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
+    """PNG bytes by name, for those of loss, step_time, memory and throughput whose metrics were logged."""
+    makers: dict[str, Callable[[Rows, Theme], Figure | None]] = {
+        "loss": _loss,
+        "step_time": _step_time,
+        "memory": _memory,
+        "throughput": _throughput,
+    }
+    images: dict[str, bytes] = {}
+    with matplotlib.rc_context(_style(theme)):
+        for name, make in makers.items():
+            figure = make(rows, theme)
+            if figure is not None:
+                image = io.BytesIO()
+                figure.savefig(image, format="png", dpi=DPI)
+                images[name] = image.getvalue()
+    return images
+
+
+def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of the rows that hold `name`."""
+    kept = [row for row in rows if name in row]
+    return [row["step"] for row in kept], [row[name] for row in kept]
+
+
+def _style(theme: Theme) -> Any:
+    return {
+        "figure.constrained_layout.w_pad": 0.1,
+        "figure.constrained_layout.h_pad": 0.1,
+        "figure.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "axes.edgecolor": theme.grid,
+        "axes.labelcolor": theme.text,
+        "axes.titlecolor": theme.text,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 10,
+        "axes.labelsize": 9.5,
+        "axes.xmargin": 0.015,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.labelcolor": theme.text,
+        "lines.linewidth": 1.8,
+        "lines.solid_capstyle": "round",
+    }
+
+
+def _axes(height_in: float, ratios: tuple[float, ...] = (1.0,)) -> tuple[Figure, list[Axes]]:
+    """Panels below each other over one step axis, the labels of which only the last one shows."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    panels = [axes for row in grid for axes in row]
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 2.5, 5, 10]))
+    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    return figure, panels
+
+
+def _legend(axes: Axes) -> None:
+    """On one line above the plot, at the right: it can hide no data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        axes.legend(
+            handles,
+            labels,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            ncols=len(labels),
+            borderaxespad=0.55,
+            handlelength=1.4,
+            columnspacing=1.4,
+        )
+
+
+def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str, style: str = "-") -> None:
+    """A line, with a marker on each row where there are few."""
+    steps, values = series(rows, name)
+    if values:
+        marker = "o" if len(values) <= 25 else ""
+        axes.plot(steps, values, style, color=color, label=label, marker=marker, markersize=3.5)
+
+
+def _band(axes: Axes, rows: Rows, name: str, color: str) -> None:
+    """From the lowest to the highest rank."""
+    kept = [row for row in rows if name in row and f"{name}_min" in row]
+    if kept:
+        low, high = [row[f"{name}_min"] for row in kept], [row[name] for row in kept]
+        axes.fill_between([row["step"] for row in kept], low, high, color=color, alpha=0.22, linewidth=0)
+
+
+def _loss(rows: Rows, theme: Theme) -> Figure | None:
+    extras = [name for name in ("optim/grad_norm", "optim/lr") if series(rows, name)[1]]
+    if not series(rows, "loss/train")[1] and not series(rows, "loss/eval")[1]:
+        return None
+    figure, panels = _axes(3.5 + 1.25 * len(extras), (2.8, *(1.0 for _ in extras)))
+    loss = panels[0]
+    _plot(loss, rows, "loss/train", theme.blue, "train")
+    steps, values = series(rows, "loss/eval")
+    if values:
+        loss.plot(
+            steps,
+            values,
+            color=theme.orange,
+            label="eval",
+            linewidth=1.0,
+            marker="D",
+            markersize=5.5,
+            markeredgecolor=theme.background,
+            zorder=5,
+        )
+    broken = [row["step"] for row in rows if "loss/train" in row and not math.isfinite(row["loss/train"])]
+    for index, step in enumerate(broken):
+        loss.axvline(step, color=theme.red, linewidth=1.0, label="not finite" if index == 0 else None)
+    loss.set_title("Loss")
+    loss.set_ylabel("nats per token")
+    _legend(loss)
+    for axes, name in zip(panels[1:], extras, strict=True):
+        label = {"optim/grad_norm": "gradient norm", "optim/lr": "learning rate"}[name]
+        _plot(axes, rows, name, theme.purple if name == "optim/grad_norm" else theme.green, label)
+        axes.set_ylabel(label)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
+        axes.set_ylim(bottom=0)
+        if name == "optim/lr":
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    figure.align_ylabels(panels)
+    return figure
+
+
+def _step_time(rows: Rows, theme: Theme) -> Figure | None:
+    kept = [row for row in rows if "time/step_s" in row]
+    if not kept:
+        return None
+    figure, (axes,) = _axes(3.5)
+    steps = [row["step"] for row in kept]
+    layers = [[row.get(f"time/{phase}_s", 0.0) for row in kept] for phase in PHASES]
+    # Maxima over ranks may sum to more than the step: then nothing is left over.
+    layers.append(
+        [
+            max(0.0, row["time/step_s"] - sum(parts))
+            for row, parts in zip(kept, zip(*layers, strict=True), strict=True)
+        ]
+    )
+    names = (*PHASES, "other")
+    if len(kept) <= 40:
+        gaps = [after - before for before, after in itertools.pairwise(steps)]
+        base = [0.0] * len(kept)
+        for name, layer, color in zip(names, layers, theme.phases, strict=True):
+            axes.bar(steps, layer, bottom=base, width=0.82 * min(gaps, default=1.0), color=color, label=name)
+            base = [below + value for below, value in zip(base, layer, strict=True)]
+    else:
+        axes.stackplot(steps, layers, labels=names, colors=theme.phases, linewidth=0)
+    axes.grid(axis="x", visible=False)
+    axes.set_title("Step time")
+    axes.set_ylabel("seconds per step")
+    _cut_warm_up(axes, [row["time/step_s"] for row in kept], steps, theme)
+    _legend(axes)
+    return figure
+
+
+def _cut_warm_up(axes: Axes, values: list[float], steps: list[float], theme: Theme) -> None:
+    """The first row pays for first allocations; where it would flatten the rest it is cut, and the picture says so."""
+    rest = values[1:]
+    if len(rest) >= 3 and values[0] > 2 * max(rest):
+        top = 1.25 * max(rest)
+        axes.set_ylim(0, top)
+        axes.annotate(
+            f"first row (warm-up): {values[0]:.3g} s",
+            (steps[0], top),
+            xytext=(14, -10),
+            textcoords="offset points",
+            color=theme.text,
+            fontsize=9,
+            va="top",
+            bbox={"facecolor": theme.background, "edgecolor": theme.grid, "boxstyle": "round,pad=0.35"},
+        )
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _memory(rows: Rows, theme: Theme) -> Figure | None:
+    groups = {
+        "GPU memory per rank": (
+            ("memory/gpu_reserved_peak_gib", "peak reserved", theme.purple),
+            ("memory/gpu_allocated_peak_gib", "peak allocated", theme.blue),
+        ),
+        "Host memory per rank": (
+            ("memory/host_rss_gib", "resident", theme.green),
+            ("memory/host_pinned_gib", "pinned", theme.orange),
+        ),
+    }
+    present = {
+        title: shown
+        for title, lines in groups.items()
+        if (shown := [line for line in lines if series(rows, line[0])[1]])
+    }
+    if not present:
+        return None
+    figure, panels = _axes(0.5 + 2.6 * len(present), (1.0,) * len(present))
+    for axes, (title, lines) in zip(panels, present.items(), strict=True):
+        for name, label, color in lines:
+            _band(axes, rows, name, color)
+            _plot(axes, rows, name, color, label)
+        planned = series(rows, "plan/gpu_peak_gib")[1]
+        if planned and title.startswith("GPU"):
+            axes.axhline(
+                planned[-1], color=theme.text, linestyle=(0, (4, 3)), linewidth=1.2, label="planned peak"
+            )
+        axes.set_title(title)
+        axes.set_ylabel("GiB")
+        axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], 1e-3))
+        if any(f"{name}_min" in row for row in rows for name, _, _ in lines):
+            axes.fill_between(
+                [], [], color=theme.text, alpha=0.22, linewidth=0, label="down to the lowest rank"
+            )
+        _legend(axes)
+    return figure
+
+
+def _throughput(rows: Rows, theme: Theme) -> Figure | None:
+    if not series(rows, "throughput/tokens_per_s")[1]:
+        return None
+    utilisation = [name for name in ("throughput/mfu", "throughput/hfu") if series(rows, name)[1]]
+    figure, panels = _axes(5.0 if utilisation else 3.2, (1.4, 1.0) if utilisation else (1.0,))
+    speed = panels[0]
+    _plot(speed, rows, "throughput/tokens_per_s", theme.blue, "all tokens")
+    seen, trained = (series(rows, f"throughput/{name}")[1] for name in ("tokens_per_s", "trained_tokens_per_s"))
+    if trained and statistics.fmean(trained) < 0.995 * statistics.fmean(seen):
+        _plot(speed, rows, "throughput/trained_tokens_per_s", theme.orange, "tokens in the loss")
+    speed.set_title("Throughput, all ranks together")
+    speed.set_ylabel("tokens per second")
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _legend(speed)
+    if utilisation:
+        _plot(panels[1], rows, "throughput/hfu", theme.purple, "HFU (with recomputation)")
+        _plot(panels[1], rows, "throughput/mfu", theme.green, "MFU")
+        panels[1].set_title("FLOPs utilisation")
+        panels[1].set_ylabel("of dense peak")
+        panels[1].set_ylim(bottom=0)
+        panels[1].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        _legend(panels[1])
+        figure.align_ylabels(panels)
+    return figure
