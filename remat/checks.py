@@ -119,7 +119,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
             f"optim.decay_steps={optim.decay_steps} has no effect with optim.schedule={optim.schedule}: "
             "set it to 0 or choose optim.schedule=wsd"
         )
-    if optim.warmup_steps + optim.decay_steps > train.steps:
+    if optim.decay_steps and optim.warmup_steps + optim.decay_steps > train.steps:
         found.append(
             f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
             f"train.steps={train.steps}: lower them or train longer"

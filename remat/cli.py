@@ -19,7 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-RunDir = Annotated[Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)]
+RunDir = Annotated[
+    Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
+]
 
 
 @app.command("ds-config", context_settings=WITH_OVERRIDES)
@@ -48,25 +50,35 @@ def report(run_dir: RunDir) -> None:
 def export(
     run_dir: RunDir,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: RUN_DIR/export")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; default: the precision of the run")] = "",
     max_shard_size: Annotated[str, typer.Option(help="Largest file")] = "5GB",
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
     from remat import export as exporting
-    from remat.config import Precision
-    from remat.model import DTYPES
+    from remat import saving
 
-    if dtype not in list(Precision):
+    if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
-    result = exporting.export_run(
-        run_dir, out or run_dir / "export", dtype=DTYPES[Precision(dtype)], max_shard_size=max_shard_size
+    found = saving.find(run_dir)
+    for note in found.notes:
+        print(f"passed over {note}", file=sys.stderr)
+    if found.state is None:
+        raise ConfigError(f"{run_dir} has no complete saved state: train with save.every or save.at_end=true")
+    result = exporting.export_saved_state(
+        found.state.path,
+        run_dir,
+        out or run_dir / "export",
+        dtype=exporting.DTYPES[dtype] if dtype else None,
+        max_shard_size=max_shard_size,
     )
-    print(result.path)
+    print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
 
 
 @app.command()
 def doctor(
-    build: Annotated[list[str] | None, typer.Option(help="Ops to build and run; default: all that can be built")] = None,
+    build: Annotated[
+        list[str] | None, typer.Option(help="Ops to build and run; default: all that can be")
+    ] = None,
 ) -> None:
     """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not."""
     from remat import console, ops
@@ -76,7 +88,9 @@ def doctor(
     console.quiet_libraries(debug=False)
     unknown = set(build or []) - set(ops.BUILDERS)
     if unknown:
-        raise ConfigError(f"--build {', '.join(sorted(unknown))}: no such op; choose from {', '.join(ops.BUILDERS)}")
+        raise ConfigError(
+            f"--build {', '.join(sorted(unknown))}: no such op; choose from {', '.join(ops.BUILDERS)}"
+        )
     findings = examining.examine(build or examining.available_ops(), lambda text: print(text, flush=True))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:

@@ -15,7 +15,13 @@ from remat import ops
 from remat.cores import available_cores
 from remat.memory import host_memory
 
-FLOORS = {"torch": "2.13", "deepspeed": "0.19.8", "transformers": "5.23", "hydra-core": "1.3.2", "wandb": "0.31"}
+FLOORS = {
+    "torch": "2.13",
+    "deepspeed": "0.19.8",
+    "transformers": "5.23",
+    "hydra-core": "1.3.2",
+    "wandb": "0.31",
+}
 GIB = 2**30
 
 
@@ -34,7 +40,8 @@ class Finding:
 
 def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
     """Everything about this machine; builds the named ops if they are not built, and runs each."""
-    return [*_versions(), _gpu(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk(), *_ops(op_names, say)]
+    machine = [_gpu(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
+    return [*_versions(), *machine, *_ops(op_names, say)]
 
 
 def available_ops() -> list[str]:
@@ -49,7 +56,9 @@ def _versions() -> list[Finding]:
     for name, floor in FLOORS.items():
         version = importlib.metadata.version(name)
         old = _numbers(version) < _numbers(floor)
-        found.append(Finding(name, version, f"needs {floor} or newer: pip install -r requirements.lock" if old else ""))
+        found.append(
+            Finding(name, version, f"needs {floor} or newer: pip install -r requirements.lock" if old else "")
+        )
     return found
 
 
@@ -63,7 +72,9 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", "none: ranks run on the CPU (gloo)")
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-    return Finding("GPU", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}")
+    return Finding(
+        "GPU", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
+    )
 
 
 def _cores() -> Finding:
@@ -73,7 +84,9 @@ def _cores() -> Finding:
 def _memory() -> Finding:
     host = host_memory()
     limit = f", control-group limit {host.limit_bytes / GIB:.1f} GiB" if host.limit_bytes else ""
-    return Finding("host memory", f"{host.available_bytes / GIB:.1f} of {host.total_bytes / GIB:.1f} GiB free{limit}")
+    return Finding(
+        "host memory", f"{host.available_bytes / GIB:.1f} of {host.total_bytes / GIB:.1f} GiB free{limit}"
+    )
 
 
 def _shared_memory() -> Finding:
@@ -82,7 +95,11 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", "absent", "mount a tmpfs at /dev/shm: data workers and NCCL need it")
     left = sorted(p.name for p in folder.glob("deepspeed_allreduce_buffer_*") if p.stat().st_uid == os.getuid())
     free = shutil.disk_usage(folder).free / GIB
-    remedy = f"{len(left)} files of earlier runs hold memory: rm /dev/shm/deepspeed_allreduce_buffer_*" if left else ""
+    remedy = (
+        f"{len(left)} files of earlier runs hold memory: rm /dev/shm/deepspeed_allreduce_buffer_*"
+        if left
+        else ""
+    )
     return Finding("/dev/shm", f"{free:.1f} GiB free", remedy)
 
 
@@ -101,7 +118,9 @@ def _ops(names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
         try:
             seconds = ops.ensure(name, say)
             with tempfile.TemporaryDirectory() as folder:
-                found.append(Finding(f"op {name}", f"loaded in {seconds:.1f} s; {ops.try_op(name, Path(folder))}"))
+                found.append(
+                    Finding(f"op {name}", f"loaded in {seconds:.1f} s; {ops.try_op(name, Path(folder))}")
+                )
         except ops.OpError as error:
             found.append(Finding(f"op {name}", "does not build", str(error)))
     return found

@@ -26,7 +26,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build(model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device) -> torch.optim.Optimizer:
+def build(
+    model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device
+) -> torch.optim.Optimizer:
     """AdamW where its state lives: DeepSpeedCPUAdam in host memory, fused on CUDA, plain torch otherwise."""
     groups = parameter_groups(model, cfg.weight_decay)
     settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}

@@ -28,7 +28,9 @@ def open_run_dir(output_dir: str, name: str, run_id: str | None, *, existing: Pa
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            problem = f"run_id={run_id}: {folder} exists; continue it with resume=auto, or choose another run_id"
+            problem = (
+                f"run_id={run_id}: {folder} exists; continue it with resume=auto, or choose another run_id"
+            )
         except OSError as error:
             problem = f"output_dir={output_dir}: cannot make {folder} ({error.strerror}); choose another folder"
     folder, problem = distributed.broadcast((folder, problem))
@@ -64,7 +66,7 @@ def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
         "ranks_per_node": world.local_size,
         "commit": _commit(),
         "command": sys.argv,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "formulas": formulas,
     }
 

@@ -27,7 +27,7 @@ from remat import (
     summary,
 )
 from remat.activation_checkpointing import layers, policy, recompute
-from remat.config import RunConfig
+from remat.config import ConfigError, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
@@ -53,6 +53,7 @@ class Parts:
     batches: GlobalBatches
     blocks: Blocks
     held_out: Blocks | None
+    data_key: str
     applied: recompute.Applied
     tracker: Tracker
     memory: MemoryMonitor
@@ -76,14 +77,24 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     set_seed(cfg.train.seed)
     point = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
     if point is not None:
-        saving.check_compatible(point.state, world_size=world.size, zero_stage=ds_config.zero_stage(rendered))
+        saving.check_compatible(
+            point.state,
+            world_size=world.size,
+            zero_stage=ds_config.zero_stage(rendered),
+            precision=cfg.train.precision,
+        )
+        for note in point.notes:
+            console.warning(note)
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
     model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=world.is_main
+        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
     )
+    data_key = Path(splits.report["folder"]).name
+    if point is not None:
+        _check_same_data(point.state.client_state["data_key"], data_key, cfg.resume)
     folder = run_dir.open_run_dir(
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point is not None else None
     )
@@ -103,6 +114,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         batches=_batches(cfg, splits.train, world, position=resumed["position"] if resumed else 0),
         blocks=splits.train,
         held_out=splits.held_out,
+        data_key=data_key,
         applied=applied,
         tracker=_tracker(cfg, folder, world, resumed),
         memory=MemoryMonitor(world.device),
@@ -132,6 +144,15 @@ def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: in
             pin_memory_possible=torch.cuda.is_available(),
         ),
     )
+
+
+def _check_same_data(saved: str, now: str, resume: str) -> None:
+    if saved != now:
+        raise ConfigError(
+            f"resume={resume}: the data, tokenizer or train.seq_len changed since the save, so its data position "
+            f"means nothing now (cache {saved[:12]}, now {now[:12]}). Restore them, or start a new run from the "
+            "exported model: model=hf model.path=RUN_DIR/export"
+        )
 
 
 def _preflight(cfg: RunConfig, facts: model.ModelFacts, rendered: dict[str, Any], console: Console) -> None:

@@ -18,7 +18,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 MAX_PAIRS = 4096  # CUDA event pairs held between rows; beyond it, finished ones are read early
 
 FORMULAS = (  # for env.json: a figure without its definition cannot be compared
-    "tokens_per_s = tokens of all ranks (padding included) / wall time; trained_tokens_per_s counts the tokens that "
+    "tokens_per_s = tokens of all ranks (padding excluded) / wall time; trained_tokens_per_s counts the tokens that "
     "enter the loss; tflops_per_gpu = model FLOPs per token * tokens_per_s / ranks / 1e12; mfu = tflops_per_gpu / "
     "peak dense TFLOP/s of the GPU, without recomputation; hfu = the same with recomputed FLOPs added; wall time "
     "runs from step end to step end without evaluation and saving"

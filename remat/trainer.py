@@ -251,7 +251,11 @@ def _save(parts: Parts, progress: Progress) -> None:
     """Save the training state, out of the step time."""
     with parts.window.excluded():
         state: dict[str, Any] = asdict(progress)
-        state |= {"position": parts.batches.position, "wandb_run_id": parts.tracker.wandb_run_id}
+        state |= {
+            "position": parts.batches.position,
+            "data_key": parts.data_key,
+            "wandb_run_id": parts.tracker.wandb_run_id,
+        }
         result = saving.save(
             parts.engine, parts.folder, step=progress.step, client_state=state, keep=parts.cfg.save.keep
         )

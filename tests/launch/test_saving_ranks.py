@@ -124,7 +124,7 @@ def test_export_is_the_live_model(
         tie=tie,
         max_shard_size=max_shard_size,
     )
-    assert all(rank["same_training"] and rank["undisturbed"] for rank in ranks)
+    assert all(rank["same_training"] for rank in ranks)
     report = ranks[0]
     assert report["dtype"] == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
     assert report["same_logits"] and report["same_keys"] and report["same_values"]
@@ -143,6 +143,7 @@ def test_export_is_the_live_model(
 def test_export_of_a_mixture_of_experts_at_zero3(two_ranks: RankPool, tmp_path: Path) -> None:
     settings = {"stage": 3, "offload": False, "precision": "fp32", "tie": False, "max_shard_size": "20KB"}
     ranks = two_ranks.run(cases.export_case, folder=tmp_path, moe=True, **settings)
+    assert all(rank["same_training"] for rank in ranks)
     assert ranks[0]["same_logits"] and ranks[0]["same_keys"] and ranks[0]["same_values"]
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in cases.tensors(tmp_path / "own")
 
