@@ -1,0 +1,221 @@
+"""Model states against what DeepSpeed 0.19.8 really held, and against sums for published sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat import ds_config
+from remat.config import Precision
+from remat.ds_config import RunValues
+from remat.planning import states
+from remat.planning.states import Item, by_place, model_states
+
+FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
+LLAMA_70B = {"num_params": 70_553_706_496, "largest_param": 128_256 * 8192}
+LLAMA_8B = {"num_params": 8_030_261_248, "largest_param": 128_256 * 4096}
+
+
+def rendered(
+    name: str,
+    *,
+    world_size: int = 2,
+    precision: Precision = Precision.bf16,
+    hidden: int = 256,
+    **overrides: Any,
+) -> dict[str, Any]:
+    run = RunValues(
+        world_size=world_size,
+        micro_batch_size=1,
+        global_batch_size=world_size,
+        gradient_clipping=1.0,
+        precision=precision,
+        hidden_size=hidden,
+        nvme_path="/scratch",
+    )
+    return ds_config.render(ds_config.load(name, FOLDER), overrides, run)
+
+
+def plan(
+    name: str, sizes: dict[str, int], *, ranks: int = 8, can_pin: bool = True, **overrides: Any
+) -> list[Item]:
+    ds = rendered(name, world_size=ranks, hidden=8192, **overrides)
+    return model_states(**sizes, ds=ds, world_size=ranks, ranks_per_node=ranks, gas=4, can_pin=can_pin)
+
+
+# (file, precision, accumulation steps, gradients accumulated in fp32, bytes per parameter of the model on one of two
+# ranks after backward). Measured by listing every live tensor of a real engine with 2.6 M parameters under
+# deepspeed 0.19.8, torch 2.13, gloo; reduction buckets (they come and go) subtracted.
+MEASURED = [
+    ("zero1", Precision.fp32, 1, False, 12.0),
+    ("zero1", Precision.bf16, 1, False, 9.0),
+    ("zero1", Precision.bf16, 2, False, 10.0),
+    ("zero1", Precision.bf16, 2, True, 14.0),
+    ("zero2", Precision.fp32, 1, False, 12.0),
+    ("zero2", Precision.bf16, 1, False, 9.0),
+    ("zero2", Precision.bf16, 2, False, 9.0),
+    ("zero2", Precision.bf16, 2, True, 10.0),
+    ("zero1_offload", Precision.bf16, 1, False, 11.2),
+    ("zero1_offload", Precision.bf16, 2, False, 13.2),
+    ("zero1_offload", Precision.bf16, 2, True, 15.2),
+    ("zero2_offload", Precision.fp32, 1, False, 14.4),
+    ("zero2_offload", Precision.bf16, 1, False, 11.2),
+    ("zero2_offload", Precision.bf16, 2, False, 12.2),
+    ("zero2_offload", Precision.bf16, 2, True, 13.2),
+    ("zero3", Precision.fp32, 1, False, 10.0),
+    ("zero3", Precision.bf16, 1, False, 8.0),
+    ("zero3", Precision.bf16, 1, True, 9.0),
+    ("zero3_offload_optimizer", Precision.fp32, 1, False, 12.0),
+    ("zero3_offload_optimizer", Precision.bf16, 1, False, 10.0),
+    ("zero3_offload_optimizer", Precision.bf16, 2, True, 11.0),
+    ("zero3_offload", Precision.fp32, 1, False, 12.0),
+    ("zero3_offload", Precision.bf16, 1, False, 10.0),
+    ("zero3_offload", Precision.bf16, 1, True, 11.0),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "gas", "fp32_gradients", "measured"), MEASURED)
+def test_against_the_tensors_of_a_real_engine(
+    name: str, precision: Precision, gas: int, fp32_gradients: bool, measured: float
+) -> None:
+    num_params, largest_param = 2_623_744, 131_072
+    overrides: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if fp32_gradients else {}
+    if name == "zero1_offload":
+        name, overrides["zero_optimization"] = "zero2_offload", {"stage": 1}
+    ds = rendered(name, precision=precision, **overrides)
+    items = model_states(
+        num_params=num_params,
+        largest_param=largest_param,
+        ds=ds,
+        world_size=2,
+        ranks_per_node=2,
+        gas=gas,
+        can_pin=False,
+    )
+    total = sum(item.bytes_per_rank for item in items if "bucket" not in item.name)
+    assert total / num_params == pytest.approx(measured, abs=0.005)
+
+
+@pytest.mark.parametrize(("precision", "measured"), [(Precision.fp32, 16.0), (Precision.bf16, 16.0)])
+def test_without_zero(precision: Precision, measured: float) -> None:
+    run = RunValues(
+        world_size=2,
+        micro_batch_size=1,
+        global_batch_size=2,
+        gradient_clipping=1.0,
+        precision=precision,
+        hidden_size=64,
+    )
+    ds = ds_config.render({"zero_optimization": {"stage": 0}}, {}, run)
+    items = model_states(num_params=1000, largest_param=100, ds=ds, world_size=2, ranks_per_node=2, gas=1)
+    assert {item.place for item in items} == {"gpu"}
+    assert sum(item.bytes_per_rank for item in items) == 1000 * measured
+
+
+def test_70b_with_everything_in_host_memory() -> None:
+    """20 bytes per parameter, and a fifth more because torch rounds each pinned buffer to a power of two."""
+    raw = by_place(plan("zero3_offload", LLAMA_70B, can_pin=False))
+    assert raw["pinned"] == 0
+    assert 8 * raw["host"] == pytest.approx(1411e9, rel=0.02)
+    items = plan("zero3_offload", LLAMA_70B)
+    real = by_place(items)
+    assert 8 * (real["host"] + real["pinned"]) == pytest.approx(1706e9, rel=0.02)
+    assert sum(item.bytes_per_node for item in items if item.place in ("host", "pinned")) == 8 * (
+        real["host"] + real["pinned"]
+    )
+    assert 8 * sum(
+        item.raw_bytes_per_rank for item in items if item.place in ("host", "pinned")
+    ) == pytest.approx(1411e9, rel=0.02)
+    flat = [item for item in items if item.name == "parameters"]
+    assert [item.bytes_per_rank for item in flat] == [2**35], "17.6 GB of 16-bit parameters take 32 GiB"
+    assert real["gpu"] == 2 * 8192 * 8192, "only the reduction bucket stays on the GPU"
+
+
+def test_8b_sharded_over_eight_gpus() -> None:
+    places = by_place(plan("zero3", LLAMA_8B))
+    assert places["gpu"] - 2 * 8192**2 == pytest.approx(16 * 8_030_261_248 / 8, rel=1e-6)
+    assert places["host"] == places["pinned"] == places["nvme"] == 0
+
+
+def test_optimizer_offload_leaves_the_shards_on_the_gpu() -> None:
+    shard = 8_030_261_248 // 8
+    places = by_place(plan("zero3_offload_optimizer", LLAMA_8B, can_pin=False))
+    assert places["gpu"] == 2 * shard + 2 * 8192**2
+    assert places["host"] == 18 * shard
+
+
+def test_nvme_keeps_gradients_and_buffers_in_host_memory() -> None:
+    shard = 70_553_706_496 // 8
+    items = plan("zero3_nvme", LLAMA_70B)
+    places = by_place(items)
+    assert places["nvme"] == (2 + 4 + 8 + 4) * shard
+    locked = {item.name: item.bytes_per_rank for item in items if item.mlocked}
+    largest_group = 128_256 * 8192 // 8  # the head's shard is larger than sub_group_size
+    assert locked == {
+        "parameter swap buffers": 5 * 200_000_000 * 2,
+        "parameter write buffer": 2 * largest_group,
+        "optimizer swap buffers": 4 * 4 * largest_group,
+    }
+    gradients = next(item for item in items if item.name == "gradients")
+    assert (gradients.place, gradients.raw_bytes_per_rank, gradients.bytes_per_rank) == (
+        "pinned",
+        2 * shard,
+        2**35,
+    )
+
+
+def test_unpinned_optimizer_buffers_are_not_rounded() -> None:
+    overrides = {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}}
+    items = plan("zero3_offload_optimizer", LLAMA_70B, **overrides)
+    assert {item.place for item in items} == {"gpu", "host"}
+
+
+def test_the_flat_parameters_are_pinned_whatever_the_file_says() -> None:
+    overrides = {"zero_optimization": {"offload_param": {"pin_memory": False}}}
+    items = plan("zero3_offload", LLAMA_70B, **overrides)
+    assert next(item for item in items if item.name == "parameters").place == "pinned"
+
+
+def test_part_of_the_optimizer_can_stay_on_the_gpu() -> None:
+    overrides = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}, "sub_group_size": 100}}
+    sizes = {"num_params": 1600, "largest_param": 10}
+    places = by_place(plan("zero3_offload_optimizer", sizes, ranks=1, can_pin=False, **overrides))
+    assert places["gpu"] == 2 * 1600 + 16 * 800 + 2 * 8192**2
+    assert places["host"] == 2 * 1600 + 16 * 800
+
+
+def test_one_pinned_buffer_per_sub_group() -> None:
+    overrides = {"zero_optimization": {"sub_group_size": 1000}}
+    sizes = {"num_params": 2500, "largest_param": 10}
+    items = plan("zero3_offload_optimizer", sizes, ranks=1, **overrides)
+    gradients = next(item for item in items if item.name == "master gradients")
+    assert gradients.raw_bytes_per_rank == 4 * 2500
+    assert gradients.bytes_per_rank == 4096 + 4096 + 2048
+
+
+def test_tiny_groups_are_not_swapped() -> None:
+    items = plan("zero3_nvme", {"num_params": 10_000, "largest_param": 1000}, ranks=1)
+    assert not [item for item in items if item.name.startswith("master parameters, moments")]
+    assert by_place(items)["host"] >= 12 * 10_000
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"])
+def test_every_source_is_a_line_that_allocates(name: str) -> None:
+    """A DeepSpeed upgrade that moves these lines turns this red: read them again before changing a number."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    allocates = re.compile(
+        r"zeros|empty|full|clone|\.to\(|pin_memory|new_cpu_locked|defragment|flatten_dense|swap_out_tensors"
+    )
+    for item in plan(name, LLAMA_8B):
+        if item.source in (states.MODEL, states.AUTOGRAD, states.TORCH_ADAM):
+            continue
+        path, _, line = item.source.rpartition(":")
+        text = (package / path).read_text().splitlines()[int(line) - 1]
+        assert allocates.search(text), (item.name, item.source, text)
