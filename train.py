@@ -21,11 +21,13 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
 
-    from remat import console, distributed, ops, setup, trainer
+    from remat import console
+
+    console.quiet_libraries(debug=composed.run.log_level == "debug")  # before anything noisy is imported
+    from remat import distributed, ops, setup, trainer
     from remat.activation_checkpointing.recompute import NotInEffect
     from remat.preflight import DoesNotFit
 
-    console.quiet_libraries(debug=composed.run.log_level == "debug")
     try:
         outcome = trainer.train(setup.build(composed.run, composed.yaml))
     except (ConfigError, ops.OpError) as error:

@@ -31,7 +31,7 @@ from remat.config import ConfigError, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
-from remat.data.cache import open_blocks
+from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import load_tokenizer
 from remat.distributed import World
 from remat.memory import MemoryMonitor
@@ -66,7 +66,10 @@ class Parts:
 
 
 def build(cfg: RunConfig, yaml: str) -> Parts:
-    """Everything up to the first step. Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read."""
+    """Everything up to the first step.
+
+    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read.
+    """
     console = Console(is_main=distributed.rank_from_env() == 0, debug=cfg.log_level == "debug")
     hf_config = model.load_config(cfg.model)
     facts = model.facts(hf_config, cfg.model)
@@ -74,34 +77,18 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     _preflight(cfg, facts, rendered, console)
     checks.check_launch(cfg)
     world = distributed.init()
-    set_seed(cfg.train.seed)
-    point = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
-    if point is not None:
-        saving.check_compatible(
-            point.state,
-            world_size=world.size,
-            zero_stage=ds_config.zero_stage(rendered),
-            precision=cfg.train.precision,
-        )
-        for note in point.notes:
-            console.warning(note)
-    tokenizer = load_tokenizer(
-        cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
-    model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
-    splits = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
-    )
+    point = _resume_point(cfg, rendered, world, console)
+    tokenizer, splits = _data(cfg, hf_config)
     data_key = Path(splits.report["folder"]).name
     if point is not None:
         _check_same_data(point.state.client_state["data_key"], data_key, cfg.resume)
     folder = run_dir.open_run_dir(
-        cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point is not None else None
+        cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
     )
     engine, applied = _engine(cfg, hf_config, rendered, world, console, resuming=point is not None)
-    resumed = saving.load(engine, point.state) if point is not None else None
+    resumed = saving.load(engine, point.state) if point else None
     if world.is_main:
-        _write_records(folder, yaml, rendered, world)
+        _write_records(folder, yaml, rendered, world, resumed)
         export.write_model_card(folder, hf_config, tokenizer, engine.module.generation_config)
     timer = PhaseTimer(world.device)
     parts = Parts(
@@ -144,6 +131,35 @@ def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: in
             pin_memory_possible=torch.cuda.is_available(),
         ),
     )
+
+
+def _resume_point(
+    cfg: RunConfig, rendered: dict[str, Any], world: World, console: Console
+) -> saving.ResumePoint | None:
+    """The saved state to go on from, if one was asked for, checked against this launch."""
+    point = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
+    if point is not None:
+        saving.check_compatible(
+            point.state,
+            world_size=world.size,
+            zero_stage=ds_config.zero_stage(rendered),
+            precision=cfg.train.precision,
+        )
+        for note in point.notes:
+            console.warning(note)
+    return point
+
+
+def _data(cfg: RunConfig, hf_config: PretrainedConfig) -> tuple[PreTrainedTokenizerBase, Splits]:
+    """The tokenizer, fit for the model, and the blocks. Every rank may be the one that builds the cache."""
+    tokenizer = load_tokenizer(
+        cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
+    splits = open_blocks(
+        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
+    )
+    return tokenizer, splits
 
 
 def _check_same_data(saved: str, now: str, resume: str) -> None:
@@ -254,7 +270,12 @@ def _tracker(cfg: RunConfig, folder: Path, world: World, resumed: dict[str, Any]
     )
 
 
-def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World) -> None:
-    (folder / "config.yaml").write_text(yaml)
-    run_dir.write_json(folder / "ds_config.json", rendered)
-    run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
+def _write_records(
+    folder: Path, yaml: str, rendered: dict[str, Any], world: World, resumed: dict[str, Any] | None
+) -> None:
+    """What ran. A resume writes its own folder, so that the first launch's record stays."""
+    target = folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder
+    target.mkdir(exist_ok=True)
+    (target / "config.yaml").write_text(yaml)
+    run_dir.write_json(target / "ds_config.json", rendered)
+    run_dir.write_json(target / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))

@@ -19,9 +19,19 @@ class Launched:
     out: str
 
 
-def deepspeed(*words: str, ranks: int = 2, script: str = "train.py", cwd: Path = ROOT, timeout_s: float = 600) -> Launched:
+def deepspeed(
+    *words: str, ranks: int = 2, script: str = "train.py", cwd: Path = ROOT, timeout_s: float = 600
+) -> Launched:
     """Run `deepspeed SCRIPT WORDS` to its end. On a time-out the whole process group is killed."""
-    command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), str(ROOT / script), *words]
+    command = [
+        "deepspeed",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(ROOT / script),
+        *words,
+    ]
     return run(command, cwd=cwd, timeout_s=timeout_s)
 
 
@@ -29,7 +39,13 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600) -> Laun
     """Run any command the same way; stdout and stderr together."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
-        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         out, _ = process.communicate(timeout=timeout_s)

@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
 )
 
@@ -50,20 +49,18 @@ def llama(config: dict[str, Any], *, tie: bool, precision: str, seed: int) -> Pr
     )
 
 
-def mixtral() -> MixtralForCausalLM:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            hidden_size=32,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            num_local_experts=4,
-            use_cache=False,
-            attn_implementation="eager",
-        )
+def mixtral() -> PreTrainedModel:
+    shape = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        num_local_experts=4,
+        use_cache=False,
     )
+    return AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
 
 
 def engine(
@@ -75,6 +72,7 @@ def engine(
     tie: bool = False,
     frozen: bool = False,
     moe: bool = False,
+    nvme: Path | None = None,
 ) -> Any:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
@@ -83,6 +81,9 @@ def engine(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    if nvme is not None:
+        place = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": False}
+        zero |= {"offload_optimizer": place, "offload_param": place | {"buffer_size": 10_000}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -160,26 +161,44 @@ def logits(target: Any) -> torch.Tensor:
 
 
 def resume_case(
-    *, folder: Path, stage: int, offload: bool, precision: str, tie: bool = False, frozen: bool = False
+    *,
+    folder: Path,
+    stage: int,
+    offload: bool = False,
+    precision: str,
+    tie: bool = False,
+    frozen: bool = False,
+    nvme: Path | None = None,
 ) -> dict[str, Any]:
     """Two steps, save, resume in a differently seeded engine, two more; against four steps in one go."""
-    settings: dict[str, Any] = {"offload": offload, "precision": precision, "tie": tie, "frozen": frozen}
-    whole = engine(stage, **settings)
+    settings: dict[str, Any] = {
+        "offload": offload,
+        "precision": precision,
+        "tie": tie,
+        "frozen": frozen,
+    }
+
+    def start(name: str, seed: int = 0) -> Any:
+        return engine(stage, seed=seed, nvme=nvme and nvme / name, **settings)
+
+    whole = start("whole")
     expected = train(whole, 0, 4)
-    first = engine(stage, **settings)
+    first = start("first")
     losses = train(first, 0, 2)
     saved = saving.save(first, folder, step=2, client_state={"step": 2, "position": [0, 4]}, keep=2)
+    continued = losses + train(first, 2, 4)
     found = saving.find(folder)
     assert found.state is not None, found.notes
     # A frozen weight is not saved: it must come from the same place as in the saved run.
-    second = engine(stage, seed=0 if frozen else 9, **settings)
+    second = start("second", seed=0 if frozen else 9)
     torch.manual_seed(5)
     client_state = saving.load(second, found.state)
     losses += train(second, 2, 4)
     return {
         "expected": expected,
+        "continued": continued,
         "losses": losses,
-        "digests": (digest(whole), digest(second)),
+        "digests": (digest(whole), digest(first), digest(second)),
         "client_state": client_state,
         "global_steps": second.global_steps,
         "saved": saved,

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.launch
 STRATEGIES = {
     "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
     "zero1": ["deepspeed.config=zero1"],
-    "zero1_optimizer": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.offload_optimizer.device=cpu"],
+    "zero1_optimizer": [
+        "deepspeed.config=zero1",
+        "deepspeed.overrides.zero_optimization.offload_optimizer.device=cpu",
+    ],
     "zero2": ["deepspeed.config=zero2"],
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],
     "zero3": ["deepspeed.config=zero3"],
@@ -82,10 +85,14 @@ def compare(run: Path, reference: list[tuple[float, float]]) -> None:
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
-def test_two_ranks_follow_the_plain_loop(name: str, two_rank_runs: Path, reference: list[tuple[float, float]]) -> None:
+def test_two_ranks_follow_the_plain_loop(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
     compare(two_rank_runs / name / "run", reference)
 
 
 @pytest.mark.parametrize("name", list(ONE_RANK))
-def test_one_rank_follows_the_plain_loop(name: str, one_rank_runs: Path, reference: list[tuple[float, float]]) -> None:
+def test_one_rank_follows_the_plain_loop(
+    name: str, one_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
     compare(one_rank_runs / name / "run", reference)

@@ -20,8 +20,15 @@ STEPS = 8
 def make_model(folder: Path, **more: object) -> Path:
     """A Llama with 60 k parameters, saved as safetensors."""
     torch.manual_seed(5)
-    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(sizes | more))).save_pretrained(folder)
     return folder
 
@@ -30,19 +37,42 @@ def make_instructions(path: Path, rows: int = 40) -> Path:
     """Alpaca rows whose answers differ much in length: a mean of means would weigh their tokens wrongly."""
     with path.open("w") as out:
         for index in range(rows):
-            row = {"instruction": f"Count to {index}", "input": "", "output": " ".join(map(str, range(index % 9 + 1)))}
+            row = {
+                "instruction": f"Count to {index}",
+                "input": "",
+                "output": " ".join(map(str, range(index % 9 + 1))),
+            }
             out.write(json.dumps(row) + "\n")
     return path
 
 
 def overrides(model: Path, data: Path, out: Path, name: str, *more: str) -> list[str]:
     return [
-        "recipe=tiny_zero3_offload", f"name={name}", "run_id=run", f"output_dir={out}",
-        "model=hf", f"model.path={model}", "model.tokenizer=bytes", "data=alpaca", f"data.path={data}",
-        f"data.cache_dir={out}/cache", "data.eval_fraction=0", "train.precision=fp32", f"train.steps={STEPS}",
-        "train.seq_len=192", "train.micro_batch_size=2", "train.global_batch_size=4", "train.log_every=1",
-        "train.eval_every=0", "optim.warmup_steps=2", "optim.lr=1e-2", "save.every=0", "save.at_end=false",
-        "save.export=false", "tracking=wandb_disabled", *more,
+        "recipe=tiny_zero3_offload",
+        f"name={name}",
+        "run_id=run",
+        f"output_dir={out}",
+        "model=hf",
+        f"model.path={model}",
+        "model.tokenizer=bytes",
+        "data=alpaca",
+        f"data.path={data}",
+        f"data.cache_dir={out}/cache",
+        "data.eval_fraction=0",
+        "train.precision=fp32",
+        f"train.steps={STEPS}",
+        "train.seq_len=192",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=4",
+        "train.log_every=1",
+        "train.eval_every=0",
+        "optim.warmup_steps=2",
+        "optim.lr=1e-2",
+        "save.every=0",
+        "save.at_end=false",
+        "save.export=false",
+        "tracking=wandb_disabled",
+        *more,
     ]
 
 
@@ -51,10 +81,17 @@ def plain_loop(words: list[str]) -> list[tuple[float, float]]:
     cfg = compose.compose_run(words).run
     net = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
     tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
-    blocks = open_blocks(cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False)
+    blocks = open_blocks(
+        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
+    )
     size = cfg.train.global_batch_size
     batches = GlobalBatches(
-        blocks.train, global_batch_size=size, micro_batch_size=size, rank=0, world_size=1, seed=cfg.train.seed,
+        blocks.train,
+        global_batch_size=size,
+        micro_batch_size=size,
+        rank=0,
+        world_size=1,
+        seed=cfg.train.seed,
         shuffle=cfg.data.shuffle,
     )
     groups = [

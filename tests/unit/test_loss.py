@@ -17,8 +17,17 @@ def model(model_type: str = "llama", **more: object) -> torch.nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type,
-        **({"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 64, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 2} | more),
+        **(
+            {
+                "vocab_size": VOCAB,
+                "hidden_size": DIM,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            }
+            | more
+        ),
     )
     return AutoModelForCausalLM.from_config(config)
 
@@ -92,7 +101,9 @@ def test_peak_bytes_of_both_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         peaks[kind] = live.peak_bytes
     logits = 4 * 128 * VOCAB
     with capsys.disabled():
-        print(f"\nloss peak, 512 tokens x {VOCAB}: full {peaks['full'] / 2**20:.1f} MiB, "
-              f"chunked {peaks['chunked'] / 2**20:.1f} MiB")
+        print(
+            f"\nloss peak, 512 tokens x {VOCAB}: full {peaks['full'] / 2**20:.1f} MiB, "
+            f"chunked {peaks['chunked'] / 2**20:.1f} MiB"
+        )
     assert peaks[LossKind.full] > 12 * logits  # fp32 logits, log-softmax and its gradient
     assert peaks[LossKind.chunked] < 3 * logits
