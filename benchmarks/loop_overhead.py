@@ -43,7 +43,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps per window; also the logging interval")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="optimizer steps per window; also the logging interval"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--config", default="zero3")
     parser.add_argument("--local_rank", type=int, default=0)
@@ -68,7 +70,9 @@ def measure(args: argparse.Namespace) -> None:
         world = distributed.current()
         if world.is_main:
             result = {
-                "median_step_s": {name: statistics.median(values) / args.steps for name, values in seconds.items()},
+                "median_step_s": {
+                    name: statistics.median(values) / args.steps for name, values in seconds.items()
+                },
                 "windows": args.windows,
                 "steps_per_window": args.steps,
                 "window_s": seconds,
@@ -120,7 +124,12 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     config = model.load_config(cfg.model)
     ds = setup.render_ds_config(cfg, config, parts.world.size)
     net = model.build(
-        cfg.model, config, precision=cfg.train.precision, ds_config=ds, zero_stage=parts.zero_stage, seed=cfg.train.seed
+        cfg.model,
+        config,
+        precision=cfg.train.precision,
+        ds_config=ds,
+        zero_stage=parts.zero_stage,
+        seed=cfg.train.seed,
     )
     net.gradient_checkpointing_enable({"use_reentrant": False})
     adamw = optim.build(net, cfg.optim, offloaded=False, device=parts.world.device)
@@ -231,7 +240,8 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def table(result: dict[str, Any]) -> str:
     lines = [f"{name:8} {value * 1e3:8.1f} ms per step" for name, value in result["median_step_s"].items()]
     lines += [
-        f"{name:14} {r['median']:.3f}  ({r['lowest']:.3f} to {r['highest']:.3f})" for name, r in result["ratio"].items()
+        f"{name:14} {r['median']:.3f}  ({r['lowest']:.3f} to {r['highest']:.3f})"
+        for name, r in result["ratio"].items()
     ]
     return "\n".join(lines)
 

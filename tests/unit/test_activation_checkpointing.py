@@ -22,7 +22,13 @@ SMALL = {
 
 def build(model_type: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     config = AutoConfig.for_model(model_type, use_cache=False, **(sizes | SMALL[model_type]))
     net = AutoModelForCausalLM.from_config(config)
     for name, parameter in net.named_parameters():
@@ -87,4 +93,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_the_header_says_what_the_policy_does() -> None:
-    assert policy.describe(CheckpointingConfig(policy=Policy.full), 3) == "full (3 of 3 layers recomputed in backward)"
+    assert (
+        policy.describe(CheckpointingConfig(policy=Policy.full), 3)
+        == "full (3 of 3 layers recomputed in backward)"
+    )

@@ -62,7 +62,9 @@ def test_a_typo_in_a_users_recipe_names_the_file_and_the_key(tmp_path: Path) -> 
     assert "bad" in text
 
 
-@pytest.mark.parametrize("spelling", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])
+@pytest.mark.parametrize(
+    "spelling", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]]
+)
 def test_the_launchers_local_rank_is_dropped(spelling: list[str]) -> None:
     assert run(*spelling, "train.steps=3").train.steps == 3
 
@@ -74,7 +76,9 @@ def test_wrong_recipe_lists_the_choices_and_the_nearest() -> None:
 
 
 def test_wrong_key_type_and_choice_come_in_one_message() -> None:
-    text = message("train.stepz=3", "train.seq_len=x", "checkpointing=fulll", "train.precision=int4", "trian.steps=1")
+    text = message(
+        "train.stepz=3", "train.seq_len=x", "checkpointing=fulll", "train.precision=int4", "trian.steps=1"
+    )
     assert len(text.splitlines()) == 5
     assert "train.stepz=3: no such option (did you mean train.steps?)" in text
     assert "train.seq_len=x" in text and "Integer" in text
@@ -88,8 +92,16 @@ def test_a_group_given_twice_or_an_override_without_a_value_is_explained() -> No
 
 
 def test_contradictions_are_collected() -> None:
-    text = message("train.steps=0", "model.init=pretrained", "optim.decay_steps=5", "save.keep=0", "data.eval_fraction=1.5")
-    for option in ("train.steps=0", "model.init=pretrained", "optim.decay_steps=5", "save.keep=0", "data.eval_fraction"):
+    text = message(
+        "train.steps=0", "model.init=pretrained", "optim.decay_steps=5", "save.keep=0", "data.eval_fraction=1.5"
+    )
+    for option in (
+        "train.steps=0",
+        "model.init=pretrained",
+        "optim.decay_steps=5",
+        "save.keep=0",
+        "data.eval_fraction",
+    ):
         assert option in text
     assert len(text.splitlines()) >= 5
 

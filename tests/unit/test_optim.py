@@ -17,7 +17,9 @@ def rates(total: int = 10, **options: object) -> list[float]:
 
 
 def test_warmup_is_linear_and_reaches_lr_at_its_last_step() -> None:
-    assert rates(schedule=Schedule.constant, warmup_steps=4)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates(schedule=Schedule.constant, warmup_steps=4)[:6] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+    )
 
 
 def test_linear_ends_at_the_minimum() -> None:
