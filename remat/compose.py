@@ -97,7 +97,7 @@ def parse(argv: list[str]) -> Arguments:
         elif word.startswith("-"):
             raise ConfigError(f"{word} is not an option: overrides are written option=value (see --help)")
         else:
-            args.overrides.append(_opened(word))
+            args.overrides.append(word)
     for folder in args.config_dirs:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder} is not a folder")
@@ -122,6 +122,7 @@ def from_command_line(argv: list[str]) -> Composed:
 
 def compose_run(overrides: list[str], config_dirs: list[Path] | None = None) -> Composed:
     """One checked run from Hydra overrides. Raises ConfigError with every problem in one message."""
+    overrides = [_opened(word) for word in overrides]
     search = [*_search_path(config_dirs or []), *overrides]
     try:
         cfg = _compose(search)

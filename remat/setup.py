@@ -106,7 +106,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         tracker=_tracker(cfg, folder, world, resumed),
         memory=MemoryMonitor(world.device),
         timer=timer,
-        window=_window(cfg, hf_config, facts, timer, world),
+        window=_window(cfg, hf_config, facts, timer, world, console),
         tokenizer=tokenizer,
         zero_stage=ds_config.zero_stage(rendered),
         resumed=resumed,
@@ -182,7 +182,7 @@ def _preflight(cfg: RunConfig, facts: model.ModelFacts, rendered: dict[str, Any]
         gas=rendered["gradient_accumulation_steps"],
     )
     try:
-        preflight.run(items, facts.num_params, cfg, local_size=local_size)
+        preflight.run(items, facts.num_params, cfg, ds=rendered, local_size=local_size)
     except preflight.DoesNotFit as problem:
         if not cfg.force:
             raise
@@ -240,22 +240,30 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, *, position: int) -> 
 
 
 def _window(
-    cfg: RunConfig, hf_config: PretrainedConfig, facts: model.ModelFacts, timer: PhaseTimer, world: World
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    facts: model.ModelFacts,
+    timer: PhaseTimer,
+    world: World,
+    console: Console,
 ) -> Window:
-    shape = flops.shape_from_config(
-        hf_config.to_dict(), num_params=facts.num_params, num_params_embedding=facts.num_embedding_params
-    )
-    model_flops = flops.model_flops_per_token(shape, cfg.train.seq_len)
-    recomputed = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
+    """Throughput; with MFU and HFU only where both the GPU's peak and the model's FLOPs are known."""
     gpu = hardware.find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return Window(
-        timer,
-        device=world.device,
-        world_size=world.size,
-        model_flops_per_token=model_flops,
-        hardware_flops_per_token=model_flops + recomputed,
-        peak_tflops=gpu.peak_bf16_tflops if gpu else None,
-    )
+    peak = gpu.peak_tflops(cfg.train.precision) if gpu else None
+    figures: dict[str, float] = {}
+    if peak is not None:
+        try:
+            shape = flops.shape_from_config(
+                hf_config.to_dict(),
+                num_params=facts.num_params,
+                num_params_embedding=facts.num_embedding_params,
+            )
+            counted = flops.model_flops_per_token(shape, cfg.train.seq_len)
+            again = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
+            figures = {"model_flops_per_token": counted, "hardware_flops_per_token": counted + again}
+        except ConfigError as error:
+            console.warning(f"no MFU and HFU: {error}")
+    return Window(timer, device=world.device, world_size=world.size, peak_tflops=peak, **figures)
 
 
 def _tracker(cfg: RunConfig, folder: Path, world: World, resumed: dict[str, Any] | None) -> Tracker:

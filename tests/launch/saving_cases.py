@@ -11,6 +11,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors import safe_open
 from transformers import (
@@ -27,11 +28,13 @@ from remat.model import build
 VOCAB = 97
 
 
-def llama(config: dict[str, Any], *, tie: bool, precision: str, seed: int) -> PreTrainedModel:
+def llama(
+    config: dict[str, Any], *, tie: bool, precision: str, seed: int, hidden_size: int = 32
+) -> PreTrainedModel:
     """Odd sizes, so that ZeRO pads; attention dropout, so that a step draws random numbers."""
     shape = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=51,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size - 13,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -82,8 +85,9 @@ def engine(
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if nvme is not None:
+        Init.param_id = 0  # swap files are named by it; a resumed run is a fresh process
         place = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": False}
-        zero |= {"offload_optimizer": place, "offload_param": place | {"buffer_size": 10_000}}
+        zero |= {"offload_optimizer": place, "offload_param": place | {"buffer_size": 200_000}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -95,7 +99,7 @@ def engine(
         "bf16": {"enabled": precision == "bf16"},
     }
     seed_all(seed)
-    model = mixtral() if moe else llama(config, tie=tie, precision=precision, seed=seed)
+    model = mixtral() if moe else llama(config, tie=tie, precision=precision, seed=seed, hidden_size=256 if nvme else 32)
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "layers.1" in name

@@ -1,4 +1,4 @@
-"""Memory strategies change where bytes live, never the trajectory: held to a plain PyTorch loop, through the launcher."""
+"""Memory strategies change where bytes live, never the trajectory: held to a plain PyTorch loop by the launcher."""
 
 from __future__ import annotations
 
