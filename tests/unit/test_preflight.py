@@ -1,0 +1,328 @@
+"""Needed against found, on machines that exist only here."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat import ds_config, preflight
+from remat.config import ModelConfig, ModelInit, Precision, RunConfig, SaveConfig
+from remat.ds_config import RunValues
+from remat.memory import GIB
+from remat.planning.states import Item, model_states
+from remat.preflight import Disk, DoesNotFit, Machine, Needs
+
+FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
+LLAMA_70B = 70_553_706_496
+HEAD_70B = 128_256 * 8192
+
+MACHINE = Machine(
+    local_size=8,
+    host_available_bytes=2000 * GIB,
+    host_limit_bytes=2015 * GIB,
+    host_total_bytes=2015 * GIB,
+    gpu_count=8,
+    gpu_bytes=79 * GIB,
+    memlock_bytes=None,
+    output=Disk("outputs", 10_000 * GIB, 1),
+    nvme=Disk("/scratch", 10_000 * GIB, 2),
+    download=Disk("/hub", 10_000 * GIB, 3),
+)
+
+
+def machine(**changes: Any) -> Machine:
+    return dataclasses.replace(MACHINE, **changes)
+
+
+def rendered(
+    name: str, *, precision: Precision = Precision.bf16, ranks: int = 8, pin: bool = True
+) -> dict[str, Any]:
+    run = RunValues(
+        world_size=ranks,
+        micro_batch_size=1,
+        global_batch_size=ranks,
+        gradient_clipping=1.0,
+        precision=precision,
+        hidden_size=8192,
+        nvme_path="/scratch",
+        pin_memory_possible=pin,
+    )
+    return ds_config.render(ds_config.load(name, FOLDER), {}, run)
+
+
+def states_70b(name: str, *, can_pin: bool = True) -> list[Item]:
+    return model_states(
+        num_params=LLAMA_70B,
+        largest_param=HEAD_70B,
+        ds=rendered(name),
+        world_size=8,
+        ranks_per_node=8,
+        gas=1,
+        can_pin=can_pin,
+    )
+
+
+def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, can_pin: bool = True) -> Needs:
+    return preflight.required(
+        states_70b(name, can_pin=can_pin),
+        num_params=LLAMA_70B,
+        ds=rendered(name),
+        ranks_per_node=8,
+        save=save or SaveConfig(every=100, keep=2, export=True),
+        steps=500,
+    )
+
+
+def test_70b_needs_of_one_node() -> None:
+    assert needs_70b(can_pin=False).host_bytes == pytest.approx(1411e9, rel=0.02)
+    needs = needs_70b()
+    assert needs.host_bytes == pytest.approx(1706e9, rel=0.02)
+    assert needs.gpu_bytes == 2 * 8192 * 8192
+    assert needs.saved_bytes == 3 * 12 * LLAMA_70B
+    assert needs.export_bytes == 2 * LLAMA_70B
+    assert needs.nvme_bytes == needs.mlocked_bytes == 0
+
+
+def test_70b_fits_two_terabytes_and_not_one() -> None:
+    assert preflight.check(needs_70b(), MACHINE) == []
+    small = machine(host_available_bytes=1007 * GIB, host_total_bytes=1024 * GIB, host_limit_bytes=1024 * GIB)
+    (line,) = preflight.check(needs_70b(), small)
+    assert line.startswith("host memory of this node (8 ranks): needed 1,588.")
+    assert "found 1,007.0 GiB" in line
+    assert "zero3_nvme" in line
+    assert "pin_memory=false" in line
+    with pytest.raises(DoesNotFit) as error:
+        preflight.enforce(needs_70b(), small)
+    text = str(error.value)
+    assert "lower bound" in text
+    assert "Activations" in text
+    assert "force=true" in text
+    assert "too small" in text
+    aligned = [
+        row for row in text.splitlines() if row.startswith(("GiB ", "host memory of", "GPU memory", "disk: "))
+    ]
+    assert len(aligned) == 4
+    assert len({len(row.removesuffix("  too small")) for row in aligned}) == 1, aligned
+
+
+def test_rounding_is_offered_only_where_it_matters() -> None:
+    tight = machine(host_available_bytes=1)
+    assert "rounding" in preflight.check(needs_70b("zero3_offload_optimizer"), tight)[0]
+    assert "rounding" not in preflight.check(needs_70b("zero3_offload_optimizer", can_pin=False), tight)[0]
+
+
+def test_a_control_group_limit_is_named() -> None:
+    limited = machine(host_available_bytes=100 * GIB, host_limit_bytes=128 * GIB)
+    (line,) = preflight.check(needs_70b(), limited)
+    assert "found 100.0 GiB" in line
+    assert "a control group allows 128.0 GiB" in line
+
+
+def test_gpu_memory_and_its_remedy() -> None:
+    needs = needs_70b("zero3")
+    assert needs.gpu_bytes == pytest.approx(2 * LLAMA_70B, rel=0.01)  # 16 bytes over 8 ranks
+    (line,) = preflight.check(needs, MACHINE)
+    assert line.startswith("GPU memory of each rank: needed 131.")
+    assert "found 79.0 GiB" in line
+    assert "zero3_offload_optimizer" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("zero1", "deepspeed.config=zero2"),
+        ("zero2", "deepspeed.config=zero3"),
+        ("zero2_offload", "deepspeed.config=zero3"),
+        ("zero3", "deepspeed.config=zero3_offload_optimizer"),
+        ("zero3_offload_optimizer", "deepspeed.config=zero3_offload"),
+        ("zero3_offload", "reduce_bucket_size"),
+    ],
+)
+def test_the_next_strategy_is_named(name: str, word: str) -> None:
+    assert word in needs_70b(name).gpu_remedy
+
+
+def test_without_a_gpu_its_bytes_are_host_bytes() -> None:
+    needs = needs_70b("zero3")
+    without = machine(gpu_count=0, gpu_bytes=None, host_available_bytes=1000 * GIB)
+    rows = preflight.rows(needs, without)
+    assert rows[0].needed_bytes == needs.host_bytes + 8 * needs.gpu_bytes
+    assert not any(row.name.startswith("GPU") for row in rows)
+    assert len(preflight.check(needs, without)) == 1
+
+
+def test_fewer_gpus_than_ranks() -> None:
+    (line,) = preflight.check(needs_70b(), machine(gpu_count=4))
+    assert "needed 8 (one per rank), found 4" in line
+    assert "--num_gpus 4" in line
+
+
+def test_nvme_needs_disk_and_locked_memory() -> None:
+    needs = needs_70b("zero3_nvme")
+    assert needs.nvme_bytes == pytest.approx(18 * LLAMA_70B, rel=1e-6)
+    assert preflight.check(needs, MACHINE) == []
+    poor = machine(memlock_bytes=8 * 1024**2, nvme=Disk("/scratch", 500 * GIB, 2))
+    locked, swap = preflight.check(needs, poor)
+    assert locked.startswith("locked memory of each rank (ulimit -l): needed 4.")
+    assert "found 0.01 GiB" in locked
+    kib = -(-needs.mlocked_bytes // 1024)
+    assert f"ulimit -l {kib}" in locked
+    assert "hardware.nvme_path /scratch: needed 1,182." in swap
+    assert "found 500.0 GiB" in swap
+
+
+def test_host_offload_needs_no_locked_memory() -> None:
+    """CUDA pins through the driver: RLIMIT_MEMLOCK is about DeepSpeed's own I/O buffers only."""
+    assert preflight.check(needs_70b(), machine(memlock_bytes=65536)) == []
+
+
+def test_one_filesystem_is_counted_once() -> None:
+    needs = needs_70b("zero3_nvme")
+    shared = Disk("/scratch", 3000 * GIB, 1)
+    same = machine(output=shared, nvme=shared, download=shared)
+    row = preflight.rows(needs, same)[-1]
+    assert row.needed_bytes == needs.saved_bytes + needs.export_bytes + needs.nvme_bytes
+    assert "output_dir" in row.name
+    assert "hardware.nvme_path" in row.name
+    assert not row.fits
+    assert preflight.check(needs, machine(output=shared)) == []
+
+
+def test_disk_remedies() -> None:
+    (line,) = preflight.check(needs_70b(), machine(output=Disk("outputs", GIB, 1)))
+    assert line.startswith("disk: output_dir outputs: needed 2,496.")  # (3 x 12 + 2) bytes per parameter
+    for word in ("save.keep", "save.export=false", "output_dir"):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "per_param"),
+    [
+        ("zero1", Precision.fp32, 16),
+        ("zero1", Precision.bf16, 14),
+        ("zero2_offload", Precision.fp16, 14),
+        ("zero3", Precision.fp32, 12),
+        ("zero3_offload", Precision.bf16, 12),
+    ],
+)
+def test_bytes_of_a_saved_state(name: str, precision: Precision, per_param: int) -> None:
+    """Measured on disk with deepspeed 0.19.8, two ranks, 2.6 M parameters: 12.04, 14.03, 16.03 bytes each."""
+    assert preflight.saved_state_bytes(1000, rendered(name, precision=precision)) == 1000 * per_param
+
+
+def test_bytes_of_a_saved_state_without_zero() -> None:
+    run = RunValues(
+        world_size=1,
+        micro_batch_size=1,
+        global_batch_size=1,
+        gradient_clipping=1.0,
+        precision=Precision.fp32,
+        hidden_size=64,
+    )
+    raw = {"zero_optimization": {"stage": 0}}
+    assert preflight.saved_state_bytes(1000, ds_config.render(raw, {}, run)) == 12_000
+    half = dataclasses.replace(run, precision=Precision.bf16)
+    assert preflight.saved_state_bytes(1000, ds_config.render(raw, {}, half)) == 14_000
+
+
+@pytest.mark.parametrize(
+    ("save", "steps", "count"),
+    [
+        (SaveConfig(every=0, at_end=True), 100, 1),
+        (SaveConfig(every=0, at_end=False), 100, 0),
+        (SaveConfig(every=10, keep=2), 100, 3),
+        (SaveConfig(every=50, keep=2), 100, 2),
+        (SaveConfig(every=60, keep=2), 100, 2),
+        (SaveConfig(every=60, keep=2, at_end=False), 100, 1),
+        (SaveConfig(every=10, keep=1), 100, 2),
+    ],
+)
+def test_how_many_states_exist_at_once(save: SaveConfig, steps: int, count: int) -> None:
+    assert preflight.states_on_disk(save, steps) == count
+
+
+def test_weights_are_downloaded_only_when_absent(tmp_path: Path) -> None:
+    local = tmp_path / "weights"
+    local.mkdir()
+    hub = ModelConfig(init=ModelInit.pretrained, path="org/name")
+    assert preflight.download_bytes(hub, 1000, cache=tmp_path) == 2000
+    assert preflight.download_bytes(ModelConfig(path="org/name"), 1000, cache=tmp_path) == 0
+    assert preflight.download_bytes(dataclasses.replace(hub, path=str(local)), 1000, cache=tmp_path) == 0
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert preflight.download_bytes(hub, 1000, cache=tmp_path) == 2000, "a config alone is not the weights"
+    (snapshot / "model.safetensors").touch()
+    assert preflight.download_bytes(hub, 1000, cache=tmp_path) == 0
+
+
+def fake_root(folder: Path, *, version: int, limit: str, used: int, cache: int, capabilities: int = 0) -> Path:
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/status").write_text(f"Name:\tpython\nCapEff:\t{capabilities:016x}\n")
+    if version == 2:
+        membership, group = "0::/job", folder / "sys/fs/cgroup/job"
+        names = ("memory.max", "memory.current", "inactive_file")
+    else:
+        membership, group = "4:memory:/job", folder / "sys/fs/cgroup/memory/job"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (folder / "proc/self/cgroup").write_text(f"{membership}\n")
+    group.mkdir(parents=True)
+    (group / names[0]).write_text(f"{limit}\n")
+    (group / names[1]).write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"cache {cache}\n{names[2]} {cache}\n")
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_found_looks_under_the_control_group(version: int, tmp_path: Path) -> None:
+    """A limit far below this machine's memory, so that it decides: 3 MiB, 2 MiB used, of which 1 is page cache."""
+    mib = 1024**2
+    root = fake_root(tmp_path, version=version, limit=str(3 * mib), used=2 * mib, cache=mib)
+    seen = preflight.found(
+        local_size=2, output_dir=str(tmp_path / "a/b"), nvme_path=str(tmp_path), cache=tmp_path, root=root
+    )
+    assert seen.host_limit_bytes == 3 * mib
+    assert seen.host_available_bytes == 2 * mib
+    assert seen.host_total_bytes > 3 * mib
+    assert seen.local_size == 2
+    assert seen.nvme is not None
+    assert seen.output.filesystem == seen.nvme.filesystem == tmp_path.stat().st_dev
+    assert seen.output.free_bytes > 0
+    assert (seen.gpu_bytes is None) == (seen.gpu_count == 0)
+
+
+def test_an_unlimited_control_group_leaves_the_machine(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, version=2, limit="max", used=0, cache=0)
+    seen = preflight.found(local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root)
+    assert seen.host_limit_bytes == seen.host_total_bytes
+    assert seen.nvme is None
+
+
+def test_locked_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def memlock(capabilities: int, limit: int, name: str) -> int | None:
+        root = fake_root(tmp_path / name, version=2, limit="max", used=0, cache=0, capabilities=capabilities)
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+        seen = preflight.found(
+            local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root
+        )
+        return seen.memlock_bytes
+
+    assert memlock(0, 8 * 1024**2, "limited") == 8 * 1024**2
+    assert memlock(1 << 14, 8 * 1024**2, "may lock") is None
+    assert memlock(0, resource.RLIM_INFINITY, "unlimited") is None
+
+
+def test_run_compares_this_machine(tmp_path: Path) -> None:
+    cfg = RunConfig(output_dir=str(tmp_path), save=SaveConfig(at_end=True))
+    ds = rendered("zero3_offload", ranks=1, pin=False)
+    sizes: dict[str, Any] = {"ds": ds, "world_size": 1, "ranks_per_node": 1, "gas": 1, "can_pin": False}
+    tiny = model_states(num_params=1000, largest_param=100, **sizes)
+    rows = preflight.run(tiny, 1000, cfg, ds=ds, local_size=1)
+    assert rows[0].name == "host memory of this node (1 ranks)"
+    assert rows[-1].needed_bytes == 12_000
+    huge = model_states(num_params=10**14, largest_param=100, **sizes)
+    with pytest.raises(DoesNotFit, match="host memory of this node"):
+        preflight.run(huge, 10**14, cfg, ds=ds, local_size=1)
