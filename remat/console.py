@@ -302,6 +302,7 @@ def _bar(console: rich.console.Console) -> Progress:
         console=console,
         expand=True,
         refresh_per_second=4,
+        transient=True,
     )
 
 

@@ -214,12 +214,14 @@ def _figures(rows: Rows, totals: dict[str, float]) -> list[tuple[str, str, str]]
 
 def _absent(rows: Rows) -> list[str]:
     names = {name for row in rows for name in row}
-    texts = {
-        "memory/gpu_allocated_peak_gib": "No GPU memory was logged: this run had no GPU.",
-        "throughput/mfu": "No MFU: the GPU's peak is not known, or the run had no GPU.",
-        "loss/eval": "No evaluation was run (train.eval_every).",
-    }
-    return [text for name, text in texts.items() if name not in names]
+    texts = []
+    if "memory/gpu_allocated_peak_gib" not in names:
+        texts.append("No GPU memory and no MFU were logged: this run had no GPU.")
+    elif "throughput/mfu" not in names:
+        texts.append("No MFU: the peak of this GPU is not known.")
+    if "loss/eval" not in names:
+        texts.append("No evaluation was run (train.eval_every).")
+    return texts
 
 
 def _final_table(rows: Rows, totals: dict[str, float]) -> Table:

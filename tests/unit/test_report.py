@@ -131,6 +131,17 @@ def test_cpu_run_has_four_pictures_and_says_what_is_absent(tmp_path: Path) -> No
     assert "run r1, step 5," in page.text
 
 
+def test_gpu_with_an_unknown_peak_is_said(tmp_path: Path) -> None:
+    known = {"throughput/mfu", "throughput/hfu", "throughput/tflops_per_gpu"}
+    run_dir = make(
+        tmp_path / "run", [{k: v for k, v in gpu(step).items() if k not in known} for step in (1, 2)]
+    )
+    draw(run_dir)
+    text = page_of(run_dir).text
+    assert "No MFU: the peak of this GPU is not known." in text
+    assert "had no GPU" not in text
+
+
 def test_page_stands_alone(tmp_path: Path) -> None:
     run_dir = make(tmp_path / "run", [gpu(step) for step in range(1, 4)])
     draw(run_dir)
