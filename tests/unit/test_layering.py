@@ -34,6 +34,8 @@ LEVELS = [
         "export",
         "hf_files",
         "rng",
+        "frozen",
+        "nvme_state",
         "activation_checkpointing",
         "planning",
     },
@@ -41,7 +43,7 @@ LEVELS = [
     {"train", "cli"},
 ]
 EVERYWHERE_IN_L2 = {"distributed"}
-ONE_ROOM = [{"saving", "manifest", "export", "hf_files", "rng"}]
+ONE_ROOM = [{"saving", "manifest", "export", "hf_files", "rng", "frozen", "nvme_state"}]
 STDLIB_ONLY_BANNED = {"torch", "hydra", "omegaconf", "transformers", "deepspeed", "numpy", "wandb", "rich"}
 
 

@@ -1,0 +1,327 @@
+"""Save the training state of all ranks, find the newest complete one, and resume from it.
+
+run_dir/saved/step-000100/ holds DeepSpeed's files (`engine/`), each rank's random states (`rng/`) and
+`manifest.json`. It is written as `tmp-step-000100` and renamed when every rank's files are hashed and on disk, so
+a state is complete or absent. The folder must be on a filesystem that all nodes share.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat import __version__, distributed, frozen, manifest, nvme_state, rng
+from remat.config import ConfigError, Precision
+from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
+
+log = logging.getLogger(__name__)
+
+OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A state just saved: its folder, the bytes of all ranks' files and the seconds it took on this rank."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete state, if any, and a line on each folder that was passed over."""
+
+    state: SavedState | None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: the state, the run directory it belongs to, and what was passed over to find it."""
+
+    state: SavedState
+    run_dir: Path
+    notes: list[str]
+
+
+def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> SaveResult:
+    """Save the state after `step` optimizer steps; call it on every rank. Keeps the `keep` newest states.
+
+    `client_state` is plain JSON data (data position, counters). Raises SaveError on every rank when any rank
+    fails; the unfinished folder is then gone and older states are untouched.
+    """
+    if keep < 1:
+        raise ConfigError(f"save.keep={keep} would delete the state just saved: give at least 1")
+    if engine.checkpoint_engine.is_decoupled():
+        raise ConfigError(
+            "deepspeed.overrides.checkpoint.writer: a decoupled writer outlives the hashing; remove it"
+        )
+    json.dumps(client_state)  # not JSON: fail before anything is written
+    started = time.monotonic()
+    final = run_dir / SAVED / f"{STEP}{step:06d}"
+    tmp = final.with_name(manifest.TMP + final.name)
+    what = f"saving {final}"
+    manifest.on_main(lambda: _prepare(tmp), what)
+    try:
+        manifest.agree(_write_engine(engine, tmp), _with_free_bytes(what, run_dir))
+        error, files = _write_rng(engine.module, tmp)
+        manifest.agree(error, _with_free_bytes(what, run_dir))
+        every = {name: entry for part in distributed.gather(files) for name, entry in part.items()}
+        size = manifest.on_main(lambda: _finish(engine, tmp, final, step, client_state, every), what)
+    except SaveError:
+        if manifest.place()[0] == 0:
+            manifest.remove(tmp)
+        raise
+    if manifest.place()[0] == 0:
+        _retain(final.parent, keep)
+    return SaveResult(path=final, bytes=size, seconds=time.monotonic() - started)
+
+
+def find(path: Path) -> Found:
+    """The newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
+
+    Every file is read and its hash compared, the ranks sharing the work; newest means saved last.
+    """
+    states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
+    rank, size = manifest.place()
+    for state in states:
+        parts = distributed.gather(manifest.verify(state.path, part=rank, parts=size))
+        problems = list(dict.fromkeys(problem for part in parts for problem in part))
+        if not problems:
+            return Found(state, notes)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        notes.append(f"{state.path.name}: {problems[0]}{more}")
+    return Found(None, notes)
+
+
+def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | None) -> ResumePoint | None:
+    """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
+
+    "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
+    names a run, its `saved` folder or one state. Raises ConfigError on every rank when nothing complete is there:
+    a run that was asked to resume never starts at step 0.
+    """
+    if resume == "none":
+        return None
+    recipe = Path(output_dir).expanduser() / name
+    if resume != "auto":
+        places = [Path(resume).expanduser()]
+    elif run_id is not None:
+        places = [recipe / run_id]
+    else:
+        places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
+    notes: list[str] = []
+    for place in places:
+        found = find(place)
+        notes += [f"{place.name}/{note}" for note in found.notes]
+        if found.state is not None:
+            return ResumePoint(found.state, found.state.path.parent.parent, notes)
+    looked = ", ".join(str(place) for place in places) or f"{recipe}/*"
+    raise ConfigError(
+        f"resume={resume}: no complete saved state in {looked} (found: {'; '.join(notes) or 'nothing'}). "
+        "Give resume=FOLDER of a run that has one, or resume=none to start at step 0"
+    )
+
+
+def check_compatible(
+    state: SavedState, *, world_size: int, zero_stage: int, precision: Precision | None = None
+) -> None:
+    """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
+
+    A saved state is one file per rank, in the layout of its ZeRO stage and precision.
+    """
+    info, problems = state.info, []
+    if info.world_size != world_size:
+        problems.append(
+            f"it was saved by {info.world_size} ranks and this launch has {world_size}: "
+            f"start {info.world_size} ranks"
+        )
+    if info.zero_stage != zero_stage:
+        problems.append(
+            f"it was saved at ZeRO stage {info.zero_stage} and deepspeed.config asks for {zero_stage}: "
+            f"choose a stage-{info.zero_stage} config"
+        )
+    if precision is not None and info.precision != str(precision):
+        problems.append(
+            f"it was saved in {info.precision} and train.precision={precision}: "
+            f"set train.precision={info.precision}"
+        )
+    if problems:
+        raise ConfigError(
+            f"resume: {state.path} cannot be loaded: {'; '.join(problems)}. To take over only the weights, run "
+            "`remat export` on the run and start a new run with model.path=EXPORTED_FOLDER"
+        )
+
+
+def load(engine: Any, state: SavedState) -> dict[str, Any]:
+    """Put `state` into a freshly built engine, random states last; returns the client state. Collective.
+
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run, SaveError when
+    DeepSpeed loads nothing.
+    """
+    check_compatible(
+        state,
+        world_size=manifest.place()[1],
+        zero_stage=int(engine.zero_optimization_stage()),
+        precision=_precision(engine),
+    )
+    if _layout(engine) != state.info.layout:
+        raise ConfigError(
+            f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "
+            "the optimizer's groups and zero_optimization (sub_group_size, round_robin_gradients) must be as saved"
+        )
+    own = torch.load(_rng_file(state.path), map_location="cpu", weights_only=True)
+    if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
+        raise ConfigError(
+            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
+            "build the model with model.init and model.path as in the saved run"
+        )
+    if nvme_state.in_use(engine):
+        nvme_state.prepare(engine, state.path / ENGINE, manifest.place()[0])
+    loaded, _ = engine.load_checkpoint(
+        str(state.path),
+        tag=ENGINE,
+        load_module_strict=True,
+        custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
+    )
+    if loaded is None:
+        raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
+    rng.put(own["rng"])
+    distributed.barrier()
+    return state.client_state
+
+
+def _prepare(tmp: Path) -> None:
+    tmp.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in tmp.parent.glob(f"{manifest.TMP}*"):
+        manifest.remove(leftover)
+    (tmp / "rng").mkdir(parents=True)
+
+
+def _write_engine(engine: Any, tmp: Path) -> Exception | None:
+    """DeepSpeed's part. An error of one rank is returned, after the collectives that the others still run."""
+    try:
+        engine.save_checkpoint(
+            str(tmp), tag=ENGINE, save_latest=False, exclude_frozen_parameters=frozen.present(engine.module)
+        )
+    except Exception as error:
+        # save_checkpoint ends with these two on every rank; without this rank the others would wait for ever.
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+            engine.optimizer.checkpoint_event_epilogue()
+        distributed.barrier()
+        return error
+    return None
+
+
+def _write_rng(module: nn.Module, tmp: Path) -> tuple[Exception | None, dict[str, manifest.FileEntry]]:
+    """This rank's random states; then all files this rank wrote, synced and hashed."""
+    try:
+        own = {"rng": rng.get(), "frozen": frozen.fingerprint(module)}
+        torch.save(own, _rng_file(tmp))
+        rank = manifest.place()[0]
+        return None, manifest.describe(tmp, [f for f in manifest.files_in(tmp) if _owner(f) == rank])
+    except Exception as error:
+        return error, {}
+
+
+def _finish(
+    engine: Any,
+    tmp: Path,
+    final: Path,
+    step: int,
+    client_state: dict[str, Any],
+    files: dict[str, manifest.FileEntry],
+) -> int:
+    unseen = [name for name in files if not (tmp / name).exists()]
+    if unseen:
+        raise SaveError(
+            f"rank 0 does not see {unseen[0]} (and {len(unseen) - 1} more): output_dir must be on a filesystem "
+            "that all nodes share"
+        )
+    earlier = [state.info.sequence for state in manifest.list_states(final.parent)[0]]
+    info = Manifest(
+        step=step,
+        sequence=max(earlier, default=0) + 1,
+        world_size=manifest.place()[1],
+        zero_stage=int(engine.zero_optimization_stage()),
+        precision=str(_precision(engine)),
+        layout=_layout(engine),
+        frozen_excluded=frozen.present(engine.module),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        client_state=client_state,
+        files=files,
+    )
+    manifest.write(tmp, info)
+    manifest.publish(tmp, final)
+    return info.size_bytes
+
+
+def _retain(saved: Path, keep: int) -> None:
+    """Delete complete states beyond the `keep` newest; incomplete ones do not count and are left to look at."""
+    complete = [state for state in manifest.list_states(saved)[0] if manifest.is_complete(state.path)]
+    for state in complete[keep:]:
+        manifest.remove(state.path)
+
+
+def _runs(recipe: Path) -> list[Path]:
+    """Runs of a recipe that have saved something, latest save first."""
+    latest: list[tuple[str, str, Path]] = []
+    for saved in recipe.glob(f"*/{SAVED}"):
+        states = manifest.list_states(saved)[0]
+        latest.append((states[0].info.created if states else "", saved.parent.name, saved.parent))
+    return [run for _, _, run in sorted(latest, reverse=True)]
+
+
+def _owner(name: str) -> int:
+    """The rank that wrote a file, from its name; files without a rank in it are rank 0's."""
+    match = OWNER.search(name)
+    return int(next(number for number in match.groups() if number is not None)) if match else 0
+
+
+def _precision(engine: Any) -> Precision:
+    if engine.bfloat16_enabled():
+        return Precision.bf16
+    return Precision.fp16 if engine.fp16_enabled() else Precision.fp32
+
+
+def _layout(engine: Any) -> str:
+    """Digest of the optimizer's groups: DeepSpeed restores flat buffers by position and would not notice."""
+    if engine.zero_optimization_stage() == 0:
+        groups = [[["", list(p.shape)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    else:
+        shapes = engine._get_zero_param_shapes()
+        groups = [[[name, list(shape)] for name, shape in group.items()] for group in shapes]
+    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / "rng" / f"rank-{manifest.place()[0]:05d}.pt"
+
+
+def _versions() -> dict[str, str]:
+    import deepspeed
+    import transformers
+
+    return {
+        "remat": __version__,
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _with_free_bytes(what: str, folder: Path) -> str:
+    return f"{what} ({shutil.disk_usage(folder).free / 1024**3:.1f} GiB free there)"

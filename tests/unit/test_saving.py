@@ -1,0 +1,256 @@
+"""Which state a run resumes from, and what a save leaves behind; the engine is a stand-in that writes one file."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from remat import manifest, rng, saving
+from remat.config import ConfigError, Precision
+from remat.manifest import SaveError
+
+
+class Engine:
+    """As much of a DeepSpeed engine at ZeRO stage 0 as saving touches."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(2, 3)
+        self.optimizer = torch.optim.SGD(self.module.parameters())
+        self.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: False)
+        self.broken = False
+
+    def save_checkpoint(self, folder: str, tag: str, **settings: Any) -> None:
+        assert settings == {"save_latest": False, "exclude_frozen_parameters": False}
+        (Path(folder) / tag).mkdir()
+        torch.save(self.module.state_dict(), Path(folder) / tag / "mp_rank_00_model_states.pt")
+        if self.broken:
+            raise OSError(28, "No space left on device")
+
+    def load_checkpoint(self, folder: str, tag: str, **settings: Any) -> tuple[str | None, dict[str, Any]]:
+        if self.broken:
+            return None, {}
+        self.module.load_state_dict(torch.load(Path(folder) / tag / "mp_rank_00_model_states.pt"))
+        return folder, {}
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def bfloat16_enabled(self) -> bool:
+        return False
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return False
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+
+def save(run: Path, step: int, *, keep: int = 5, engine: Engine | None = None) -> Path:
+    client_state = {"step": step, "position": step * 10}
+    return saving.save(engine or Engine(), run, step=step, client_state=client_state, keep=keep).path
+
+
+def names(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "saved").iterdir())
+
+
+def weights(state: Path) -> Path:
+    return state / "engine" / "mp_rank_00_model_states.pt"
+
+
+def test_retention_counts_complete_states_only(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    weights(tmp_path / "saved" / "step-000003").unlink()
+    save(tmp_path, 4, keep=2)
+    # 3 is damaged: it is neither counted nor deleted; 2 and 4 are the two complete ones.
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_leftovers_of_a_killed_save_go_with_the_next(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    leftover = tmp_path / "saved" / "tmp-step-000002"
+    leftover.mkdir()
+    (leftover / "half").write_text("x")
+    assert saving.find(tmp_path).notes == ["tmp-step-000002: unfinished"]
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert saving.find(tmp_path).notes == []
+
+
+def test_going_back_makes_the_later_save_the_newest(tmp_path: Path) -> None:
+    """After a resume from step 1, the abandoned step 9 must not win over the new step 2."""
+    for step in (1, 9, 2):
+        save(tmp_path, step)
+    state = saving.find(tmp_path).state
+    assert state is not None and state.step == 2
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    engine = Engine()
+    save(tmp_path, 1, engine=engine)
+    with torch.no_grad():
+        engine.module.weight.fill_(7)
+    path = save(tmp_path, 1, engine=engine)
+    assert names(tmp_path) == ["step-000001"]
+    assert torch.load(weights(path))["weight"].eq(7).all()
+    assert manifest.verify(path) == []
+
+
+def test_a_failed_save_raises_and_leaves_the_older_state(tmp_path: Path) -> None:
+    engine = Engine()
+    save(tmp_path, 1, engine=engine)
+    engine.broken = True
+    with pytest.raises(
+        SaveError, match=r"saving .*step-000002 \(\d+\.\d GiB free there\) failed on rank 0: OSError"
+    ):
+        save(tmp_path, 2, engine=engine)
+    assert names(tmp_path) == ["step-000001"]
+    assert saving.find(tmp_path).state is not None
+
+
+def test_bad_arguments_fail_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"save.keep=0"):
+        save(tmp_path, 1, keep=0)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saving.save(Engine(), tmp_path, step=1, client_state={"x": torch.ones(1)}, keep=1)
+    late = Engine()
+    late.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True)
+    with pytest.raises(ConfigError, match=r"checkpoint.writer"):
+        save(tmp_path, 1, engine=late)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_load_gives_back_weights_random_states_and_client_state(tmp_path: Path) -> None:
+    engine = Engine()
+    save(tmp_path, 1, engine=engine)
+    expected = (torch.rand(3).tolist(), np.random.rand(), random.random())
+    state = saving.find(tmp_path).state
+    assert state is not None
+    fresh = Engine()
+    assert not torch.equal(fresh.module.weight, engine.module.weight)
+    assert saving.load(fresh, state) == {"step": 1, "position": 10}
+    assert torch.equal(fresh.module.weight, engine.module.weight)
+    assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == expected
+    fresh.broken = True
+    with pytest.raises(SaveError, match="nothing to load"):
+        saving.load(fresh, state)
+    fresh.optimizer = torch.optim.SGD(torch.nn.Linear(2, 4).parameters())
+    with pytest.raises(ConfigError, match="other parameters"):
+        saving.load(fresh, state)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "empty", "flip", "no-manifest", "edit-manifest"])
+def test_find_passes_over_a_damaged_state_and_names_it(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    file = newest / manifest.FILE if "manifest" in damage else weights(newest)
+    content = file.read_bytes()
+    if damage in ("delete", "no-manifest"):
+        file.unlink()
+    else:
+        changed = {
+            "truncate": content[:-1],
+            "empty": b"",
+            "flip": content[:200] + bytes([content[200] ^ 4]) + content[201:],
+            "edit-manifest": content.replace(b'"step": 2', b'"step": 5'),
+        }
+        file.write_bytes(changed[damage])
+    found = saving.find(tmp_path)
+    assert found.state is not None and found.state.step == 1
+    assert len(found.notes) == 1 and found.notes[0].startswith("step-000002: ")
+
+
+def test_find_takes_a_run_its_saved_folder_or_a_state(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    save(tmp_path, 2)
+    steps = [saving.find(path).state.step for path in (tmp_path, tmp_path / "saved", first)]  # type: ignore[union-attr]
+    assert steps == [2, 2, 1]
+    assert saving.find(tmp_path / "saved" / "step-000009") == saving.Found(None, [])
+    assert saving.find(tmp_path / "elsewhere") == saving.Found(None, [])
+
+
+def resolve(tmp_path: Path, resume: str, run_id: str | None = None) -> saving.ResumePoint | None:
+    return saving.resolve_resume(resume, output_dir=str(tmp_path), name="recipe", run_id=run_id)
+
+
+def test_resume_none_looks_at_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "recipe" / "a", 1)
+    assert resolve(tmp_path, "none") is None
+
+
+def test_resume_auto_takes_the_run_that_saved_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run, step, day in (("b", 10, 3), ("c", 99, 2), ("a", 50, 1)):
+        clock = SimpleNamespace(now=lambda zone, day=day: datetime.datetime(2026, 1, day, tzinfo=zone))
+        monkeypatch.setattr(saving, "datetime", SimpleNamespace(datetime=clock, UTC=datetime.UTC))
+        save(tmp_path / "recipe" / run, step)
+    (tmp_path / "recipe" / "d").mkdir()  # a run that never saved
+    point = resolve(tmp_path, "auto")
+    assert point is not None
+    assert (point.run_dir, point.state.step, point.notes) == (tmp_path / "recipe" / "b", 10, [])
+    weights(point.state.path).unlink()
+    point = resolve(tmp_path, "auto")
+    assert point is not None and point.run_dir == tmp_path / "recipe" / "c"
+    assert point.notes == ["b/step-000010: engine/mp_rank_00_model_states.pt: missing"]
+    chosen = resolve(tmp_path, "auto", run_id="a")
+    assert chosen is not None and chosen.state.step == 50
+
+
+def test_resume_from_a_path(tmp_path: Path) -> None:
+    run = tmp_path / "other" / "x"
+    state = save(run, 3)
+    save(run, 4)
+    for path, step in ((run, 4), (state, 3)):
+        point = resolve(tmp_path, str(path))
+        assert point is not None and (point.state.step, point.run_dir) == (step, run)
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_resume_with_nothing_complete_is_an_error_never_step_0(tmp_path: Path, resume: str) -> None:
+    run = tmp_path / "recipe" / "a"
+    weights(save(run, 1)).unlink()
+    (run / "saved" / "tmp-step-000002").mkdir()
+    value = resume if resume == "auto" else str(run)
+    with pytest.raises(ConfigError) as error:
+        resolve(tmp_path, value)
+    text = str(error.value)
+    assert text.startswith(f"resume={value}: no complete saved state in {run}")
+    assert "a/step-000001: engine/mp_rank_00_model_states.pt: missing" in text
+    assert "a/tmp-step-000002: unfinished" in text
+    assert "resume=none to start at step 0" in text
+
+
+def test_resume_with_no_run_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"resume=auto: no complete saved state in .*recipe/\* \(found: nothing\)"
+    ):
+        resolve(tmp_path, "auto")
+
+
+def test_compatibility_names_every_difference(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    state = saving.find(tmp_path).state
+    assert state is not None
+    saving.check_compatible(state, world_size=1, zero_stage=0, precision=Precision.fp32)
+    saving.check_compatible(state, world_size=1, zero_stage=0)
+    with pytest.raises(ConfigError) as error:
+        saving.check_compatible(state, world_size=4, zero_stage=3, precision=Precision.bf16)
+    for part in ("saved by 1 ranks and this launch has 4: start 1 ranks", "stage-0", "train.precision=fp32"):
+        assert part in str(error.value)
+
+
+def test_random_states_survive_a_weights_only_file(tmp_path: Path) -> None:
+    np.random.normal()  # leaves a cached second value, which must come back too
+    torch.save(rng.get(), tmp_path / "rng.pt")
+    expected = (torch.rand(2).tolist(), np.random.normal(size=3).tolist(), random.random())
+    rng.put(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert (torch.rand(2).tolist(), np.random.normal(size=3).tolist(), random.random()) == expected
