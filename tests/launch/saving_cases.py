@@ -87,7 +87,9 @@ def engine(
     if nvme is not None:
         Init.param_id = 0  # swap files are named by it; a resumed run is a fresh process
         place = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": False}
-        zero |= {"offload_optimizer": place, "offload_param": place | {"buffer_size": 200_000}}
+        # Groups of 280 000 elements on a rank are swapped, the rest and the norms are too small (below 1 MiB) to be.
+        zero |= {"offload_optimizer": place | {"buffer_count": 4}, "sub_group_size": 280_000}
+        zero["offload_param"] = {"device": "cpu"} if offload else place | {"buffer_size": 200_000}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -99,7 +101,11 @@ def engine(
         "bf16": {"enabled": precision == "bf16"},
     }
     seed_all(seed)
-    model = mixtral() if moe else llama(config, tie=tie, precision=precision, seed=seed, hidden_size=256 if nvme else 32)
+    model = (
+        mixtral()
+        if moe
+        else llama(config, tie=tie, precision=precision, seed=seed, hidden_size=256 if nvme else 32)
+    )
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "layers.1" in name
@@ -282,12 +288,13 @@ def export_case(
     tie: bool,
     max_shard_size: str,
     moe: bool = False,
+    nvme: Path | None = None,
 ) -> dict[str, Any]:
     """Export in the run's own dtype and in fp32, compare with the live model, train on as if nothing had been."""
     settings: dict[str, Any] = {"offload": offload, "precision": precision, "tie": tie, "moe": moe}
-    control = engine(stage, **settings)
+    control = engine(stage, nvme=nvme and nvme / "control", **settings)
     train(control, 0, 3)
-    target = engine(stage, **settings)
+    target = engine(stage, nvme=nvme and nvme / "target", **settings)
     train(target, 0, 2)
     masters = _masters(target)
     result = export.export(target, folder / "own", tokenizer=None, max_shard_size=max_shard_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import export, manifest
+from remat import export, manifest, ops
 from tests.launch import saving_cases as cases
 from tests.pool import RankPool
 
@@ -46,6 +46,33 @@ def test_resumed_training_is_bit_equal(
     on_disk = [p for p in (tmp_path / "saved" / "step-000002").rglob("*") if p.is_file()]
     assert ranks[0]["saved"].bytes == sum(p.stat().st_size for p in on_disk if p.name != manifest.FILE)
     assert len(info.files) == len(on_disk) - 1
+
+
+ASYNC_IO = ops.use_environment_folder() / "async_io" / "async_io.so"
+needs_async_io = pytest.mark.skipif(not ASYNC_IO.exists(), reason="DeepSpeed's async_io is not built here")
+
+
+@needs_async_io
+@pytest.mark.parametrize("params_on_cpu", [False, True], ids=["params-nvme", "params-cpu"])
+def test_resume_from_nvme_is_bit_equal(two_ranks: RankPool, tmp_path: Path, params_on_cpu: bool) -> None:
+    """DeepSpeed alone loses Adam's moments, its step counts and the groups too small to be swapped."""
+    nvme = tmp_path / "nvme"
+    settings = {"stage": 3, "precision": "bf16", "offload": params_on_cpu}
+    for rank in two_ranks.run(cases.resume_case, folder=tmp_path, nvme=nvme, **settings):
+        assert rank["continued"] == rank["losses"] == rank["expected"]
+        assert len(set(rank["digests"])) == 1
+        swapped = [name for name in rank["info"].files if "/offloaded_tensors/rank01/exp_avg-" in name]
+        assert len(swapped) >= 2
+    swap_files = (tmp_path / "saved" / "step-000002" / "engine" / "offloaded_tensors").rglob("*")
+    assert not [path for path in swap_files if "gradient" in path.name]
+
+
+@needs_async_io
+def test_export_from_nvme(two_ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"stage": 3, "precision": "bf16", "offload": False, "tie": False, "max_shard_size": "1GB"}
+    ranks = two_ranks.run(cases.export_case, folder=tmp_path, nvme=tmp_path / "nvme", **settings)
+    assert all(rank["same_training"] for rank in ranks)
+    assert ranks[0]["same_logits"] and ranks[0]["masters_kept"] and ranks[0]["fp32_is_finer"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
