@@ -23,9 +23,11 @@ def main(argv: list[str]) -> int:
 
     from remat import console
 
-    console.quiet_libraries(debug=composed.run.log_level == "debug")  # before anything noisy is imported
+    is_main = os.environ.get("RANK", "0") == "0"
+    console.quiet_libraries(composed.run.log_level == "debug", is_main)  # before anything noisy is imported
     from remat import distributed, ops, setup, trainer
     from remat.activation_checkpointing.recompute import NotInEffect
+    from remat.manifest import SaveError
     from remat.preflight import DoesNotFit
 
     try:
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> int:
         return fail(EXIT_CONFIG, error)
     except DoesNotFit as error:
         return fail(EXIT_DOES_NOT_FIT, error)
-    except (NotInEffect, trainer.TrainingFailed) as error:
+    except (NotInEffect, SaveError, trainer.TrainingFailed) as error:
         return fail(EXIT_FAILED, error)
     distributed.shut_down()
     return 0 if outcome.finished else EXIT_STOPPED

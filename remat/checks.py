@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from remat.config import (
     ConfigError,
     DataConfig,
@@ -128,7 +130,10 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 
 def _save(save: SaveConfig) -> list[str]:
-    return _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+    found = _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", save.max_shard_size):
+        found.append(f"save.max_shard_size={save.max_shard_size} is not a size: write for example 5GB")
+    return found
 
 
 def _top(cfg: RunConfig) -> list[str]:

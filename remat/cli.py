@@ -34,7 +34,7 @@ def ds_config_command(
 
     run = compose.from_command_line(ctx.args).run
     ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
-    print(json.dumps(setup.render_ds_config(run, model.load_config(run.model), ranks), indent=2))
+    print(json.dumps(setup.render_ds_config(run, model.shape_config(run.model), ranks), indent=2))
 
 
 @app.command()

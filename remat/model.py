@@ -27,38 +27,69 @@ class ModelFacts:
     class_name: str
 
 
-def load_config(cfg: ModelConfig) -> PretrainedConfig:
-    """The transformers configuration: from `architecture` when given, else from `path`. Reads no weight.
+def shape_config(cfg: ModelConfig) -> PretrainedConfig:
+    """Enough to count and plan: `architecture` when given, so that neither network nor folder is needed."""
+    return _from_fields(cfg) if cfg.architecture else _from_path(cfg)
 
-    Raises ConfigError naming the option when the folder, the model type or a field is unknown.
+
+def load_config(cfg: ModelConfig) -> PretrainedConfig:
+    """The configuration the model is built with. Reads no weight.
+
+    Pretrained weights come with their own (rotary scaling and the like are not in `architecture`), which must then
+    agree with every field given. Raises ConfigError naming the option and the value.
     """
-    if cfg.architecture:
-        fields = dict(cfg.architecture)
-        model_type = fields.pop("model_type", None)
-        if not model_type:
-            raise ConfigError(
-                "model.architecture needs model_type, for example model.architecture.model_type=llama"
-            )
-        try:
-            config = AutoConfig.for_model(model_type, **fields)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"model.architecture={cfg.architecture}: {_first_line(error)}") from error
-    else:
-        try:
-            config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json or a hub name "
-                "that this machine can reach"
-            ) from error
+    if cfg.init is ModelInit.random:
+        return shape_config(cfg)
+    config = _from_path(cfg)
+    differing = [
+        f"{name}={value} (the folder has {getattr(config.get_text_config(), name, None)})"
+        for name, value in cfg.architecture.items()
+        if getattr(config.get_text_config(), name, None) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"model.path={cfg.path} has other sizes than model.architecture: {', '.join(differing)}. Use model=hf "
+            "for a model of your own, or correct the architecture"
+        )
+    return config
+
+
+def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
+    fields = dict(cfg.architecture)
+    model_type = fields.pop("model_type", None)
+    if not model_type:
+        raise ConfigError(
+            "model.architecture needs model_type, for example model.architecture.model_type=llama"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model.architecture={cfg.architecture}: {_first_line(error)}") from error
+    config.use_cache = False
+    return config
+
+
+def _from_path(cfg: ModelConfig) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json, or a hub name that this "
+            "machine can reach"
+        ) from error
     config.use_cache = False
     return config
 
 
 def facts(config: PretrainedConfig, cfg: ModelConfig) -> ModelFacts:
     """Count parameters on the meta device: no memory, a second or two for 70B."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path={cfg.path} model_type={config.model_type} is not a causal language model: {_first_line(error)}"
+        ) from error
     sizes = [p.numel() for p in model.parameters()]
     embedding = model.get_input_embeddings().weight
     return ModelFacts(
@@ -86,16 +117,19 @@ def build(
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
     model: PreTrainedModel
+    report: dict[str, Any]
     try:
         with _zero3(ds_config if zero_stage == 3 else None):
             if cfg.init is ModelInit.pretrained and not resuming:
-                model = AutoModelForCausalLM.from_pretrained(
+                model, report = AutoModelForCausalLM.from_pretrained(
                     str(cfg.path),
                     config=config,
                     trust_remote_code=cfg.trust_remote_code,
                     use_safetensors=None if cfg.allow_pickle else True,
+                    output_loading_info=True,
                     **settings,
-                )
+                )  # type: ignore[misc]
+                _refuse_partial(cfg, report)
             else:
                 settings["trust_remote_code"] = cfg.trust_remote_code
                 model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
@@ -154,6 +188,17 @@ def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool
     model.initialize_weights()
     model.tie_weights()
     return model
+
+
+def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
+    """transformers fills what a folder lacks with random values and only warns; here that is an error."""
+    missing, mismatched = sorted(report["missing_keys"]), list(report["mismatched_keys"])
+    if missing or mismatched:
+        raise ConfigError(
+            f"model.path={cfg.path} does not hold this model's weights: {len(missing)} missing (for example "
+            f"{missing[:3]}), {len(mismatched)} of another shape (for example {mismatched[:2]}). Leave "
+            "model.architecture empty so that the folder's own config.json is used, or choose model.init=random"
+        )
 
 
 @contextmanager

@@ -71,11 +71,12 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read.
     """
     console = Console(is_main=distributed.rank_from_env() == 0, debug=cfg.log_level == "debug")
-    hf_config = model.load_config(cfg.model)
-    facts = model.facts(hf_config, cfg.model)
-    rendered = render_ds_config(cfg, hf_config, distributed.world_size_from_env())
+    shape = model.shape_config(cfg.model)
+    facts = model.facts(shape, cfg.model)
+    rendered = render_ds_config(cfg, shape, distributed.world_size_from_env(), facts.largest_param)
     _preflight(cfg, facts, rendered, console)
     checks.check_launch(cfg)
+    hf_config = model.load_config(cfg.model)
     world = distributed.init()
     point = _resume_point(cfg, rendered, world, console)
     tokenizer, splits = _data(cfg, hf_config)
@@ -87,6 +88,10 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     )
     engine, applied = _engine(cfg, hf_config, rendered, world, console, resuming=point is not None)
     resumed = saving.load(engine, point.state) if point else None
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = (
+            cfg.optim.gradient_clipping
+        )  # DeepSpeed takes the saved run's, whatever is asked now
     if world.is_main:
         _write_records(folder, yaml, rendered, world, resumed)
         export.write_model_card(folder, hf_config, tokenizer, engine.module.generation_config)
@@ -103,7 +108,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         held_out=splits.held_out,
         data_key=data_key,
         applied=applied,
-        tracker=_tracker(cfg, folder, world, resumed),
+        tracker=_tracker(cfg, folder, world, console, resumed),
         memory=MemoryMonitor(world.device),
         timer=timer,
         window=_window(cfg, hf_config, facts, timer, world, console),
@@ -115,7 +120,9 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     return parts
 
 
-def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: int) -> dict[str, Any]:
+def render_ds_config(
+    cfg: RunConfig, hf_config: PretrainedConfig, world_size: int, largest_param: int | None = None
+) -> dict[str, Any]:
     """The complete DeepSpeed dict of this run. Raises ConfigError with every problem."""
     return ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
@@ -129,6 +136,7 @@ def render_ds_config(cfg: RunConfig, hf_config: PretrainedConfig, world_size: in
             hidden_size=hf_config.get_text_config().hidden_size,
             nvme_path=cfg.hardware.nvme_path,
             pin_memory_possible=torch.cuda.is_available(),
+            largest_param=largest_param,
         ),
     )
 
@@ -180,6 +188,7 @@ def _preflight(cfg: RunConfig, facts: model.ModelFacts, rendered: dict[str, Any]
         world_size=distributed.world_size_from_env(),
         ranks_per_node=local_size,
         gas=rendered["gradient_accumulation_steps"],
+        can_pin=torch.cuda.is_available(),
     )
     try:
         preflight.run(items, facts.num_params, cfg, ds=rendered, local_size=local_size)
@@ -266,7 +275,9 @@ def _window(
     return Window(timer, device=world.device, world_size=world.size, peak_tflops=peak, **figures)
 
 
-def _tracker(cfg: RunConfig, folder: Path, world: World, resumed: dict[str, Any] | None) -> Tracker:
+def _tracker(
+    cfg: RunConfig, folder: Path, world: World, console: Console, resumed: dict[str, Any] | None
+) -> Tracker:
     return Tracker(
         folder,
         cfg.tracking,
@@ -275,6 +286,7 @@ def _tracker(cfg: RunConfig, folder: Path, world: World, resumed: dict[str, Any]
         run_id=folder.name,
         wandb_run_id=resumed["wandb_run_id"] if resumed else None,
         is_main=world.is_main,
+        warn=console.warning,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -200,7 +200,7 @@ def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]
     lr = optim.lr_at(progress.step - 1, parts.cfg.optim, parts.cfg.train.steps)
     metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": lr}
     norm = _grad_norm(parts)
-    if norm is not None and math.isfinite(norm):
+    if norm is not None:
         metrics["optim/grad_norm"] = norm
     if parts.engine.fp16_enabled():
         metrics["optim/loss_scale"] = _loss_scale(parts)
@@ -225,6 +225,8 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
     if parts.held_out is None:
         return {}
     cfg, device = parts.cfg.train, parts.world.device
+    started = time.perf_counter()
+    parts.console.progress(progress.step, cfg.steps, doing="evaluating")
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     with parts.window.excluded(), torch.no_grad():
         parts.engine.eval()
@@ -243,12 +245,13 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
             dist.all_reduce(totals)
     metrics = {"loss/eval": (totals[0] / totals[1].clamp(min=1)).item()}
     parts.tracker.log(progress.step, metrics)
-    parts.console.eval_line(progress.step, metrics["loss/eval"])
+    parts.console.eval_line(progress.step, metrics["loss/eval"], time.perf_counter() - started)
     return metrics
 
 
 def _save(parts: Parts, progress: Progress) -> None:
     """Save the training state, out of the step time."""
+    parts.console.progress(progress.step, parts.cfg.train.steps, doing="saving")
     with parts.window.excluded():
         state: dict[str, Any] = asdict(progress)
         state |= {

@@ -37,8 +37,12 @@ class RankPool:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT_S):
+                others = [text for text, _ in answers if text]
+                others += [text for p in self._pipes[rank + 1 :] if p.poll(0) for text, _ in [p.recv()] if text]
                 self.close()
-                raise TimeoutError(f"rank {rank} gave no answer to {function.__name__} in {TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"rank {rank} gave no answer to {function.__name__} in {TIMEOUT_S} s\n" + "\n".join(others)
+                )
             answers.append(pipe.recv())
         failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failed:

@@ -118,7 +118,7 @@ def test_free_form_sections_take_new_keys() -> None:
     cfg = run("deepspeed.overrides.zero_optimization.stage=2", "model.architecture.rope_theta=5e5")
     assert cfg.deepspeed.overrides == {"zero_optimization": {"stage": 2}}
     assert cfg.model.architecture["rope_theta"] == 5e5
-    assert cfg.model.architecture["hidden_size"] == 256
+    assert cfg.model.architecture["hidden_size"] == 192
 
 
 def test_the_issue_commands_compose() -> None:
