@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from remat import (
     summary,
 )
 from remat.activation_checkpointing import layers, policy, recompute
-from remat.config import ConfigError, RunConfig
+from remat.config import ConfigError, Precision, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
@@ -62,6 +63,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     zero_stage: int
     resumed: dict[str, Any] | None
+    swap_folder: Path | None
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 
 
@@ -76,6 +78,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     rendered = render_ds_config(cfg, shape, distributed.world_size_from_env(), facts.largest_param)
     _preflight(cfg, facts, rendered, console)
     checks.check_launch(cfg)
+    _check_precision(cfg.train.precision)
     hf_config = model.load_config(cfg.model)
     world = distributed.init()
     point = _resume_point(cfg, rendered, world, console)
@@ -86,6 +89,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     folder = run_dir.open_run_dir(
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
     )
+    swap_folder = _own_swap_folder(rendered, folder, world)
     engine, applied = _engine(cfg, hf_config, rendered, world, console, resuming=point is not None)
     resumed = saving.load(engine, point.state) if point else None
     if hasattr(engine.optimizer, "clip_grad"):
@@ -115,6 +119,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         tokenizer=tokenizer,
         zero_stage=ds_config.zero_stage(rendered),
         resumed=resumed,
+        swap_folder=swap_folder,
     )
     console.header(f"remat {cfg.name}", summary.rows(parts, facts, rendered))
     return parts
@@ -139,6 +144,39 @@ def render_ds_config(
             largest_param=largest_param,
         ),
     )
+
+
+def _check_precision(precision: Precision) -> None:
+    """DeepSpeed's own refusal comes after the model is built, so ask first. Raises ConfigError."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {
+        Precision.fp16: accelerator.is_fp16_supported,
+        Precision.bf16: accelerator.is_bf16_supported,
+        Precision.fp32: lambda: True,
+    }
+    if not supported[precision]():
+        others = ", ".join(str(other) for other in Precision if other is not precision and supported[other]())
+        raise ConfigError(
+            f"train.precision={precision} is not supported on this {accelerator.device_name()}: use {others}"
+        )
+
+
+def _own_swap_folder(rendered: dict[str, Any], folder: Path, world: World) -> Path | None:
+    """Give NVMe offload a fresh folder of this run: DeepSpeed never cleans its own, and two runs would share it."""
+    sections = [rendered["zero_optimization"].get(name) for name in ("offload_optimizer", "offload_param")]
+    swapping = [section for section in sections if section and section["device"] == "nvme"]
+    if not swapping:
+        return None
+    own = Path(swapping[0]["nvme_path"]).expanduser() / f"remat-{folder.parent.name}-{folder.name}"
+    if world.local_rank == 0:
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+    distributed.barrier()
+    for section in swapping:
+        section["nvme_path"] = str(own)
+    return own
 
 
 def _resume_point(

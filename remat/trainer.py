@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -52,6 +53,9 @@ def train(parts: Parts) -> Outcome:
         parts.console.close()
         parts.tracker.finish(1)
         raise
+    finally:
+        if parts.swap_folder is not None and parts.world.local_rank == 0:
+            shutil.rmtree(parts.swap_folder, ignore_errors=True)
 
 
 def _train(parts: Parts) -> Outcome:
@@ -278,6 +282,7 @@ def _finish(parts: Parts, progress: Progress, metrics: dict[str, float]) -> Outc
             max_shard_size=parts.cfg.save.max_shard_size,
         )
         parts.console.note(f"exported {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
+    distributed.barrier()  # no rank still reads its swap files when they are removed
     whole = distributed.max_min(parts.window.summary(), parts.world.device)
     parts.tracker.finish(0)
     ending = "finished" if finished else f"stopped at step {progress.step}, resumable with resume=auto"
