@@ -42,7 +42,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=20)
     parser.add_argument(
         "--steps", type=int, default=10, help="optimizer steps per window; also the logging interval"
     )
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> None:
 def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
     return [
         "recipe=tiny_zero3_offload", f"output_dir={scratch}/out", f"deepspeed.config={args.config}",
-        f"train.steps={(args.windows + 2) * args.steps}", f"train.log_every={args.steps}", "train.seq_len=128",
+        f"train.steps={(args.windows + 4) * args.steps}", f"train.log_every={args.steps}", "train.seq_len=128",
         "train.micro_batch_size=4", f"train.global_batch_size={8 * args.ranks}", "train.eval_every=0",
         "save.every=0", "save.at_end=false", "save.export=false", "tracking=wandb_disabled",
         "data.eval_fraction=0", "log_level=info",
@@ -135,7 +135,7 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     adamw = optim.build(net, cfg.optim, offloaded=False, device=parts.world.device)
     engine, _, _, _ = deepspeed.initialize(model=net, optimizer=adamw, config=ds, dist_init_required=False)
     batches = GlobalBatches(
-        parts.batches.blocks, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
+        parts.blocks, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
         micro_batch_size=cfg.train.micro_batch_size, rank=parts.world.rank, world_size=parts.world.size,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def trainer_with(
 ) -> dict[str, list[float]]:
     """Run the Trainer; inside its on_log callback run and time the other loops. Two windows warm up."""
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from remat import model, setup
     from remat.config import Precision
@@ -206,7 +206,9 @@ def trainer_with(
         log_level="error",
     )
     net = AutoModelForCausalLM.from_config(config)
-    Trainer(net, settings, train_dataset=Rows(parts.batches.blocks), callbacks=[Interleave()]).train()
+    trainer = Trainer(net, settings, train_dataset=Rows(parts.blocks), callbacks=[Interleave()])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return {name: values[2 : 2 + args.windows] for name, values in seconds.items()}
 
 
