@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from remat import ds_config
 from remat.activation_checkpointing import policy
@@ -47,6 +50,16 @@ def rows(parts: Described, facts: ModelFacts, ds: dict[str, Any]) -> dict[str, s
     if parts.resumed is not None:
         found["resumed"] = f"at step {parts.resumed['step']}"
     return found
+
+
+def seconds_since_launch() -> float:
+    """Since this process began, or since the launcher above it did."""
+    process = psutil.Process()
+    begun = process.create_time()
+    for parent in process.parents():
+        if any(name in " ".join(parent.cmdline()[:4]) for name in ("deepspeed", "torch.distributed")):
+            begun = parent.create_time()
+    return time.time() - begun
 
 
 def files(folder: Path) -> dict[str, str]:

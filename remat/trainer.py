@@ -174,6 +174,7 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
     parts.console.progress(progress.step, parts.cfg.train.steps)
     if not parts.applied.proven:
         parts.applied.verify()
+        parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
     if progress.skipped_in_a_row >= parts.cfg.train.max_skipped_steps:
         raise TrainingFailed(
             f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient (up to step "

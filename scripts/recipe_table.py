@@ -1,0 +1,43 @@
+"""Write the recipe table of README.md from the recipes themselves: `python scripts/recipe_table.py [--check]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from remat import compose  # noqa: E402
+
+BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end of recipes -->"
+
+
+def table() -> str:
+    """One row per recipe: what it is, the machine it names, its strategy, and whether its figures were measured."""
+    rows = ["| recipe | what | machine | strategy | status |", "|---|---|---|---|---|"]
+    for name in compose.recipe_names():
+        run = compose.compose_run([f"recipe={name}"]).run
+        strategy = f"`{run.deepspeed.config}`, `checkpointing={run.checkpointing.policy}`"
+        rows.append(f"| `{name}` | {run.meta.summary} | {run.meta.machine} | {strategy} | {run.meta.status} |")
+    return "\n".join(rows)
+
+
+def renewed(readme: str) -> str:
+    """`readme` with the table between its two marks replaced."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    if "--check" in sys.argv:
+        return int(renewed(text) != text)
+    path.write_text(renewed(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
