@@ -94,6 +94,18 @@ def larger(workshop: Path) -> dict[str, list[str]]:
     return {"larger_cpu": ["deepspeed.config=zero3_offload", *common], "larger_nvme": [*swapping, *common]}
 
 
+@pytest.fixture(scope="module")
+def one_rank_runs(workshop: Path) -> Path:
+    launch(workshop, ONE_RANK, ranks=1)
+    return workshop / "out"
+
+
+def compare(run: Path, reference: list[tuple[float, float]]) -> None:
+    rows = tiny.rows(run)
+    assert [row["loss/train"] for row in rows] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+    assert [row["optim/grad_norm"] for row in rows] == pytest.approx([norm for _, norm in reference], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_two_ranks_follow_the_plain_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
