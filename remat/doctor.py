@@ -83,7 +83,8 @@ def _cores() -> Finding:
 
 def _memory() -> Finding:
     host = host_memory()
-    limit = f", control-group limit {host.limit_bytes / GIB:.1f} GiB" if host.limit_bytes else ""
+    limited = host.limit_bytes < host.total_bytes
+    limit = f", control-group limit {host.limit_bytes / GIB:.1f} GiB" if limited else ""
     return Finding(
         "host memory", f"{host.available_bytes / GIB:.1f} of {host.total_bytes / GIB:.1f} GiB free{limit}"
     )

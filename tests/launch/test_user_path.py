@@ -218,6 +218,19 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_exit_code_70
     assert math.isfinite(tiny.rows(folder)[0]["loss/train"])
 
 
+def test_fp16_scales_its_loss_or_is_refused_where_the_device_cannot(workshop: Path) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    done = deepspeed(*words(workshop, "half", "train.precision=fp16", "deepspeed.config=zero2"))
+    if get_accelerator().is_fp16_supported():
+        assert done.code == 0, done.out[-4000:]
+        rows = tiny.rows(workshop / "out" / "half" / "run")
+        assert all(row["optim/loss_scale"] >= 1 for row in rows)
+    else:
+        assert done.code == 2
+        assert "train.precision=fp16 is not supported" in done.out and "use fp32, bf16" in done.out
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "single"])
 def test_other_launchers(workshop: Path, launcher: str) -> None:
     name = f"by_{launcher}"
