@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from remat.cores import share_cores
 
-EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
+EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
+SILENCE_S = 20  # longer than closing W&B may take on rank 0
 
 
 def main(argv: list[str]) -> int:
     """Compose, build, train. Returns the exit code; imports grow heavier as the arguments prove right."""
     share_cores()
-    from remat import compose
+    from remat import checks, compose
     from remat.config import ConfigError
 
     try:
+        checks.check_environment(os.environ)
         composed = compose.from_command_line(argv)
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
@@ -32,10 +35,10 @@ def main(argv: list[str]) -> int:
 
     try:
         outcome = trainer.train(setup.build(composed.run, composed.yaml))
-    except (ConfigError, ops.OpError) as error:
+    except ConfigError as error:
         return fail(EXIT_CONFIG, error)
-    except DoesNotFit as error:
-        return fail(EXIT_DOES_NOT_FIT, error)
+    except (DoesNotFit, ops.OpError) as error:
+        return fail(EXIT_NOT_ABLE, error)
     except (NotInEffect, SaveError, trainer.TrainingFailed) as error:
         return fail(EXIT_FAILED, error)
     distributed.shut_down()
@@ -43,9 +46,11 @@ def main(argv: list[str]) -> int:
 
 
 def fail(code: int, error: Exception) -> int:
-    """Rank 0 says why, in full; every rank leaves with the same code."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"\nremat: {error}\n", file=sys.stderr, flush=True)
+    """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(SILENCE_S)
+    print(f"\nremat{'' if rank == '0' else f' (rank {rank})'}: {error}\n", file=sys.stderr, flush=True)
     return code
 
 

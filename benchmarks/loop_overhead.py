@@ -117,25 +117,24 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from remat import model, optim, setup
+    from remat import model, optim
     from remat.data.batches import GlobalBatches
 
-    cfg = parts.cfg
+    cfg, ds = parts.cfg, parts.strategy.ds
     config = model.load_config(cfg.model)
-    ds = setup.render_ds_config(cfg, config, parts.world.size)
     net = model.build(
         cfg.model,
         config,
         precision=cfg.train.precision,
         ds_config=ds,
-        zero_stage=parts.zero_stage,
+        zero_stage=parts.strategy.zero_stage,
         seed=cfg.train.seed,
     )
     net.gradient_checkpointing_enable({"use_reentrant": False})
     adamw = optim.build(net, cfg.optim, offloaded=False, device=parts.world.device)
     engine, _, _, _ = deepspeed.initialize(model=net, optimizer=adamw, config=ds, dist_init_required=False)
     batches = GlobalBatches(
-        parts.blocks, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
+        parts.splits.train, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
         micro_batch_size=cfg.train.micro_batch_size, rank=parts.world.rank, world_size=parts.world.size,
     )  # fmt: skip
 
@@ -162,13 +161,12 @@ def trainer_with(
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    from remat import model, setup
+    from remat import model
     from remat.config import Precision
 
-    cfg = parts.cfg
+    cfg, ds = parts.cfg, parts.strategy.ds
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     config = model.load_config(cfg.model)
-    ds = setup.render_ds_config(cfg, config, parts.world.size)
 
     class Interleave(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -206,7 +204,7 @@ def trainer_with(
         log_level="error",
     )
     net = AutoModelForCausalLM.from_config(config)
-    trainer = Trainer(net, settings, train_dataset=Rows(parts.blocks), callbacks=[Interleave()])
+    trainer = Trainer(net, settings, train_dataset=Rows(parts.splits.train), callbacks=[Interleave()])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return {name: values[2 : 2 + args.windows] for name, values in seconds.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from remat.config import (
     ConfigError,
     DataConfig,
     DataSource,
-    LogLevel,
     ModelConfig,
     ModelInit,
     OptimConfig,
@@ -47,6 +47,17 @@ def check_launch(cfg: RunConfig) -> None:
             f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
             "(or data=python_stdlib, which needs none)"
         )
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Refuse N tasks that would each train alone: srun and mpirun start processes without telling their ranks."""
+    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        tasks = env.get(variable, "1")
+        if "RANK" not in env and tasks.isdigit() and int(tasks) > 1:
+            raise ConfigError(
+                f"{variable}={tasks} but RANK is not set: {tasks} processes would each train a model of their own. "
+                "Start one task per node with `deepspeed` or `torchrun` in it (see scripts/slurm.sbatch)"
+            )
 
 
 def _at_least(low: float, **options: float) -> list[str]:
@@ -143,6 +154,8 @@ def _top(cfg: RunConfig) -> list[str]:
             found.append(f"{option}={value} must be one folder name, without slashes")
     if not cfg.resume:
         found.append("resume is empty: give none, auto or a path")
-    if cfg.log_level not in LogLevel:
-        found.append(f"log_level={cfg.log_level} is not a level")
+    if cfg.resume not in ("none", "auto") and cfg.run_id:
+        found.append(
+            f"run_id={cfg.run_id} has no effect with resume={cfg.resume}, which names the run: leave it out"
+        )
     return found

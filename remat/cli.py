@@ -30,11 +30,14 @@ def ds_config_command(
     world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
 ) -> None:
     """Print the complete DeepSpeed config of a run, ready for --deepspeed_config."""
-    from remat import compose, model, setup
+    import torch
+
+    from remat import compose, strategy
 
     run = compose.from_command_line(ctx.args).run
     ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
-    print(json.dumps(setup.render_ds_config(run, model.shape_config(run.model), ranks), indent=2))
+    can_pin = torch.cuda.is_available() or run.hardware.gpu is not None
+    print(json.dumps(strategy.decide(run, world_size=ranks, can_pin=can_pin).ds, indent=2))
 
 
 @app.command()
@@ -55,7 +58,7 @@ def export(
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
     from remat import export as exporting
-    from remat import saving
+    from remat import manifest, saving
 
     if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
@@ -64,13 +67,17 @@ def export(
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:
         raise ConfigError(f"{run_dir} has no complete saved state: train with save.every or save.at_end=true")
-    result = exporting.export_saved_state(
-        found.state.path,
-        run_dir,
-        out or run_dir / "export",
-        dtype=exporting.DTYPES[dtype] if dtype else None,
-        max_shard_size=max_shard_size,
-    )
+    try:
+        result = exporting.export_saved_state(
+            found.state.path,
+            run_dir,
+            out or run_dir / "export",
+            dtype=exporting.DTYPES[dtype] if dtype else None,
+            max_shard_size=max_shard_size,
+        )
+    except manifest.SaveError as error:
+        print(f"\nremat: {error}\n", file=sys.stderr)
+        raise typer.Exit(70) from error
     print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
 
 
@@ -109,6 +116,9 @@ def main() -> None:
     except ConfigError as error:
         print(f"\nremat: {error}\n", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"\nremat: {error}\n", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ code, and serves `train.py` and every `remat` command alike.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -41,7 +42,8 @@ usage: deepspeed train.py recipe=NAME [group=choice] [option=value] ...
   --config-dir DIR     also search DIR for groups and recipes (DIR/recipe/mine.yaml, DIR/data/mine.yaml)
   --help               this text
 
-Every choice and value above holds for `remat plan|ds-config|doctor` too."""
+Every choice and value above holds for `remat ds-config` too.
+"""
 
 
 @dataclass
@@ -110,12 +112,13 @@ def from_command_line(argv: list[str]) -> Composed:
     Raises ConfigError with every problem in one message.
     """
     args = parse(argv)
+    is_main = os.environ.get("RANK", "0") == "0"
     if args.show_help:
-        print(usage())
+        print(usage() if is_main else "", end="")
         sys.exit(0)
     composed = compose_run(args.overrides, args.config_dirs)
     if args.show_config:
-        print(composed.yaml, end="")
+        print(composed.yaml if is_main else "", end="")
         sys.exit(0)
     return composed
 

@@ -1,8 +1,8 @@
 """Every option of a run, typed, in one file. Standard library only: no torch, no hydra, no disk, no network.
 
 YAML under `conf/` and `recipes/` holds values; this file holds names, types and defaults. A default lives here
-and nowhere else. Rules that one option alone can break are checked here (`problems`); rules between options are
-in `remat.checks`; what only the machine can tell is in `remat.preflight`.
+and nowhere else. What values and combinations are possible is in `remat.checks`; what only the machine can tell is in
+`remat.preflight`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class SaveConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run. Only `remat.trainer` and the commands receive it whole; every other part takes its own slice."""
+    """One run. Only the modules above level 2 receive it whole; every other part takes its own slice."""
 
     name: str = ""  # "": the name of the recipe; the run directory is outputs/<name>/<run_id>
     meta: MetaConfig = field(default_factory=MetaConfig)

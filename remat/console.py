@@ -34,23 +34,16 @@ NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|acceler
 class Console:
     """The terminal of rank 0; on other ranks (`is_main=False`) every method does nothing.
 
-    Use it as a context, so that the bar leaves the terminal whole whatever happens.
+    Call `close` whatever happens, so that the bar leaves the terminal whole.
     """
 
-    def __init__(self, is_main: bool, debug: bool = False, *, file: TextIO | None = None) -> None:
+    def __init__(self, is_main: bool, *, file: TextIO | None = None) -> None:
         self._file = file or sys.stdout
         self._is_main = is_main
-        self._debug = debug
         live = self._file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         self._rich = rich.console.Console(file=self._file, highlight=False) if live else None
         self._progress: Progress | None = None
         self._lines = 0
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def width(self) -> int:
@@ -93,15 +86,8 @@ class Console:
     def note(self, text: str) -> None:
         self._say(text, style="")
 
-    def debug(self, text: str) -> None:
-        if self._debug:
-            self._say(text, style="dim")
-
     def warning(self, text: str) -> None:
         self._say(f"warning: {text}", style="yellow")
-
-    def error(self, text: str) -> None:
-        self._say(f"error: {text}", style="bold red")
 
     def final_table(self, title: str, rows: Mapping[str, str]) -> None:
         """The end of a run; takes the bar away first."""

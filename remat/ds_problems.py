@@ -216,6 +216,11 @@ def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
             f"data_types.grad_accum_dtype={accumulated} with train.precision={dtype} needs ZeRO stage 1 or higher: "
             "delete it or raise zero_optimization.stage"
         )
+    if ds[ZERO]["stage"] == 0 and dtype == "fp16":
+        found.append(
+            "train.precision=fp16 with zero_optimization.stage=0: DeepSpeed does not scale the loss there but divides "
+            "the gradients by the scale; use stage 1 or higher, or bf16"
+        )
     scaled = ds["prescale_gradients"] or ds["gradient_predivide_factor"] != 1.0
     if ds[ZERO]["stage"] >= 2 and ds[ZERO]["reduce_scatter"] and scaled:
         found.append(

@@ -126,6 +126,11 @@ def recompute_flops_per_token(shape: ModelShape, seq_len: int, policy: str) -> f
     raise ValueError(f"no formula for the FLOPs that checkpointing={policy} recomputes")
 
 
+def output_layer_flops_per_token(shape: ModelShape) -> float:
+    """One forward of the output layer, 2 V h: what the chunked loss recomputes when it has more than one chunk."""
+    return 2.0 * shape.vocab_size * shape.hidden_size
+
+
 def formula_text() -> str:
     """The definitions behind MFU and HFU, for env.json."""
     return (
@@ -133,7 +138,8 @@ def formula_text() -> str:
         "is only looked up (a tied one is the output head and counts), L layers, h = heads * head_dim, s = sequence "
         "length, full square of the sequence although attention is causal. Recomputed FLOPs per token with "
         "checkpointing=full = 2*N_layers + 4*L*h*s, without each layer's last projection where torch's early stop "
-        "skips it (llama, mistral, qwen2, qwen3). MFU counts model FLOPs; HFU counts model and recomputed FLOPs"
+        "skips it (llama, mistral, qwen2, qwen3); the chunked loss adds 2*V*h where a micro-batch has more than one "
+        "chunk. MFU counts model FLOPs; HFU counts model and recomputed FLOPs"
     )
 
 

@@ -27,6 +27,11 @@ IGNORED = -100
 CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16, 256 MiB as fp32
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal scalars; two that are not finite count as equal, the step guard deals with them."""
+    return torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
 def shifted(labels: Tensor) -> Tensor:
     """`labels` [batch, seq] moved left by one: target i is the token after i; the last has none."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -73,7 +78,7 @@ class TokenLoss:
             )
         with self._armed(targets) as returned:
             output = module(**inputs, use_cache=False).logits
-        if not self.verified and not torch.equal(output.detach(), returned[0].detach()):
+        if not self.verified and not _same(output, returned[0]):
             raise ConfigError(
                 "this model edits its logits after the output layer (soft-capping or scaling), which "
                 "train.loss=chunked would skip: use train.loss=full"

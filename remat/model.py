@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.initialization import no_init_weights
 
 from remat.config import ConfigError, ModelConfig, ModelInit, Precision
@@ -81,15 +90,33 @@ def _from_path(cfg: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def facts(config: PretrainedConfig, cfg: ModelConfig) -> ModelFacts:
-    """Count parameters on the meta device: no memory, a second or two for 70B."""
+def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: its modules without their memory, in a second or two for 70B.
+
+    Raises ConfigError when this is no causal language model, or has not the attention that was asked for.
+    """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
-    except ValueError as error:
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                trust_remote_code=cfg.trust_remote_code,
+                attn_implementation=str(cfg.attention),
+            )
+    except (ValueError, ImportError) as error:
+        about_attention = "attn" in str(error) or "attention" in str(error).lower()
+        problem = (
+            f"model.attention={cfg.attention} cannot be had"
+            if about_attention
+            else "not a causal language model"
+        )
+        remedy = "; model.attention=eager always works" if about_attention else ""
         raise ConfigError(
-            f"model.path={cfg.path} model_type={config.model_type} is not a causal language model: {_first_line(error)}"
+            f"{problem} (model.path={cfg.path}, model_type={config.model_type}): {_first_line(error)}{remedy}"
         ) from error
+
+
+def facts(model: Any) -> ModelFacts:
+    """Count the parameters of a skeleton."""
     sizes = [p.numel() for p in model.parameters()]
     embedding = model.get_input_embeddings().weight
     return ModelFacts(
@@ -133,11 +160,12 @@ def build(
             else:
                 settings["trust_remote_code"] = cfg.trust_remote_code
                 model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
-    except (OSError, ImportError) as error:
+    except OSError as error:
         hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
-        raise ConfigError(
-            f"model.path={cfg.path} model.attention={cfg.attention}: {_first_line(error)}{hint}"
-        ) from error
+        raise ConfigError(f"model.path={cfg.path}: {_first_line(error)}{hint}") from error
+    if cfg.init is ModelInit.pretrained and resuming:
+        with contextlib.suppress(OSError):  # many folders have none
+            model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
     model.config.use_cache = False
     model.train()
     return model
@@ -174,10 +202,10 @@ def assert_sharded(model: nn.Module, world_size: int) -> int:
 
 
 def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int) -> PreTrainedModel:
-    """Random values that do not depend on the ZeRO stage: the draws start at the initialisation, not at creation.
+    """Random values that on a CPU do not depend on the ZeRO stage: draws start at initialisation, not at creation.
 
     Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,
-    creation would draw first, so it is kept from doing so.
+    creation would draw first, so it is kept from doing so. On a GPU, stage 3 draws there and the others on the host.
     """
     set_seed(seed)
     if sharded:

@@ -30,7 +30,13 @@ class OpError(RuntimeError):
 
 
 def use_environment_folder() -> Path:
-    """Point torch at a build folder of this Python environment, unless the user chose one."""
+    """Point torch at a build folder and the ninja of this Python environment, unless the user chose a folder.
+
+    One ninja for all: another version throws away the build log of the first and compiles everything again.
+    """
+    tools = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != tools:
+        os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         folder = Path(sys.prefix) / "torch_extensions"
         if not os.access(sys.prefix, os.W_OK):

@@ -22,7 +22,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             (decayed if len(shape) >= 2 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay, "decayed": True},
+        {"params": plain, "weight_decay": 0.0, "decayed": False},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -55,6 +58,15 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
     progress = min(1.0, max(0.0, (step - start) / length))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.schedule is Schedule.cosine else 1 - progress
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
+
+
+def set_options(optimizer: Any, cfg: OptimConfig) -> None:
+    """What the run asks for, after a resume: DeepSpeed restores the saved run's options with its state."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (cfg.beta1, cfg.beta2), cfg.eps
+        group["weight_decay"] = cfg.weight_decay if group["decayed"] else 0.0
+    if hasattr(optimizer, "clip_grad"):
+        optimizer.clip_grad = cfg.gradient_clipping
 
 
 def set_lr(optimizer: Any, lr: float) -> None:

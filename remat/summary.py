@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,36 +12,36 @@ import psutil
 from remat import ds_config
 from remat.activation_checkpointing import policy
 from remat.config import RunConfig
-from remat.data.blocks import Blocks
+from remat.data.cache import Splits
 from remat.distributed import World
-from remat.model import ModelFacts
+from remat.strategy import Strategy
 
 
 class Described(Protocol):
     """The parts of a run that the header needs."""
 
     cfg: RunConfig
+    strategy: Strategy
     world: World
     folder: Path
-    blocks: Blocks
-    held_out: Blocks | None
-    applied: Any
+    splits: Splits
     resumed: dict[str, Any] | None
 
 
-def rows(parts: Described, facts: ModelFacts, ds: dict[str, Any]) -> dict[str, str]:
+def rows(parts: Described) -> dict[str, str]:
     """Label and value, in reading order."""
     cfg, train = parts.cfg, parts.cfg.train
+    facts, ds, splits = parts.strategy.facts, parts.strategy.ds, parts.splits
     accumulation = ds["gradient_accumulation_steps"]
     tokens = train.steps * train.global_batch_size * train.seq_len
-    held_out = f", {len(parts.held_out)} held out" if parts.held_out else ""
+    held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
-        + f", {len(parts.blocks)} blocks of {train.seq_len} tokens{held_out}",
+        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}",
         "ranks": f"{parts.world.size} on {parts.world.device.type}, {parts.world.local_size} per node",
-        "ZeRO": f"stage {ds_config.zero_stage(ds)} ({cfg.deepspeed.config}), {_offload(ds)}",
-        "activations": policy.describe(cfg.checkpointing, len(parts.applied.decisions)),
+        "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
+        "activations": policy.describe(cfg.checkpointing, parts.strategy.num_layers),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {parts.world.size} ranks",
@@ -56,9 +57,10 @@ def seconds_since_launch() -> float:
     """Since this process began, or since the launcher above it did."""
     process = psutil.Process()
     begun = process.create_time()
-    for parent in process.parents():
-        if any(name in " ".join(parent.cmdline()[:4]) for name in ("deepspeed", "torch.distributed")):
-            begun = parent.create_time()
+    with contextlib.suppress(psutil.Error):  # other users' processes may be hidden
+        for parent in process.parents():
+            if any(name in " ".join(parent.cmdline()[:4]) for name in ("deepspeed", "torch.distributed")):
+                begun = parent.create_time()
     return time.time() - begun
 
 

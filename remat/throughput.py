@@ -150,8 +150,9 @@ class Window:
         figures["throughput/tokens_per_s"] = tokens_per_s
         figures["throughput/tokens_per_s_per_gpu"] = per_gpu
         figures["throughput/trained_tokens_per_s"] = float(totals.trained / totals.wall_s)
-        if self._peak_tflops and self._model_flops:
+        if self._model_flops:
             figures["throughput/tflops_per_gpu"] = self._model_flops * per_gpu / 1e12
+        if self._model_flops and self._peak_tflops:
             figures["throughput/mfu"] = figures["throughput/tflops_per_gpu"] / self._peak_tflops
         if self._peak_tflops and self._hardware_flops:
             figures["throughput/hfu"] = self._hardware_flops * per_gpu / 1e12 / self._peak_tflops

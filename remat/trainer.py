@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from remat import distributed, export, optim, saving, summary
+from remat import distributed, export, optim, run_dir, saving, summary
 from remat.console import final_rows
 from remat.data.batches import StepBatch, eval_micro_batches
 from remat.setup import Parts
@@ -68,7 +68,7 @@ def _train(parts: Parts) -> Outcome:
         metrics |= step(parts, progress, losses, last)
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
-        if _due(progress.step, cfg.save.every, last if cfg.save.at_end else 0):
+        if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
             _save(parts, progress)
     return _finish(parts, progress, metrics)
 
@@ -93,6 +93,7 @@ def start(parts: Parts) -> Progress:
         parts.tracker.rewind(progress.step)
     parts.applied.reset()
     parts.engine.train()
+    parts.memory.reset_peak()  # the peak of a step, not of loading
     parts.console.progress(progress.step, parts.cfg.train.steps)
     parts.window.start()
     return progress
@@ -138,7 +139,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
         with timer.phase("backward"):
             engine.backward(loss * scale, scale_wrt_gas=False)
         total += loss.detach()
-        if parts.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
+        if parts.strategy.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
             _refuse_non_finite(parts, batch, step)
         with timer.phase("optimizer"):
             engine.step()
@@ -146,7 +147,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
 
 
 def _refuse_non_finite(parts: Parts, batch: StepBatch, step: int) -> None:
-    """ZeRO-0 applies any gradient, so a bad one must stop the run before it reaches the weights."""
+    """ZeRO-0 in fp32 applies any gradient, so a bad one must stop the run before it reaches the weights."""
     grads = [p.grad for p in parts.engine.module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     parts.engine._global_grad_norm = norm
@@ -173,14 +174,22 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
     parts.window.step_end(batch.seen_tokens, batch.trained_tokens)
     parts.console.progress(progress.step, parts.cfg.train.steps)
     if not parts.applied.proven:
-        parts.applied.verify()
-        parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
+        _prove(parts)
     if progress.skipped_in_a_row >= parts.cfg.train.max_skipped_steps:
         raise TrainingFailed(
             f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient (up to step "
             f"{progress.step}); their batch ids are in {parts.folder / 'nonfinite.jsonl'}. Weights and saved states "
             "are as before. Lower optim.lr, look at those samples, or raise train.max_skipped_steps"
         )
+
+
+def _prove(parts: Parts) -> None:
+    """After the first step: is the policy in effect? What was counted goes to proof.json either way."""
+    if parts.world.is_main:
+        evidence = {"policy": str(parts.cfg.checkpointing.policy), "layers": parts.applied.evidence()}
+        run_dir.write_json(parts.folder / "proof.json", evidence)
+    parts.applied.verify()
+    parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
 def _record_skip(parts: Parts, batch: StepBatch, step: int, grad_norm: float | None) -> None:
@@ -201,7 +210,6 @@ def _record_skip(parts: Parts, batch: StepBatch, step: int, grad_norm: float | N
 def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]:
     """One row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
     times = parts.window.close()
-    ranked = {name: value for name, value in times.items() if name.startswith("time/")} | parts.memory.sample()
     lr = optim.lr_at(progress.step - 1, parts.cfg.optim, parts.cfg.train.steps)
     metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": lr}
     norm = _grad_norm(parts)
@@ -214,13 +222,17 @@ def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]
         "tokens/seen": progress.tokens_seen,
         "tokens/trained": progress.tokens_trained,
     }
-    metrics |= {name: value for name, value in times.items() if name not in ranked}
-    metrics |= distributed.max_min(ranked, parts.world.device)
+    metrics |= distributed.max_min(times, parts.world.device) | _take_memory_peaks(parts)
     parts.tracker.log(progress.step, metrics)
     parts.console.line(progress.step, parts.cfg.train.steps, metrics)
+    return metrics
+
+
+def _take_memory_peaks(parts: Parts) -> dict[str, float]:
+    """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""
+    metrics = distributed.max_min(parts.memory.sample(), parts.world.device)
     for name, value in metrics.items():
-        if name.startswith("memory/"):
-            parts.peaks[name] = max(value, parts.peaks.get(name, value))
+        parts.peaks[name] = max(value, parts.peaks.get(name, value))
     parts.memory.reset_peak()
     return metrics
 
@@ -248,6 +260,7 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
         parts.engine.train()
         if parts.world.size > 1:
             dist.all_reduce(totals)
+    _take_memory_peaks(parts)
     metrics = {"loss/eval": (totals[0] / totals[1].clamp(min=1)).item()}
     parts.tracker.log(progress.step, metrics)
     parts.console.eval_line(progress.step, metrics["loss/eval"], time.perf_counter() - started)
@@ -260,13 +273,14 @@ def _save(parts: Parts, progress: Progress) -> None:
     with parts.window.excluded():
         state: dict[str, Any] = asdict(progress)
         state |= {
-            "position": parts.batches.position,
+            "data": parts.batches.state(),
             "data_key": parts.data_key,
             "wandb_run_id": parts.tracker.wandb_run_id,
         }
         result = saving.save(
             parts.engine, parts.folder, step=progress.step, client_state=state, keep=parts.cfg.save.keep
         )
+    _take_memory_peaks(parts)
     parts.tracker.log(progress.step, {"time/save_s": result.seconds})
     parts.console.note(f"saved {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
 
@@ -282,6 +296,7 @@ def _finish(parts: Parts, progress: Progress, metrics: dict[str, float]) -> Outc
             tokenizer=parts.tokenizer,
             max_shard_size=parts.cfg.save.max_shard_size,
         )
+        _take_memory_peaks(parts)
         parts.console.note(f"exported {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
     distributed.barrier()  # no rank still reads its swap files when they are removed
     whole = distributed.max_min(parts.window.summary(), parts.world.device)

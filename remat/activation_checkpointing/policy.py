@@ -21,5 +21,7 @@ def plan(cfg: CheckpointingConfig, num_layers: int) -> list[LayerDecision]:
 
 def describe(cfg: CheckpointingConfig, num_layers: int) -> str:
     """The policy in words for the run's header."""
+    if cfg.policy is Policy.none:
+        return "none (every activation is kept)"
     recomputed = sum(decision.recompute for decision in plan(cfg, num_layers))
     return f"{cfg.policy} ({recomputed} of {num_layers} layers recomputed in backward)"

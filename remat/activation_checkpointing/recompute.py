@@ -7,7 +7,7 @@ checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's wei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class Applied:
         self.forwards = [0] * len(self.decisions)
         self.recomputations = [0] * len(self.decisions)
 
+    def evidence(self) -> list[dict[str, Any]]:
+        """Per layer: what was decided and what was counted, for proof.json."""
+        counted = zip(self.decisions, self.forwards, self.recomputations, strict=True)
+        return [{**asdict(d), "forwards": f, "recomputations": r} for d, f, r in counted]
+
     def verify(self) -> None:
         """Raise NotInEffect unless every layer was recomputed exactly as often as the plan says."""
         expected = [n if d.recompute else 0 for d, n in zip(self.decisions, self.forwards, strict=True)]
@@ -53,7 +58,9 @@ class Applied:
 
 
 def apply(model: nn.Module, decisions: Sequence[LayerDecision]) -> Applied:
-    """Put `decisions` (one per decoder layer) in place on `model` and return their counters."""
+    """Put `decisions` (one per decoder layer; none at all: everything is kept) in place and return their counters."""
+    if not decisions:
+        return Applied(decisions, proven=True)
     layers = decoder_layers(model)
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")

@@ -92,6 +92,12 @@ def test_a_model_without_layers_is_refused() -> None:
         layers.decoder_layers(torch.nn.Linear(2, 2))
 
 
+def test_none_asks_nothing_of_the_model() -> None:
+    applied = recompute.apply(torch.nn.Linear(2, 2), policy.plan(CheckpointingConfig(policy=Policy.none), 0))
+    assert applied.proven
+    applied.verify()
+
+
 def test_the_header_says_what_the_policy_does() -> None:
     assert (
         policy.describe(CheckpointingConfig(policy=Policy.full), 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import compose
+from remat import checks, compose
 from remat.config import ConfigError, DataSource, Policy, Precision
 
 
@@ -150,3 +150,11 @@ def test_composing_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     run("recipe=tiny_zero3_offload")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_tasks_that_do_not_know_their_rank_are_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}=4 but RANK is not set"):
+        checks.check_environment({variable: "4"})
+    checks.check_environment({variable: "4", "RANK": "0"})
+    checks.check_environment({variable: "1"})

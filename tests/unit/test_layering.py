@@ -39,7 +39,17 @@ LEVELS = [
         "activation_checkpointing",
         "planning",
     },
-    {"preflight", "setup", "summary", "trainer", "doctor", "report", "report_page", "report_charts"},
+    {
+        "preflight",
+        "setup",
+        "strategy",
+        "summary",
+        "trainer",
+        "doctor",
+        "report",
+        "report_page",
+        "report_charts",
+    },
     {"train", "cli"},
 ]
 EVERYWHERE_IN_L2 = {"distributed"}

@@ -107,3 +107,10 @@ def test_peak_bytes_of_both_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         )
     assert peaks[LossKind.full] > 12 * logits  # fp32 logits, log-softmax and its gradient
     assert peaks[LossKind.chunked] < 3 * logits
+
+
+def test_a_loss_that_is_not_finite_is_left_to_the_step_guard() -> None:
+    net = model()
+    with torch.no_grad():
+        net.lm_head.weight.fill_(float("nan"))
+    assert torch.isnan(loss.TokenLoss(net, LossKind.chunked)(net, batch()))

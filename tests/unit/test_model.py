@@ -57,8 +57,15 @@ def test_attention_implementation_is_what_was_asked() -> None:
 
 
 def test_missing_flash_attention_is_an_error_not_a_fallback() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2"):
-        build(ModelConfig(architecture=TINY, attention=Attention.flash_attention_2))
+    cfg = ModelConfig(architecture=TINY, attention=Attention.flash_attention_2)
+    with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be had"):
+        model.skeleton(model.load_config(cfg), cfg)
+
+
+def test_a_model_without_sdpa_names_the_attention_that_works() -> None:
+    cfg = ModelConfig(architecture={"model_type": "gpt_oss", "num_hidden_layers": 1})
+    with pytest.raises(ConfigError, match=r"model\.attention=sdpa cannot be had.*model\.attention=eager"):
+        model.skeleton(model.load_config(cfg), cfg)
 
 
 def test_tied_embeddings_share_one_weight() -> None:
@@ -132,13 +139,13 @@ def test_a_config_without_a_causal_language_model_is_refused(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="causal"):
         cfg = ModelConfig(init=ModelInit.pretrained, path=str(tmp_path))
-        model.facts(model.load_config(cfg), cfg)
+        model.facts(model.skeleton(model.load_config(cfg), cfg))
 
 
 def test_facts_are_those_of_the_real_model() -> None:
     cfg = ModelConfig(architecture=TINY)
     real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
-    facts = model.facts(model.load_config(cfg), cfg)
+    facts = model.facts(model.skeleton(model.load_config(cfg), cfg))
     assert facts.num_params == sum(p.numel() for p in real.parameters())
     assert facts.num_embedding_params == 64 * 32
     assert facts.class_name == "LlamaForCausalLM"

@@ -75,3 +75,12 @@ def test_plain_adamw_on_cpu() -> None:
     assert type(built) is torch.optim.AdamW
     assert built.param_groups[0]["lr"] == 0.5
     assert not built.param_groups[0]["fused"]
+
+
+def test_options_asked_for_win_over_those_a_saved_state_brought_back() -> None:
+    built = optim.build(torch.nn.Linear(2, 2), OptimConfig(), offloaded=False, device=torch.device("cpu"))
+    for group in built.param_groups:
+        group.update(betas=(0.1, 0.2), eps=1.0, weight_decay=0.7)
+    optim.set_options(built, OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3))
+    assert [group["weight_decay"] for group in built.param_groups] == [0.3, 0.0]
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in built.param_groups)

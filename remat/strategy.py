@@ -1,0 +1,126 @@
+"""What a run will be, known before any weight is read: its size, its DeepSpeed config, and whether it can fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat import compose, ds_config, flops, hardware, loss, model, preflight
+from remat.activation_checkpointing import layers
+from remat.config import ConfigError, LossKind, Policy, Precision, RunConfig
+from remat.planning import states
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`ds` is the complete DeepSpeed dict; `num_layers` is 0 where no policy needs them."""
+
+    facts: model.ModelFacts
+    fields: dict[str, Any]  # the transformers config as plain data
+    ds: dict[str, Any]
+    zero_stage: int
+    num_layers: int
+
+
+def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
+    """From options alone: no weight, no GPU, no network where the recipe names the model's shape.
+
+    `can_pin`: the run will have CUDA, without which torch pins no host memory. Raises ConfigError.
+    """
+    config = model.shape_config(cfg.model)
+    skeleton = model.skeleton(config, cfg.model)
+    facts = model.facts(skeleton)
+    rendered = ds_config.render(
+        ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
+        cfg.deepspeed.overrides,
+        ds_config.RunValues(
+            world_size=world_size,
+            micro_batch_size=cfg.train.micro_batch_size,
+            global_batch_size=cfg.train.global_batch_size,
+            gradient_clipping=cfg.optim.gradient_clipping,
+            precision=cfg.train.precision,
+            hidden_size=config.get_text_config().hidden_size,
+            nvme_path=cfg.hardware.nvme_path,
+            pin_memory_possible=can_pin,
+            largest_param=facts.largest_param,
+        ),
+    )
+    wanted = cfg.checkpointing.policy is not Policy.none
+    return Strategy(
+        facts=facts,
+        fields=config.to_dict(),
+        ds=rendered,
+        zero_stage=ds_config.zero_stage(rendered),
+        num_layers=len(layers.decoder_layers(skeleton)) if wanted else 0,
+    )
+
+
+def check_machine(
+    cfg: RunConfig, strategy: Strategy, *, world_size: int, local_size: int, warn: Callable[[str], None]
+) -> None:
+    """Raise DoesNotFit when the model states alone are more than this machine has, ConfigError for its precision.
+
+    With `force` the first is a warning.
+    """
+    items = states.model_states(
+        num_params=strategy.facts.num_params,
+        largest_param=strategy.facts.largest_param,
+        ds=strategy.ds,
+        world_size=world_size,
+        ranks_per_node=local_size,
+        gas=strategy.ds["gradient_accumulation_steps"],
+        can_pin=torch.cuda.is_available(),
+    )
+    try:
+        preflight.run(items, strategy.facts.num_params, cfg, ds=strategy.ds, local_size=local_size)
+    except preflight.DoesNotFit as problem:
+        if not cfg.force:
+            raise
+        warn(f"force=true: starting although {problem}")
+    _check_precision(cfg.train.precision)
+
+
+def throughput_figures(cfg: RunConfig, strategy: Strategy, warn: Callable[[str], None]) -> dict[str, Any]:
+    """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
+    if not torch.cuda.is_available():
+        return {}
+    try:
+        shape = flops.shape_from_config(
+            strategy.fields,
+            num_params=strategy.facts.num_params,
+            num_params_embedding=strategy.facts.num_embedding_params,
+        )
+    except ConfigError as error:
+        warn(f"no TFLOP/s, MFU and HFU: {error}")
+        return {}
+    counted = flops.model_flops_per_token(shape, cfg.train.seq_len)
+    again = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(shape.vocab_size):
+        again += flops.output_layer_flops_per_token(shape)
+    gpu = hardware.find_gpu(torch.cuda.get_device_name())
+    return {
+        "model_flops_per_token": counted,
+        "hardware_flops_per_token": counted + again,
+        "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
+    }
+
+
+def _check_precision(precision: Precision) -> None:
+    """DeepSpeed's own refusal comes after the model is built, so ask first."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {
+        Precision.fp16: accelerator.is_fp16_supported,
+        Precision.bf16: accelerator.is_bf16_supported,
+        Precision.fp32: lambda: True,
+    }
+    if not supported[precision]():
+        others = ", ".join(str(other) for other in Precision if other is not precision and supported[other]())
+        raise ConfigError(
+            f"train.precision={precision} is not supported on this {accelerator.device_name()}: use {others}"
+        )
