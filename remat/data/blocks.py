@@ -71,7 +71,7 @@ class Blocks:
 class BlockCounts:
     """What became of the documents of one split."""
 
-    documents: int = 0
+    documents: int = 0  # those cut and dropped among them
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss
@@ -90,14 +90,14 @@ class BlockWriter:
     def __init__(self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int) -> None:
         parts = ("tokens",) if packed else ("tokens", "trained", "trained_tokens", "lengths")
         self._files: dict[str, BinaryIO] = {part: (folder / f"{name}.{part}.bin").open("wb") for part in parts}
-        self._seq_len, self._packed, self._pad_id = seq_len, packed, pad_id
+        self.seq_len, self.packed, self._pad_id = seq_len, packed, pad_id
         self._waiting: list[np.ndarray] = []
         self.counts = BlockCounts()
 
     def add(self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True) -> None:
         """ids int32 [length]; trained bool [length], None: all. `ends`: the document is complete with it."""
         self.counts.documents += ends
-        if self._packed:
+        if self.packed:
             self._waiting.append(ids)
         else:
             self._add_example(ids, np.ones(len(ids), dtype=bool) if trained is None else trained)
@@ -105,17 +105,17 @@ class BlockWriter:
     def flush(self) -> None:
         """Write the whole blocks among the packed tokens that wait; keep the rest for the next ones."""
         waiting = np.concatenate([np.empty(0, dtype=np.int32), *self._waiting])
-        blocks = len(waiting) // self._seq_len
-        used = blocks * self._seq_len
+        blocks = len(waiting) // self.seq_len
+        used = blocks * self.seq_len
         self._files["tokens"].write(waiting[:used].tobytes())
         self._waiting = [waiting[used:]]
         self.counts.blocks += blocks
         self.counts.tokens += used
-        self.counts.trained_tokens += blocks * (self._seq_len - 1)
+        self.counts.trained_tokens += blocks * (self.seq_len - 1)
 
     def close(self) -> BlockCounts:
         """Make the files durable."""
-        if self._packed:
+        if self.packed:
             self.flush()
             self.counts.dropped_tokens = len(self._waiting[0])
         for file in self._files.values():
@@ -129,15 +129,15 @@ class BlockWriter:
             file.close()
 
     def _add_example(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        if len(ids) > self._seq_len:
+        if len(ids) > self.seq_len:
             self.counts.truncated_documents += 1
-            self.counts.truncated_tokens += len(ids) - self._seq_len
-            ids, trained = ids[: self._seq_len], trained[: self._seq_len]
+            self.counts.truncated_tokens += len(ids) - self.seq_len
+            ids, trained = ids[: self.seq_len], trained[: self.seq_len]
         targets = int(trained[1:].sum())
         if not targets:
             self.counts.dropped_documents += 1
             return
-        padding = self._seq_len - len(ids)
+        padding = self.seq_len - len(ids)
         self._files["tokens"].write(np.pad(ids, (0, padding), constant_values=self._pad_id).tobytes())
         self._files["trained"].write(np.pad(trained, (0, padding)).tobytes())
         self._files["trained_tokens"].write(np.int32(targets).tobytes())
@@ -145,3 +145,16 @@ class BlockWriter:
         self.counts.blocks += 1
         self.counts.tokens += len(ids)
         self.counts.trained_tokens += targets
+
+
+def divide(folder: Path, name: str, writers: dict[bool, BlockWriter], held_out: np.ndarray) -> None:
+    """Copy the blocks of split `name` to the writers of the two halves; `held_out` bool [blocks] tells which.
+
+    A block of packed text is no document, so only the blocks of instruction data count as documents again.
+    """
+    blocks = Blocks.open(folder, name, writers[True].seq_len)
+    for index in range(len(blocks)):
+        row, length = np.array([index]), blocks.lengths[index]
+        writer = writers[bool(held_out[index])]
+        writer.add(blocks.tokens(row)[0, :length], blocks.trained(row)[0, :length], ends=not writer.packed)
+        writer.flush()

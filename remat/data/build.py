@@ -6,24 +6,27 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from remat.config import ConfigError, DataConfig, DataFormat, DataSource
-from remat.data.blocks import BlockWriter
+from remat.data.blocks import BlockCounts, BlockWriter, divide
 from remat.data.formats import encode
+from remat.data.hold_out import choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus
 from remat.data.synthetic import synthetic_blocks
 
-CACHE_VERSION = 1  # raise it when the same data and settings would give other blocks
+CACHE_VERSION = 2  # raise it when the same data and settings would give other blocks
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
@@ -45,6 +48,11 @@ class Plan:
     @property
     def evaluates(self) -> bool:
         return self.held_out is not None or self.cfg.eval_fraction > 0
+
+    @property
+    def divides(self) -> bool:
+        """Both halves come from `corpus`."""
+        return self.corpus is not None and self.held_out is None and self.cfg.eval_fraction > 0
 
 
 def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int) -> Plan:
@@ -70,27 +78,24 @@ def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: i
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, key)
 
 
+@dataclass
+class _Written:
+    """`held_out_by`: "data.eval_path", "documents" (of text: files or their pieces), "blocks"; None: none are, or tokens are random."""
+
+    counts: dict[str, BlockCounts]
+    empty_documents: int
+    bad_rows: BadRowLog
+    held_out_by: str | None
+
+
 def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
     """Write both halves and report.json into `folder`, all of it durable. Memory does not grow with the data."""
     started = time.perf_counter()
-    bad_rows = BadRowLog(plan.cfg.on_bad_row)
-    packed = plan.corpus is None or plan.cfg.format == DataFormat.plain
-    pad_id = int(plan.tokenizer.pad_token_id or 0)
-    names = HALVES if plan.evaluates else HALVES[:1]
-    writers = {
-        name: BlockWriter(folder, name, seq_len=plan.seq_len, packed=packed, pad_id=pad_id) for name in names
-    }
-    try:
-        empty = 0
-        if plan.corpus is None:
-            _write_synthetic(plan, writers)
-        else:
-            empty = _write_documents(plan, plan.corpus, writers, bad_rows, show_progress)
-        counts = {name: writer.close().as_dict() for name, writer in writers.items()}
-    finally:
-        for writer in writers.values():
-            writer.abandon()
-    _check_not_empty(plan, counts, bad_rows)
+    written = _write_halves(plan, folder, show_progress)
+    if plan.divides and not all(half.blocks for half in written.counts.values()):
+        written = _write_divided(plan, folder, show_progress)
+    counts = {name: half.as_dict() for name, half in written.counts.items()}
+    _check_not_empty(plan, counts, written.bad_rows)
     report = {
         "version": CACHE_VERSION,
         "source": str(plan.cfg.source),
@@ -99,8 +104,9 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
-        "empty_documents": empty,
-        "bad_rows": {"count": bad_rows.count, "first": bad_rows.first},
+        "held_out_by": written.held_out_by,
+        "empty_documents": written.empty_documents,
+        "bad_rows": {"count": written.bad_rows.count, "first": written.bad_rows.first},
         "build_s": round(time.perf_counter() - started, 3),
     }
     with (folder / "report.json").open("w") as file:
@@ -109,15 +115,83 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         os.fsync(file.fileno())
 
 
+def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
+    names = HALVES if plan.evaluates else HALVES[:1]
+    held_out_by = "documents" if plan.divides else "data.eval_path" if plan.held_out else None
+    bad_rows, empty = BadRowLog(plan.cfg.on_bad_row), 0
+    is_held_out: Callable[[str], bool] = never
+    if plan.divides and plan.corpus is not None:
+        beforehand = plan.corpus.read(BadRowLog(plan.cfg.on_bad_row))
+        is_held_out = rule(beforehand, seed=plan.seed, fraction=plan.cfg.eval_fraction)
+    with _writers(plan, folder, {name: name for name in names}) as writers:
+        if plan.corpus is None:
+            _write_synthetic(plan, writers)
+        else:
+            empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress)
+        counts = {name: writer.close() for name, writer in writers.items()}
+    return _Written(counts, empty, bad_rows, held_out_by)
+
+
+def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
+    """Hold out blocks, where the documents are too few or too unequal to give both halves one.
+
+    What was cut or dropped counts for training: it happened before the blocks were divided.
+    """
+    assert plan.corpus is not None
+    bad_rows = BadRowLog(plan.cfg.on_bad_row)
+    with _writers(plan, folder, {"train": "whole"}) as writers:
+        empty = _write_documents(plan, plan.corpus, never, writers, bad_rows, show_progress)
+        whole = writers["train"].close()
+    with _writers(plan, folder, {name: name for name in HALVES}) as writers:
+        names = [f"block {index}" for index in range(whole.blocks)]
+        chosen = choose(dict.fromkeys(names, 1), seed=plan.seed, fraction=plan.cfg.eval_fraction)
+        if whole.blocks:
+            halves = {False: writers["train"], True: writers["held_out"]}
+            divide(folder, "whole", halves, np.array([name in chosen for name in names]))
+        train, held_out = (writers[name].close() for name in HALVES)
+    for file in folder.glob("whole.*"):
+        file.unlink()
+    train = replace(
+        whole,
+        documents=whole.documents - held_out.documents,
+        blocks=train.blocks,
+        tokens=train.tokens,
+        trained_tokens=train.trained_tokens,
+    )
+    return _Written({"train": train, "held_out": held_out}, empty, bad_rows, "blocks")
+
+
+@contextmanager
+def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[dict[str, BlockWriter]]:
+    """A writer for each half, under the given file name; closed whatever happens."""
+    packed = plan.corpus is None or plan.cfg.format == DataFormat.plain
+    pad_id = int(plan.tokenizer.pad_token_id or 0)
+    writers = {
+        half: BlockWriter(folder, name, seq_len=plan.seq_len, packed=packed, pad_id=pad_id)
+        for half, name in file_names.items()
+    }
+    try:
+        yield writers
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+
+
 def _write_documents(
-    plan: Plan, corpus: Corpus, writers: dict[str, BlockWriter], bad_rows: BadRowLog, show_progress: bool
+    plan: Plan,
+    corpus: Corpus,
+    is_held_out: Callable[[str], bool],
+    writers: dict[str, BlockWriter],
+    bad_rows: BadRowLog,
+    show_progress: bool,
 ) -> int:
     """Returns how many documents were empty."""
     empty = 0
     total = corpus.total + (plan.held_out.total if plan.held_out else 0)
     with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
         task = progress.add_task("tokenising", total=total)
-        for batch in _batches(chain(_from_corpus(plan, corpus, bad_rows), _from_held_out(plan, bad_rows))):
+        from_corpus = _from_corpus(corpus, is_held_out, bad_rows)
+        for batch in _batches(chain(from_corpus, _from_held_out(plan, bad_rows))):
             filled = [(half, document) for half, document in batch if document.content]
             empty += len(batch) - len(filled)
             examples = encode([document for _, document in filled], plan.cfg.format, plan.tokenizer, bad_rows)
@@ -132,10 +206,11 @@ def _write_documents(
     return empty
 
 
-def _from_corpus(plan: Plan, corpus: Corpus, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
+def _from_corpus(
+    corpus: Corpus, is_held_out: Callable[[str], bool], bad_rows: BadRowLog
+) -> Iterator[tuple[str, Document]]:
     """Each document with its half. Where a file goes on in the other half, its pieces are closed and opened."""
-    fraction = 0.0 if plan.held_out else plan.cfg.eval_fraction
-    chosen = ((HALVES[is_held_out(d.unit, plan.seed, fraction)], d) for d in corpus.read(bad_rows))
+    chosen = ((HALVES[is_held_out(d.unit)], d) for d in corpus.read(bad_rows))
     half_before = None
     for (half, document), following in pairwise(chain(chosen, [(None, None)])):
         assert document is not None and half is not None
@@ -156,12 +231,6 @@ def _from_corpus(plan: Plan, corpus: Corpus, bad_rows: BadRowLog) -> Iterator[tu
 def _from_held_out(plan: Plan, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
     if plan.held_out:
         yield from (("held_out", document) for document in plan.held_out.read(bad_rows))
-
-
-def is_held_out(unit: str, seed: int, fraction: float) -> bool:
-    """Decided by a hash of the seed and the document's name alone: the same wherever and in whatever order."""
-    digest = hashlib.blake2b(f"{seed} {unit}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
@@ -229,20 +298,21 @@ def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
 
 
 def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:
-    for name, option in (("train", "data.path"), ("held_out", "data.eval_path")):
-        if name not in counts or counts[name]["blocks"]:
-            continue
-        found = counts[name]
-        value = plan.cfg.path if name == "train" else plan.cfg.eval_path
-        # Without a held-out path the remedy lies in how documents are divided.
-        if name == "held_out" and not plan.held_out:
-            option, value = "data.eval_fraction", str(plan.cfg.eval_fraction)
-        remedy = "give more data or a smaller train.seq_len"
-        if not plan.held_out and plan.cfg.eval_fraction > 0:
-            remedy += ", change data.eval_fraction (0: nothing is held out), or name data.eval_path"
-        raise ConfigError(
-            f"{option}={value} leaves no block of train.seq_len={plan.seq_len} tokens for "
-            f"{'training' if name == 'train' else 'evaluation'}: {found['documents']} documents, "
-            f"{found['dropped_tokens']} tokens too few for a block, {found['dropped_documents']} with nothing to "
-            f"train on, {bad_rows.count} bad rows skipped. To change that, {remedy}"
-        )
+    empty = [name for name in counts if not counts[name]["blocks"]]
+    if not empty:
+        return
+    found = counts[empty[0]]
+    option, remedy = f"data.path={plan.cfg.path}", "give more data or a smaller train.seq_len"
+    if empty == ["held_out"] and plan.held_out:
+        option, purpose = f"data.eval_path={plan.cfg.eval_path}", "evaluation"
+    elif empty == ["held_out"]:  # one block in all, which went to training
+        found, purpose = counts["train"], "evaluation beside the one for training"
+        remedy += ", set data.eval_fraction=0 to hold nothing out, or name data.eval_path"
+    else:
+        purpose = "training"
+    raise ConfigError(
+        f"{option} leaves no block of train.seq_len={plan.seq_len} tokens for {purpose}: "
+        f"{found['documents']} documents, {found['dropped_tokens']} tokens too few for a block, "
+        f"{found['dropped_documents']} with nothing to train on, {bad_rows.count} bad rows skipped. "
+        f"To change that, {remedy}"
+    )

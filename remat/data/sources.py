@@ -14,10 +14,12 @@ from remat.config import ConfigError, DataConfig, DataFormat, DataSource
 from remat.data.files import SourceFile, find_files, identity, stdlib_files
 from remat.data.rows import BadRowLog, Document, content_of, needed_columns
 
-# A text file is read in pieces, so that any size fits in memory. A file on its own gives at least 512 pieces, where
-# its size allows that, because some of them are held out.
-SMALLEST_PIECE_BYTES, LARGEST_PIECE_BYTES = 16 * 1024, 1024**2
-PIECES_OF_SINGLE_FILE = 512
+# Text is read in pieces, so that any size fits in memory. Of many files, whole ones are held out, except for one that
+# is too large a share of them; of few files, pieces, which are small enough to come near to data.eval_fraction.
+MANY_FILES = 100
+LARGEST_WHOLE_SHARE = 0.1
+LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = 1024**2, 16 * 1024
+PIECES, FEWEST_PIECES = 512, 64  # of all files together, where the customary size allows them; and in any case
 LONGEST_LINE_BYTES = 1024**2
 ROWS_PER_BATCH = 1024
 
@@ -52,7 +54,7 @@ def open_corpus(cfg: DataConfig, path: str | None, option: str = "data.path") ->
         return _hub(cfg, str(path), option)
     bundled = cfg.source == DataSource.python_stdlib
     files = stdlib_files() if bundled else find_files(str(path), cfg.source, option)
-    total = sum(file.size_bytes for file in files)
+    total_bytes = total = sum(file.size_bytes for file in files)
     if cfg.source == DataSource.parquet:
         total = sum(_parquet_rows(file) for file in files)
 
@@ -63,7 +65,7 @@ def open_corpus(cfg: DataConfig, path: str | None, option: str = "data.path") ->
             elif cfg.source == DataSource.parquet:
                 yield from _parquet(file, cfg, bad_rows)
             else:
-                yield from _text(file, bad_rows, whole_files=len(files) > 1)
+                yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
     return Corpus(read, lambda: identity(files), total, frozenset(file.path.resolve() for file in files))
 
@@ -84,10 +86,18 @@ def _check_combination(cfg: DataConfig, path: str | None, option: str) -> None:
         )
 
 
-def _text(file: SourceFile, bad_rows: BadRowLog, whole_files: bool) -> Iterator[Document]:
-    """A file as pieces that continue one another. `whole_files`: all of it is held out, or nothing."""
+def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | None:
+    """Bytes of the pieces that are held out or not, each by itself; None: all of the file, or nothing."""
+    if num_files >= MANY_FILES and file.size_bytes <= LARGEST_WHOLE_SHARE * total_bytes:
+        return None
+    customary = max(CUSTOMARY_PIECE_BYTES, total_bytes // PIECES)
+    return max(1, min(LARGEST_PIECE_BYTES, customary, total_bytes // FEWEST_PIECES))
+
+
+def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document]:
+    """A file as pieces that continue one another. `piece_bytes` None: they are one unit, else each is its own."""
     previous: Document | None = None
-    decoded = _decoded(file, bad_rows, whole_files)
+    decoded = _decoded(file, bad_rows, piece_bytes)
     for piece, following in pairwise(chain(decoded, [None])):
         if piece is not None:
             yield Document(
@@ -101,11 +111,9 @@ def _text(file: SourceFile, bad_rows: BadRowLog, whole_files: bool) -> Iterator[
         previous = piece
 
 
-def _decoded(file: SourceFile, bad_rows: BadRowLog, whole_files: bool) -> Iterator[Document | None]:
+def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document | None]:
     """Pieces of text; None in the place of one that is not UTF-8."""
-    smallest = LARGEST_PIECE_BYTES if whole_files else SMALLEST_PIECE_BYTES
-    piece_bytes = min(max(smallest, file.size_bytes // PIECES_OF_SINGLE_FILE), LARGEST_PIECE_BYTES)
-    for raw, line in _pieces(file.path, piece_bytes):
+    for raw, line in _pieces(file.path, piece_bytes or LARGEST_PIECE_BYTES):
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -114,7 +122,7 @@ def _decoded(file: SourceFile, bad_rows: BadRowLog, whole_files: bool) -> Iterat
             yield None
             continue
         bad_rows.good()
-        unit = file.name if whole_files else f"{file.name}:{line}"
+        unit = file.name if piece_bytes is None else f"{file.name}:{line}"
         yield Document(
             text.removeprefix("\ufeff") if line == 1 else text, f"{file.path}:{line}", unit, size=len(raw)
         )

@@ -198,22 +198,22 @@ def test_a_path_of_its_own_is_held_out_whole(cfg: DataConfig, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "seq_len", "reason"),
+    ("eval_fraction", "seq_len", "reason"),
     [
-        ({"eval_fraction": 1e-9}, 16, r"data\.eval_fraction=1e-09 leaves no block .* for evaluation"),
-        ({"eval_fraction": 0.999999}, 16, r"data\.path=.* leaves no block .* for training"),
         (
-            {"eval_fraction": 0.0},
-            100_000,
-            r"data\.path=.* no block of train\.seq_len=100000 .* smaller train\.seq_len",
+            0.05,
+            1600,
+            r"leaves no block .* for evaluation beside .* data\.eval_fraction=0 .* or name data\.eval_path",
         ),
+        (0.05, 100_000, r"leaves no block of train\.seq_len=100000 .* for training.* smaller train\.seq_len$"),
+        (0.0, 100_000, r"leaves no block of train\.seq_len=100000 .* for training.* smaller train\.seq_len$"),
     ],
 )
-def test_a_half_without_a_block_is_an_error_with_a_remedy(
-    cfg: DataConfig, options: dict[str, float], seq_len: int, reason: str
+def test_data_for_less_than_the_needed_blocks_is_an_error_with_a_remedy(
+    cfg: DataConfig, eval_fraction: float, seq_len: int, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        opened(replace(cfg, **options), seq_len)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"data\.path=.*data\.jsonl {reason}"):
+        opened(replace(cfg, eval_fraction=eval_fraction), seq_len)
     assert not [path for path in Path(cfg.cache_dir).iterdir() if path.is_dir()]
 
 

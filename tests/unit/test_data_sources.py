@@ -149,7 +149,7 @@ def test_plain_text_has_no_fields_for_instructions(tmp_path: Path) -> None:
 
 
 def test_pieces_of_a_text_file_give_the_file_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_PIECE_BYTES", 10)
+    monkeypatch.setattr(sources, "FEWEST_PIECES", 20)
     monkeypatch.setattr(sources, "LONGEST_LINE_BYTES", 7)
     text = "first line\n" + "\u20ac\U0001f600" * 20 + "\nshort\r\n\n" + "last, without an end \u00e9"
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -163,8 +163,7 @@ def test_pieces_of_a_text_file_give_the_file_back(tmp_path: Path, monkeypatch: p
     assert sum(d.size for d in found) == len(text.encode())
 
 
-def test_a_broken_piece_parts_the_text_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_PIECE_BYTES", 4)
+def test_a_broken_piece_parts_the_text_around_it(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"aaaa\nbb\xff\xff\ncccc\n\xe2\x82")
     log = BadRowLog(BadRows.skip)
     found = list(documents(config("text", on_bad_row=BadRows.skip), str(tmp_path / "a.txt"), log))
@@ -172,11 +171,17 @@ def test_a_broken_piece_parts_the_text_around_it(tmp_path: Path, monkeypatch: py
     assert [row.partition(": ")[0].rpartition(":")[2] for row in log.first] == ["2", "4"]
 
 
-def test_files_of_a_folder_are_held_out_whole(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt"):
-        (tmp_path / name).write_text("line\n" * 10_000)
-    assert {d.unit for d in documents(config("text"), str(tmp_path))} == {"a.txt", "b.txt"}
-    assert len({d.unit for d in documents(config("text"), str(tmp_path / "a.txt"))}) > 1
+def test_of_many_files_whole_ones_are_held_out_and_of_few_or_large_ones_pieces(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_text("line\n" * 100)
+    many = [d.unit for d in documents(config("text"), str(tmp_path))]
+    assert set(many) == {f"{number}.txt" for number in range(100)}
+    (tmp_path / "large.txt").write_text("line\n" * 2000)
+    with_large = {d.unit for d in documents(config("text"), str(tmp_path))} - set(many)
+    assert len(with_large) > 10
+    assert {unit.partition(":")[0] for unit in with_large} == {"large.txt"}
+    few = [d.unit for d in documents(config("text"), str(tmp_path / "1?.txt"))]
+    assert len(few) == len(set(few)) > 40
 
 
 def test_parquet_rows_are_numbered_and_checked(tmp_path: Path) -> None:
