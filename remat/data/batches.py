@@ -79,9 +79,19 @@ class GlobalBatches:
         )
 
     def state(self) -> dict[str, int]:
-        """`position` alone restores the stream; epoch and index say the same to a reader."""
+        """`position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
+
+        Epoch and index say the same to a reader.
+        """
         epoch, index = divmod(self.position, len(self._blocks))
-        return {"epoch": epoch, "index": index, "position": self.position}
+        return {
+            "epoch": epoch,
+            "index": index,
+            "position": self.position,
+            "num_blocks": len(self._blocks),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
 
     def _sample_ids(self, position: int, count: int) -> np.ndarray:
         parts = []
@@ -97,6 +107,33 @@ class GlobalBatches:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(len(self._blocks), self._seed, epoch, self._shuffle))
         return self._order[1]
+
+
+def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]:
+    """What makes the position in `saved`, an earlier `GlobalBatches.state()`, mean other samples now.
+
+    Each problem names the option, its value now and then, and the remedy; none: []. The world size and the batch
+    sizes may differ: they do not change the order.
+    """
+    now = batches.state()
+    missing = sorted(now.keys() - saved.keys())
+    if missing:
+        return [f"the order of the data was not saved ({', '.join(missing)} missing): resume from another save"]
+    problems = []
+    if saved["num_blocks"] != now["num_blocks"]:
+        problems.append(
+            f"data gives {now['num_blocks']} blocks for training, but gave {saved['num_blocks']} at the save: "
+            "restore the data and its options, model.tokenizer and train.seq_len"
+        )
+    if bool(saved["shuffle"]) != bool(now["shuffle"]):
+        was, is_now = (str(bool(state["shuffle"])).lower() for state in (saved, now))
+        problems.append(f"data.shuffle={is_now}, but was {was} at the save: set data.shuffle={was}")
+    # The seed also chooses what is held out, so it matters without shuffling too.
+    if saved["seed"] != now["seed"]:
+        problems.append(
+            f"train.seed={now['seed']}, but was {saved['seed']} at the save: set train.seed={saved['seed']}"
+        )
+    return problems
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from remat.config import ConfigError
-from remat.data.batches import GlobalBatches, eval_micro_batch_count, eval_micro_batches
+from remat.data.batches import (
+    GlobalBatches,
+    check_same_order,
+    eval_micro_batch_count,
+    eval_micro_batches,
+)
 from remat.data.blocks import Blocks
 
 SEQ_LEN = 6
@@ -77,7 +84,8 @@ def test_every_epoch_has_every_sample_once_in_its_own_order() -> None:
     assert [sorted(epoch) for epoch in ids.tolist()] == [list(range(10))] * 4
     assert len({tuple(epoch) for epoch in ids.tolist()}) == 4
     assert [step.epoch for step in steps] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
-    assert batches.state() == {"epoch": 4, "index": 0, "position": 40}
+    order = {"num_blocks": 10, "seed": 7, "shuffle": True}
+    assert batches.state() == {"epoch": 4, "index": 0, "position": 40, **order}
     other = stream(blocks, batch=10, seed=8).next_step().sample_ids.tolist()
     assert other != ids[0].tolist()
 
@@ -118,6 +126,27 @@ def test_resuming_with_other_ranks_goes_on_where_the_run_stopped() -> None:
         one.next_step()
     two = stream(blocks, micro=1, rank=1, world=2, position=one.state()["position"])
     assert two.next_step().sample_ids.tolist() == one.next_step().sample_ids.tolist()
+
+
+def test_the_saved_order_is_compared_with_the_present_one() -> None:
+    batches = stream(make_blocks(10))
+    batches.next_step()
+    saved = json.loads(json.dumps(batches.state()))
+    assert saved == batches.state()
+    assert check_same_order(saved, stream(make_blocks(10), batch=8, micro=2, rank=1, world=2, position=4)) == []
+    (seed,) = check_same_order(saved, stream(make_blocks(10), seed=8))
+    assert seed == "train.seed=8, but was 7 at the save: set train.seed=7"
+    (shuffle,) = check_same_order(saved, stream(make_blocks(10), shuffle=0))
+    assert shuffle == "data.shuffle=false, but was true at the save: set data.shuffle=true"
+    (count,) = check_same_order(saved, stream(make_blocks(11)))
+    assert count.startswith("data gives 11 blocks for training, but gave 10 at the save: restore the data")
+    assert len(check_same_order(saved, stream(make_blocks(9), seed=8, shuffle=0))) == 3
+
+
+def test_a_save_without_its_order_is_refused() -> None:
+    old = {"epoch": 0, "index": 4, "position": 4}
+    (problem,) = check_same_order(old, stream(make_blocks(10)))
+    assert "num_blocks, seed, shuffle missing" in problem
 
 
 def test_a_batch_that_does_not_divide_names_all_three() -> None:
