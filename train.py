@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from remat.cores import share_cores
+from remat.cores import hide_gpus_from_cpu_ranks, share_cores
 
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
 SILENCE_S = 20  # longer than closing W&B may take on rank 0
@@ -15,6 +15,7 @@ SILENCE_S = 20  # longer than closing W&B may take on rank 0
 def main(argv: list[str]) -> int:
     """Compose, build, train. Returns the exit code; imports grow heavier as the arguments prove right."""
     share_cores()
+    hide_gpus_from_cpu_ranks()
     from remat import checks, compose
     from remat.config import ConfigError
 

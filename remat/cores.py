@@ -1,4 +1,4 @@
-"""Share a node's cores among its ranks, before torch or an op starts its threads."""
+"""What a rank may use of its node, settled before torch is imported: its share of the cores, and no GPU on request."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def share_cores() -> None:
     """
     local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))
+
+
+def hide_gpus_from_cpu_ranks() -> None:
+    """DS_ACCELERATOR=cpu means no GPU for torch either.
+
+    DeepSpeed's launcher overwrites CUDA_VISIBLE_DEVICES with the ranks' numbers even then (launcher/launch.py), so
+    on a machine with GPUs the ranks would mix CUDA tensors with DeepSpeed's CPU engine.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

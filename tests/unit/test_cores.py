@@ -41,3 +41,13 @@ def test_a_users_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     cores.share_cores()
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("accelerator", "expected"), [("cpu", ""), ("cuda", "0,1")])
+def test_cpu_ranks_see_no_gpu_whatever_the_launcher_wrote(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, expected: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    cores.hide_gpus_from_cpu_ranks()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
