@@ -1,31 +1,39 @@
 #!/usr/bin/env bash
-# The whole path on this machine: train, stop, resume, report, export, sample. Called by `make demo`.
+# The whole path on this machine: train, stop half way, resume, report, export, sample. Called by `make demo`.
+#   scripts/demo.sh [option=value ...]     options are added to both launches, for example train.steps=1000
+# Runs on every visible GPU (CUDA_VISIBLE_DEVICES), or as two ranks on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 
-ranks=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+options=(recipe=tiny_zero3_offload "run_id=demo-$(date +%Y%m%d-%H%M%S)")
+plan=$(python scripts/demo_plan.py "${options[@]}" "$@")
+read -r ranks stop_at run_dir <<<"$plan"
+launch=(deepspeed --log_level critical)
 if [ "$ranks" -eq 0 ]; then
   ranks=2
-  export DS_ACCELERATOR=cpu  # without it DeepSpeed warns in every process that it found no GPU
+  export DS_ACCELERATOR=cpu # without it DeepSpeed warns in every process that it found no GPU
+  launch+=(--num_gpus "$ranks") # on GPUs this would override CUDA_VISIBLE_DEVICES; without it all visible ones are used
 fi
-run_id="demo-$(date +%Y%m%d-%H%M%S)"
-run_dir="outputs/tiny_zero3_offload/$run_id"
+options+=("train.global_batch_size=$((8 * ranks))") # micro-batch 4 x ranks x 2 accumulated
 
 train() {
   local port
   port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-  echo "\$ deepspeed --log_level critical --num_gpus $ranks train.py recipe=tiny_zero3_offload run_id=$run_id $*"
-  deepspeed --log_level critical --num_gpus "$ranks" --master_port "$port" train.py recipe=tiny_zero3_offload run_id="$run_id" "$@"
+  echo "\$ ${launch[*]} train.py ${options[*]} $*"
+  "${launch[@]}" --master_port "$port" train.py "${options[@]}" "$@"
 }
 
 echo "== 1 of 4: train half way and stop (exit code 75: stopped, resumable)"
 code=0
-train train.stop_at=100 || code=$?
-[ "$code" -eq 75 ] || exit "$code"
+train "train.stop_at=$stop_at" "$@" || code=$?
+if [ "$code" -ne 75 ]; then
+  echo "scripts/demo.sh: exit code $code instead of 75" >&2
+  exit $((code ? code : 1))
+fi
 
 echo "== 2 of 4: resume from the newest complete saved state, evaluate, export"
-train resume=auto
+train resume=auto "$@"
 
 echo "== 3 of 4: report"
 echo "\$ remat report $run_dir"
