@@ -71,7 +71,7 @@ class Blocks:
 class BlockCounts:
     """What became of the documents of one split."""
 
-    documents: int = 0  # those cut and dropped among them
+    documents: int = 0  # those that end here, and so not every piece of a text; cut and dropped ones among them
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss
@@ -95,7 +95,7 @@ class BlockWriter:
         self.counts = BlockCounts()
 
     def add(self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True) -> None:
-        """ids int32 [length]; trained bool [length], None: all. `ends`: the document is complete with it."""
+        """ids int32 [length]; trained bool [length], None: all. `ends`: a document is complete with it, and counts."""
         self.counts.documents += ends
         if self.packed:
             self._waiting.append(ids)

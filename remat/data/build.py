@@ -80,7 +80,7 @@ def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: i
 
 @dataclass
 class _Written:
-    """`held_out_by`: "data.eval_path", "documents" (of text: files or their pieces), "blocks"; None: none are, or tokens are random."""
+    """`held_out_by`: "data.eval_path", "documents" (of text: files or pieces), "blocks"; None: none, or synthetic."""
 
     counts: dict[str, BlockCounts]
     empty_documents: int
@@ -197,7 +197,8 @@ def _write_documents(
             examples = encode([document for _, document in filled], plan.cfg.format, plan.tokenizer, bad_rows)
             for (half, document), example in zip(filled, examples, strict=True):
                 if example is not None:
-                    writers[half].add(example.ids, example.trained, ends=document.ends)
+                    ends = document.ends and not document.goes_on
+                    writers[half].add(example.ids, example.trained, ends=ends)
             for writer in writers.values():
                 writer.flush()
             progress.advance(task, sum(document.size for _, document in batch))
@@ -223,6 +224,7 @@ def _from_corpus(
                 starts=document.starts or half != half_before,
                 ends=document.ends or half != following[0],
                 size=document.size,
+                goes_on=not document.ends and half != following[0],
             ),
         )
         half_before = half
@@ -303,6 +305,8 @@ def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: Ba
         return
     found = counts[empty[0]]
     option, remedy = f"data.path={plan.cfg.path}", "give more data or a smaller train.seq_len"
+    if plan.cfg.format != DataFormat.plain:  # every example has its own block, which may end before the answer
+        remedy = "give more examples, or a larger train.seq_len that does not cut answers off"
     if empty == ["held_out"] and plan.held_out:
         option, purpose = f"data.eval_path={plan.cfg.eval_path}", "evaluation"
     elif empty == ["held_out"]:  # one block in all, which went to training

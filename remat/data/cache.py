@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from remat.config import BadRows, ConfigError, DataConfig
+from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
@@ -57,15 +57,31 @@ def open_blocks(
     return _open(folder, cfg, plan)
 
 
+def summary(report: dict[str, Any]) -> str:
+    """What became of the documents, for `Splits.report`: "40 documents, 3 cut at train.seq_len, 1 dropped (...)"."""
+    halves = [half for half in (report["train"], report["held_out"]) if half]
+    documents, cut, dropped = (
+        sum(half[name] for half in halves) for name in ("documents", "truncated_documents", "dropped_documents")
+    )
+    empty, bad = report["empty_documents"], report["bad_rows"]["count"]
+    synthetic = report["source"] == DataSource.synthetic  # blocks of nothing but tokens
+    by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
+    parts = [
+        f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
+        f"{cut} cut at train.seq_len" * bool(cut),
+        f"{dropped} dropped (no trained token left)" * bool(dropped),
+        f"{empty} empty" * bool(empty),
+        f"{bad} bad row{'s' * (bad != 1)} skipped, listed in {report['folder']}/report.json" * bool(bad),
+        "too few to hold out whole ones, so single blocks are" * by_blocks,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
 def _open(folder: Path, cfg: DataConfig, plan: Plan) -> Splits:
     report = json.loads((folder / "report.json").read_text())
     bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
-    if bad_rows["count"]:
-        log.warning(
-            "data.on_bad_row=skip: %d bad rows skipped, listed in %s", bad_rows["count"], folder / "report.json"
-        )
     held_out = Blocks.open(folder, "held_out", plan.seq_len) if report["held_out"] else None
     return Splits(Blocks.open(folder, "train", plan.seq_len), held_out, {**report, "folder": str(folder)})
 

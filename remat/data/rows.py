@@ -23,6 +23,7 @@ class Document:
     starts: bool = True  # False: continues the document before it
     ends: bool = True  # False: the next document continues it
     size: int = 0  # its share of `Corpus.total`
+    goes_on: bool = False  # ends here only because what continues it is in the other half
 
 
 @dataclass

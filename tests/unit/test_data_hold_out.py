@@ -12,7 +12,7 @@ import pytest
 from remat.config import ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import hold_out
 from remat.data.blocks import Blocks
-from remat.data.cache import Splits, open_blocks
+from remat.data.cache import Splits, open_blocks, summary
 from remat.data.hold_out import choose
 from remat.data.rows import Document
 from remat.data.tokenizer import byte_tokenizer
@@ -73,6 +73,7 @@ def test_a_text_without_line_breaks_is_divided_in_blocks(tmp_path: Path) -> None
     assert report["train"]["dropped_tokens"] == 2501 - 19 * 128
     assert report["held_out"]["tokens"] == 6 * 128
     assert not list(Path(report["folder"]).glob("whole.*"))
+    assert summary(report) == "1 document, too few to hold out whole ones, so single blocks are"
     other = opened(tmp_path, "a.txt", seed=2, eval_fraction=0.3).held_out
     again = opened(tmp_path, "*.txt", seed=1, eval_fraction=0.3, cache_dir=str(tmp_path / "b")).held_out
     assert other is not None
