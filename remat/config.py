@@ -118,7 +118,7 @@ class DataConfig:
     split: str = "train"  # hub only
     format: DataFormat = DataFormat.plain
     text_field: str = "text"
-    eval_path: str | None = None  # held-out data; None: `eval_fraction` of the documents is held out
+    eval_path: str | None = None  # held-out data; None: `eval_fraction` of the data is held out
     eval_fraction: float = 0.05
     on_bad_row: BadRows = BadRows.stop
     shuffle: bool = True

@@ -12,6 +12,7 @@ import psutil
 from remat import ds_config
 from remat.activation_checkpointing import policy
 from remat.config import RunConfig
+from remat.data import cache
 from remat.data.cache import Splits
 from remat.distributed import World
 from remat.strategy import Strategy
@@ -35,10 +36,11 @@ def rows(parts: Described) -> dict[str, str]:
     accumulation = ds["gradient_accumulation_steps"]
     tokens = train.steps * train.global_batch_size * train.seq_len
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
+    notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
-        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}",
+        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
         "ranks": f"{parts.world.size} on {parts.world.device.type}, {parts.world.local_size} per node",
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
         "activations": policy.describe(cfg.checkpointing, parts.strategy.num_layers),
