@@ -1,4 +1,7 @@
-"""The user's path: the real `deepspeed` launcher in a process group of its own, on a free port, always cleaned up."""
+"""The user's path: the real `deepspeed` launcher in a process group of its own, on a free port, always cleaned up.
+
+GPUs are hidden from what is launched unless a test passes `gpus=True`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.pool import free_port
+from tests.pool import CPU_ONLY, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,7 +23,12 @@ class Launched:
 
 
 def deepspeed(
-    *words: str, ranks: int = 2, script: str = "train.py", cwd: Path = ROOT, timeout_s: float = 600
+    *words: str,
+    ranks: int = 2,
+    script: str = "train.py",
+    cwd: Path = ROOT,
+    timeout_s: float = 600,
+    gpus: bool = False,
 ) -> Launched:
     """Run `deepspeed SCRIPT WORDS` to its end. On a time-out the whole process group is killed."""
     command = [
@@ -32,12 +40,14 @@ def deepspeed(
         str(ROOT / script),
         *words,
     ]
-    return run(command, cwd=cwd, timeout_s=timeout_s)
+    return run(command, cwd=cwd, timeout_s=timeout_s, gpus=gpus)
 
 
-def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600) -> Launched:
+def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600, gpus: bool = False) -> Launched:
     """Run any command the same way; stdout and stderr together."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if not gpus:
+        env |= CPU_ONLY
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -2,6 +2,7 @@
 
 The process group lives as long as the pool: DeepSpeed caches groups and cannot be initialised twice in a process.
 Each pool has a free port of its own, its processes die with the test session, and nothing stays in shared memory.
+GPUs are hidden from the ranks unless a test asks for them: what is held on a CPU machine is held here on any.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 300
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class RankPool:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, gpus: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, gpus), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -61,7 +63,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -70,6 +72,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
+        **({} if gpus else CPU_ONLY),
     )
     from remat import console, distributed, ops
 

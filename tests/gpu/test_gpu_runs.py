@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[flo
         for name, more in RUNS.items()
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    done = deepspeed(str(folder / "spec.json"), ranks=ranks, script="tests/launch/many_runs.py")
+    done = deepspeed(str(folder / "spec.json"), ranks=ranks, script="tests/launch/many_runs.py", gpus=True)
     assert done.code == 0, done.out[-6000:]
     return folder / "out", tiny.plain_loop(tiny.overrides(model, data, folder / "out", "plain"))
 

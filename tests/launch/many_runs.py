@@ -12,7 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat import compose, console, distributed, ops, setup, trainer
+from remat.cores import hide_gpus_from_cpu_ranks
+
+hide_gpus_from_cpu_ranks()
+
+from remat import compose, console, distributed, ops, setup, trainer  # noqa: E402
 
 
 def main(spec_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
     rows = tiny.rows(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) >= CONTRACT
-    assert not any(key.startswith("memory/gpu") for key in rows[0]) or torch.cuda.is_available()
+    assert not any(key.startswith("memory/gpu") for key in rows[0])
     assert rows[-1]["memory/host_rss_gib"] >= rows[-1]["memory/host_rss_gib_min"] > 0
     assert len(tiny.rows(folder, "loss/eval")) == 2
 
@@ -90,7 +90,7 @@ def test_the_terminal_is_tidy(whole: tuple[Path, str]) -> None:
         line for line in out.splitlines() if not line.startswith(("[20", "USDT"))
     ]  # the launcher's own lines
     text = "\n".join(ours)
-    assert "2 on cpu" in text or "on cuda" in text
+    assert "2 on cpu" in text
     assert "stage 3 (zero3_offload), optimizer state on cpu, parameters on cpu" in text
     assert "full (2 of 2 layers recomputed in backward)" in text
     assert "4 blocks = 2 per rank x 1 accumulated x 2 ranks" in text
@@ -219,10 +219,10 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_exit_code_70
 
 
 def test_fp16_scales_its_loss_or_is_refused_where_the_device_cannot(workshop: Path) -> None:
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     done = deepspeed(*words(workshop, "half", "train.precision=fp16", "deepspeed.config=zero2"))
-    if get_accelerator().is_fp16_supported():
+    if CPU_Accelerator().is_fp16_supported():
         assert done.code == 0, done.out[-4000:]
         rows = tiny.rows(workshop / "out" / "half" / "run")
         assert all(row["optim/loss_scale"] >= 1 for row in rows)
