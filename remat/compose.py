@@ -205,6 +205,8 @@ def _explain(override: str, error: Exception) -> str:
     choices = recipe_names() if option == "recipe" else group_choices().get(option, [])
     if choices and ("Available options" in cause or "Could not find" in cause):
         return f"{option}={value}: no such choice{_close(value, choices)}; choices: {', '.join(choices)}"
+    if option == "recipe":
+        return f"recipe={value}: {cause}; a recipe of your own begins with the line `# @package _global_`"
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{_close(option, _option_names(RunConfig))}"

@@ -138,7 +138,7 @@ class TrainConfig:
     loss: LossKind = LossKind.chunked
     seed: int = 1234
     log_every: int = 10
-    eval_every: int = 0  # steps between evaluations; 0: only at the end
+    eval_every: int = 0  # steps between evaluations, with one before the first step; 0: only at the end
     eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
     stop_at: int = 0  # stop after this step, resumable; schedules still span `steps`; 0: train to the end
     max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops

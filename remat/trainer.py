@@ -64,6 +64,8 @@ def _train(parts: Parts) -> Outcome:
     progress = start(parts)
     losses = LossWindow(parts.world.device)
     metrics: dict[str, float] = {}
+    if progress.step == 0 and cfg.train.eval_every:
+        metrics |= _evaluate(parts, progress)  # where it starts from
     while progress.step < last:
         metrics |= step(parts, progress, losses, last)
         if _due(progress.step, cfg.train.eval_every, last):
