@@ -76,6 +76,9 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
         assert (folder / name).is_file(), name
     assert json.loads((folder / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
     assert "12*L*h*s" in json.loads((folder / "env.json").read_text())["formulas"]
+    proof = json.loads((folder / "proof.json").read_text())
+    assert proof["policy"] == "full"
+    assert proof["layers"] == [{"recompute": True, "forwards": 1, "recomputations": 1}] * 2
     rows = tiny.rows(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) >= CONTRACT
@@ -169,7 +172,7 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
     strategies = {"zero2": "zero2", "zero2_offload": "zero2_offload", "zero3_offload": "zero3_offload"}
     at_once, first, second = {}, {}, {}
     for name, config in strategies.items():
-        common = [f"deepspeed.config={config}", "save.every=0", "save.at_end=true", "tracking=wandb_offline"]
+        common = [f"deepspeed.config={config}", "save.every=0", "save.at_end=false", "tracking=wandb_offline"]
         at_once[f"{name}_once"] = words(workshop, f"{name}_once", *common)
         first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "train.stop_at=5")
         second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "resume=auto")
