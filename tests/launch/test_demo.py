@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def test_it_learns(demo: tuple[Path, Launched]) -> None:
     folder, _ = demo
     losses = [row["loss/train"] for row in tiny.rows(folder)]
     assert losses[-1] < 0.8 * losses[0]
-    assert len(tiny.rows(folder, "loss/eval")) == 2
+    held_out = {row["step"]: row["loss/eval"] for row in tiny.rows(folder, "loss/eval")}
+    assert list(held_out) == [0, 10, 20]
+    assert held_out[0] == pytest.approx(math.log(258), abs=0.2)
+    assert held_out[20] < held_out[10] < held_out[0]
 
 
 def test_it_leaves_states_export_and_report(demo: tuple[Path, Launched]) -> None:
