@@ -40,6 +40,13 @@ def local_size_from_env() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
 
 
+def select_device() -> None:
+    """Make this rank's GPU the current one before anything asks CUDA a question, or all ranks settle on the first."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank < torch.cuda.device_count():  # too few GPUs is preflight's to report
+        torch.cuda.set_device(local_rank)
+
+
 def init(timeout_minutes: float = 30.0) -> World:
     """Join the process group (once per process) and return this rank's place in it.
 
@@ -49,6 +56,7 @@ def init(timeout_minutes: float = 30.0) -> World:
     import deepspeed
     import deepspeed.ops
 
+    select_device()
     if not dist.is_initialized():
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -57,8 +65,6 @@ def init(timeout_minutes: float = 30.0) -> World:
         os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
         if not torch.cuda.is_available():
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        else:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo",
             timeout=datetime.timedelta(minutes=timeout_minutes),

@@ -76,6 +76,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
 
     Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read.
     """
+    distributed.select_device()
     console = Console(is_main=distributed.rank_from_env() == 0)
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
