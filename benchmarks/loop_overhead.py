@@ -1,9 +1,9 @@
 """What the loop costs: this project's against a bare DeepSpeed loop and against the Hugging Face Trainer.
 
 Same model shape and values, data, DeepSpeed config, accumulation, precision, activation checkpointing and logging
-interval. The three are interleaved window by window in one process per rank: the Trainer runs as usual, and each
-time it has logged, a window of each of the other two runs inside its callback. Medians over windows are compared,
-so a noisy machine hurts all three alike.
+interval. The three are interleaved step by step in one process per rank: the Trainer runs as usual, and after each
+of its steps one step of each of the other two runs inside its callback. Their times are summed over windows of one
+logging interval and the medians over windows compared, so a noisy machine hurts all three alike.
 
     python benchmarks/loop_overhead.py [--windows 12] [--steps 10] [--ranks 2]
 """
@@ -11,6 +11,7 @@ so a noisy machine hurts all three alike.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -98,17 +99,13 @@ def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
 
 
 def remat_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
-    """A window of this project's loop, logging included."""
+    """A step of this project's loop; it logs when it is due."""
     from remat import trainer
 
     progress = trainer.start(parts)
     losses = trainer.LossWindow(parts.world.device)
 
-    def window() -> None:
-        for _ in range(args.steps):
-            trainer.step(parts, progress, losses, last=0)
-
-    return window
+    return lambda: trainer.step(parts, progress, losses, last=0) and None
 
 
 def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
@@ -138,26 +135,30 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
         micro_batch_size=cfg.train.micro_batch_size, rank=parts.world.rank, world_size=parts.world.size,
     )  # fmt: skip
 
-    def window() -> None:
-        total = torch.zeros((), device=parts.world.device)
-        for step in range(args.steps):
-            optim.set_lr(engine.optimizer, optim.lr_at(step, cfg.optim, cfg.train.steps))
-            for batch in batches.next_step().micro_batches:
-                inputs = {name: value.to(parts.world.device) for name, value in batch.items()}
-                loss = engine(**inputs, use_cache=False).loss
-                engine.backward(loss)
-                engine.step()
-                total += loss.detach()
-        dist.all_reduce(total)
-        total.item()
+    total = torch.zeros((), device=parts.world.device)
+    count = itertools.count(1)
 
-    return window
+    def step() -> None:
+        number = next(count)
+        optim.set_lr(engine.optimizer, optim.lr_at(number, cfg.optim, cfg.train.steps))
+        for batch in batches.next_step().micro_batches:
+            inputs = {name: value.to(parts.world.device) for name, value in batch.items()}
+            loss = engine(**inputs, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            total.add_(loss.detach())
+        if number % args.steps == 0:
+            dist.all_reduce(total)
+            total.item()
+            total.zero_()
+
+    return step
 
 
 def trainer_with(
     parts: Any, args: argparse.Namespace, loops: dict[str, Callable[[], None]], scratch: str
 ) -> dict[str, list[float]]:
-    """Run the Trainer; inside its on_log callback run and time the other loops. Two windows warm up."""
+    """Run the Trainer; after each of its steps run and time one of the other loops'. Two windows warm up."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -169,20 +170,27 @@ def trainer_with(
     config = model.load_config(cfg.model)
 
     class Interleave(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not hasattr(self, "since"):
-                self.since = time.perf_counter()
+        """What the Trainer does after its on_step_end, logging included, counts towards its next step."""
 
-        def on_log(self, *_: Any, **__: Any) -> None:
-            dist.barrier()
-            seconds["trainer"].append(time.perf_counter() - self.since)
-            order = list(loops) if len(seconds["trainer"]) % 2 else list(reversed(loops))
-            for name in order:
-                start = time.perf_counter()
-                loops[name]()
-                dist.barrier()
-                seconds[name].append(time.perf_counter() - start)
+        def __init__(self) -> None:
             self.since = time.perf_counter()
+            self.spent = dict.fromkeys(NAMES, 0.0)
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            self.lap("trainer")
+            for name in sorted(loops, reverse=state.global_step % 2 == 0):
+                loops[name]()
+                self.lap(name)
+            if state.global_step % args.steps == 0:
+                for name, spent in self.spent.items():
+                    seconds[name].append(spent)
+                self.spent = dict.fromkeys(NAMES, 0.0)
+
+        def lap(self, name: str) -> None:
+            dist.barrier()
+            now = time.perf_counter()
+            self.spent[name] += now - self.since
+            self.since = now
 
     settings = TrainingArguments(
         output_dir=f"{scratch}/trainer",

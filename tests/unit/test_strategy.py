@@ -1,0 +1,60 @@
+"""Every shipped recipe is decided completely, and its model states fit the machine it names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from remat import compose, preflight, strategy
+from remat.config import ConfigError, RunConfig
+from remat.planning import states
+
+GIB = 2**30
+PARAMETERS = {
+    "llama70b_zero3_offload": 70.55e9,
+    "llama8b_zero3_offload_optimizer": 8.03e9,
+    "tiny_zero3_offload": 1.72e6,
+}
+
+
+def recipe(name: str) -> tuple[RunConfig, strategy.Strategy, int]:
+    run = compose.compose_run([f"recipe={name}"]).run
+    ranks = (run.hardware.gpus_per_node or 2) * run.hardware.num_nodes
+    return run, strategy.decide(run, world_size=ranks, can_pin=run.hardware.gpu is not None), ranks
+
+
+@pytest.mark.parametrize("name", compose.recipe_names())
+def test_every_recipe_renders_completely(name: str) -> None:
+    run, decided, ranks = recipe(name)
+    assert decided.facts.num_params == pytest.approx(PARAMETERS[name], rel=2e-3)
+    assert '"auto"' not in json.dumps(decided.ds)
+    batch = decided.ds["train_micro_batch_size_per_gpu"] * decided.ds["gradient_accumulation_steps"] * ranks
+    assert batch == decided.ds["train_batch_size"] == run.train.global_batch_size
+    assert decided.num_layers == run.model.architecture["num_hidden_layers"]
+    assert decided.ds["bf16"]["enabled"]
+
+
+@pytest.mark.parametrize("name", [n for n in compose.recipe_names() if n.startswith("llama")])
+def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
+    run, decided, ranks = recipe(name)
+    per_node = run.hardware.gpus_per_node
+    assert per_node and run.hardware.host_memory_gib and run.hardware.gpu_memory_gib
+    items = states.model_states(
+        num_params=decided.facts.num_params, largest_param=decided.facts.largest_param, ds=decided.ds,
+        world_size=ranks, ranks_per_node=per_node, gas=decided.ds["gradient_accumulation_steps"],
+    )  # fmt: skip
+    needs = preflight.required(
+        items, num_params=decided.facts.num_params, ds=decided.ds, ranks_per_node=per_node, save=run.save,
+        steps=run.train.steps,
+    )  # fmt: skip
+    assert needs.host_bytes < run.hardware.host_memory_gib * GIB
+    assert needs.gpu_bytes < run.hardware.gpu_memory_gib * GIB
+
+
+def test_a_batch_that_does_not_divide_names_all_three() -> None:
+    run = compose.compose_run(["train.global_batch_size=16", "train.micro_batch_size=4"]).run
+    with pytest.raises(ConfigError) as caught:
+        strategy.decide(run, world_size=3, can_pin=False)
+    for part in ("train.global_batch_size=16", "train.micro_batch_size=4", "3"):
+        assert part in str(caught.value)
