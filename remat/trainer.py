@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from remat import distributed, export, optim, run_dir, saving, summary
 from remat.console import final_rows
-from remat.data.batches import StepBatch, eval_micro_batches
+from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
 from remat.setup import Parts
 
 
@@ -135,7 +135,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
     total = torch.zeros((), dtype=torch.float64, device=device)
     for micro_batch in batch.micro_batches:
         with timer.phase("data"):
-            inputs = {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}
+            inputs = _on_device(micro_batch, device)
         with timer.phase("forward"):
             loss = parts.token_loss(engine, inputs)
         with timer.phase("backward"):
@@ -256,9 +256,9 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
             world_size=parts.world.size,
             max_batches=cfg.eval_batches,
         ):
-            inputs = {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}
+            inputs = _on_device(micro_batch, device)
             totals[0] += parts.token_loss(parts.engine, inputs)
-            totals[1] += (inputs["labels"][:, 1:] != -100).sum()
+            totals[1] += (inputs["labels"][:, 1:] != NO_LOSS).sum()
         parts.engine.train()
         if parts.world.size > 1:
             dist.all_reduce(totals)
@@ -308,6 +308,10 @@ def _finish(parts: Parts, progress: Progress, metrics: dict[str, float]) -> Outc
         f"{parts.cfg.name} {ending}", final_rows(whole, metrics | parts.peaks, summary.files(parts.folder))
     )
     return Outcome(finished=finished, progress=progress, metrics=metrics)
+
+
+def _on_device(micro_batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -60,7 +60,7 @@ class Applied:
 def apply(model: nn.Module, decisions: Sequence[LayerDecision]) -> Applied:
     """Put `decisions` (one per decoder layer; none at all: everything is kept) in place and return their counters."""
     if not decisions:
-        return Applied(decisions, proven=True)
+        return Applied(decisions)
     layers = decoder_layers(model)
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
