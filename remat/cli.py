@@ -74,6 +74,7 @@ def export(
             out or run_dir / "export",
             dtype=exporting.DTYPES[dtype] if dtype else None,
             max_shard_size=max_shard_size,
+            verified=True,
         )
     except manifest.SaveError as error:
         print(f"\nremat: {error}\n", file=sys.stderr)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.launch import tiny
+from tests.launch.tiny import words
 from tests.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
@@ -47,14 +48,7 @@ ONE_RANK = {
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trajectories")
-    tiny.make_model(folder / "model")
-    tiny.make_instructions(folder / "data.jsonl")
-    return folder
-
-
-def words(workshop: Path, name: str, *more: str) -> list[str]:
-    return tiny.overrides(workshop / "model", workshop / "data.jsonl", workshop / "out", name, *more)
+    return tiny.make_workshop(tmp_path_factory.mktemp("trajectories"))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +105,11 @@ def test_two_ranks_follow_the_plain_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
 ) -> None:
     compare(two_rank_runs / name / "run", reference)
+
+
+def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path) -> None:
+    proof = json.loads((two_rank_runs / "zero3_no_checkpointing" / "run" / "proof.json").read_text())
+    assert proof == {"policy": "none", "layers": []}
 
 
 @pytest.mark.parametrize("name", list(BF16))

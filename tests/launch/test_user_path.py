@@ -18,6 +18,7 @@ from remat.data.batches import eval_micro_batches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
 from tests.launch import tiny
+from tests.launch.tiny import words
 from tests.launcher import deepspeed, run
 from tests.pool import free_port
 from tests.wandb_file import read_wandb
@@ -38,14 +39,7 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("user")
-    tiny.make_model(folder / "model")
-    tiny.make_instructions(folder / "data.jsonl")
-    return folder
-
-
-def words(workshop: Path, name: str, *more: str) -> list[str]:
-    return tiny.overrides(workshop / "model", workshop / "data.jsonl", workshop / "out", name, *more)
+    return tiny.make_workshop(tmp_path_factory.mktemp("user"))
 
 
 EVERYTHING = [

@@ -76,6 +76,18 @@ def overrides(model: Path, data: Path, out: Path, name: str, *more: str) -> list
     ]
 
 
+def make_workshop(folder: Path) -> Path:
+    """`folder` with a model and instructions in it: what `words` refers to."""
+    make_model(folder / "model")
+    make_instructions(folder / "data.jsonl")
+    return folder
+
+
+def words(workshop: Path, name: str, *more: str) -> list[str]:
+    """The overrides of run `name` over what the workshop holds; it lands in workshop/out/name/run."""
+    return overrides(workshop / "model", workshop / "data.jsonl", workshop / "out", name, *more)
+
+
 def plain_loop(words: list[str]) -> list[tuple[float, float]]:
     """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits."""
     cfg = compose.compose_run(words).run
