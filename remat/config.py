@@ -30,6 +30,7 @@ class Precision(StrEnum):
 class Attention(StrEnum):
     sdpa = "sdpa"
     flash_attention_2 = "flash_attention_2"
+    flex_attention = "flex_attention"
     eager = "eager"
 
 
@@ -73,6 +74,30 @@ class Schedule(StrEnum):
 class Policy(StrEnum):
     none = "none"
     full = "full"
+    interval = "interval"
+    uniform = "uniform"
+    block = "block"
+    sqrt = "sqrt"
+    selective_ops = "selective_ops"
+    selective_modules = "selective_modules"
+    discard_output = "discard_output"
+    deepspeed = "deepspeed"
+
+
+class DeterminismCheck(StrEnum):
+    default = "default"  # shapes, dtypes and devices of a recomputation must be those of the forward
+    none = "none"
+
+
+class StorageDtype(StrEnum):
+    same = "same"
+    fp8 = "fp8"
+    int8 = "int8"
+
+
+class PeftMethod(StrEnum):
+    none = "none"
+    lora = "lora"
 
 
 class WandbMode(StrEnum):
@@ -161,10 +186,65 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
+class SelectiveOpsConfig:
+    """selective_ops: the results that are kept; the rest of the layer is recomputed around them."""
+
+    save: list[str] = field(default_factory=lambda: ["attention", "communication"])
+    # attention | communication | matmul | every_other_matmul | an operator's name, for example aten::bmm
+    save_linears: list[str] = field(default_factory=list)  # q k v o gate up down, or a module's own name
+
+
+@dataclass(kw_only=True)
+class DeepSpeedCheckpointingConfig:
+    """deepspeed: the six switches of deepspeed.checkpointing."""
+
+    partition_activations: bool = False  # needs train.tensor_parallel_size > 1
+    cpu_checkpointing: bool = False  # needs a GPU
+    contiguous_memory_optimization: bool = False  # needs partition_activations
+    number_checkpoints: int | None = None  # None: derived, one per checkpointed layer
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+@dataclass(kw_only=True)
+class OffloadConfig:
+    """Where what a policy keeps lives between forward and backward: on the device, or in pinned host memory."""
+
+    enabled: bool = False
+    min_bytes: int = 1 << 20  # smaller tensors stay on the device
+    keep_last_layers: int = 1  # the layers whose backward comes first
+    dtype: StorageDtype = StorageDtype.same  # fp8 and int8 change the gradients slightly
+
+
+@dataclass(kw_only=True)
 class CheckpointingConfig:
     """Activation checkpointing: what each layer keeps for backward and what it recomputes."""
 
     policy: Policy = Policy.full
+    layers: dict[str, Policy] = field(default_factory=dict)  # another policy for some layers: {0-7: none, 31: full}
+    reentrant: bool | None = None  # torch's variant; None: chosen (reentrant for segments under ZeRO-3)
+    preserve_rng_state: bool = True
+    determinism_check: DeterminismCheck = DeterminismCheck.default
+    early_stop: bool = True  # a recomputation ends at the last tensor that backward needs
+    interval: int = 2  # interval: every k-th layer is recomputed
+    segment_layers: int = 2  # uniform: layers per segment, of which only the input is kept
+    block_layers: int = 1  # block: how many of the first layers are recomputed
+    selective_ops: SelectiveOpsConfig = field(default_factory=SelectiveOpsConfig)
+    recompute_modules: list[str] = field(default_factory=lambda: ["mlp"])  # selective_modules: roles
+    discard_modules: list[str] = field(default_factory=lambda: ["norm", "activation"])  # discard_output: roles
+    deepspeed: DeepSpeedCheckpointingConfig = field(default_factory=DeepSpeedCheckpointingConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass(kw_only=True)
+class PeftConfig:
+    """Parameter-efficient fine-tuning with the peft library: the base model is frozen, adapters are trained."""
+
+    method: PeftMethod = PeftMethod.none
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=list)  # []: every Linear of the decoder layers
 
 
 @dataclass(kw_only=True)
@@ -220,6 +300,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
