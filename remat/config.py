@@ -221,7 +221,7 @@ class CheckpointingConfig:
     """Activation checkpointing: what each layer keeps for backward and what it recomputes."""
 
     policy: Policy = Policy.full
-    layers: dict[str, Policy] = field(default_factory=dict)  # another policy for some layers: {0-7: none, 31: full}
+    layers: dict[Any, Policy] = field(default_factory=dict)  # another policy for some layers: {0-7: none, 31: full}
     reentrant: bool | None = None  # torch's variant; None: chosen (reentrant for segments under ZeRO-3)
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = DeterminismCheck.default
