@@ -1,0 +1,207 @@
+"""Carry a plan out on a model. The one place that touches it.
+
+The hook point is transformers' `GradientCheckpointingLayer`: two attributes per layer, no patch of a class. It
+checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's weights before its recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.activation_checkpointing import modules
+from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
+from remat.activation_checkpointing.discard import DiscardedOutputs
+from remat.activation_checkpointing.layers import decoder_layers
+from remat.activation_checkpointing.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.policy import LayerDecision, Mechanism
+from remat.activation_checkpointing.recompute import Recompute, carries_gradient
+from remat.activation_checkpointing.saved_tensors import SavedTensors
+from remat.activation_checkpointing.segments import Segment
+from remat.activation_checkpointing.selective import KeptResults
+from remat.activation_checkpointing.watch import Watch
+from remat.config import CheckpointingConfig
+
+LayerForward = Callable[..., Any]
+
+
+@dataclass
+class Applied:
+    """A plan in place, with what it counts per layer since the last `reset`. `remove()` leaves the model as it was."""
+
+    decisions: Sequence[LayerDecision] = ()
+    model: nn.Module | None = None
+    counts: list[Counts] = field(default_factory=list)
+    scope: Scope = field(default_factory=Scope)
+    offload: HostOffload | None = None
+    deepspeed: DeepSpeedCheckpointing | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
+
+    def reset(self) -> None:
+        for counts in self.counts:
+            counts.clear()
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around one forward and its backward."""
+        if self.deepspeed is not None:
+            self.deepspeed.reset()
+        with self.offload.micro_batch() if self.offload else nullcontext():
+            yield
+
+    def watch(self, device: torch.device) -> Watch:
+        """Counts bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
+        return Watch(
+            self.scope,
+            device,
+            weights=self.model.parameters if self.model else tuple,
+            ignored=self.offload.storages if self.offload else tuple,
+        )
+
+    def remove(self) -> None:
+        self.cleanup.close()
+
+
+def apply(
+    model: nn.Module,
+    decisions: Sequence[LayerDecision],
+    cfg: CheckpointingConfig,
+    *,
+    zero_stage: int = 0,
+    device: torch.device | None = None,
+    tensor_parallel: Any = None,
+) -> Applied:
+    """Put `decisions` (one per decoder layer; none at all: nothing is touched) in place.
+
+    `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants. Raises
+    ConfigError when the model has not what a policy asks for.
+    """
+    if not decisions:
+        return Applied()
+    layers = decoder_layers(model)
+    if len(layers) != len(decisions):
+        raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
+    applied = Applied(decisions, model, [Counts() for _ in decisions])
+    if any(decision.offload for decision in decisions):
+        applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
+    calls = sum(decision.mechanism is Mechanism.deepspeed for decision in decisions)
+    if calls:
+        applied.deepspeed = DeepSpeedCheckpointing(
+            cfg.deepspeed,
+            num_calls=calls,
+            reentrant=cfg.reentrant is not False,
+            tensor_parallel=tensor_parallel,
+        )
+        applied.cleanup.callback(applied.deepspeed.close)
+    builder = _Builder(applied, cfg, zero_stage)
+    for index, layer in enumerate(layers):
+        _hook(layer, builder.runner(index, layer), applied.cleanup)
+    if any(decision.reentrant for decision in decisions):
+        _let_embeddings_carry_gradient(model, applied.cleanup)
+    return applied
+
+
+class _Builder:
+    """Makes the callable of each layer: the treatment of saved tensors around, the policy's mechanism inside."""
+
+    def __init__(self, applied: Applied, cfg: CheckpointingConfig, zero_stage: int) -> None:
+        self._applied, self._cfg, self._zero_stage = applied, cfg, zero_stage
+        self._segments: dict[int, Segment] = {}
+
+    def runner(self, index: int, layer: nn.Module) -> LayerForward:
+        decision, counts, scope = self._applied.decisions[index], self._applied.counts[index], self._applied.scope
+        offload = self._applied.offload.layer(index, counts) if self._applied.offload and decision.offload else None
+        discarded = None
+        if decision.mechanism is Mechanism.discard_output:
+            discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
+            self._applied.cleanup.callback(discarded.close)
+        saved = SavedTensors(layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded)
+        mechanism = self._mechanism(index, layer, decision, offload)
+
+        def run(layer_forward: LayerForward, *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return layer_forward(*args)
+            counts.forwards += 1
+            with scope.inside(index), saved.hooks():
+                output = mechanism(counted(layer_forward, index, counts, scope), *args)
+            counts.output_bytes = output.nbytes if isinstance(output, torch.Tensor) else 0
+            return output
+
+        return run
+
+    def _mechanism(
+        self, index: int, layer: nn.Module, decision: LayerDecision, offload: LayerOffload | None
+    ) -> LayerForward:
+        """fn(layer_forward, *args) -> output, for what happens inside one layer."""
+        kind, counts = decision.mechanism, self._applied.counts[index]
+        if kind is Mechanism.deepspeed:
+            return self._expecting(index, index, partial(self._applied.deepspeed.run, counts=counts))  # type: ignore[union-attr]
+        if kind is Mechanism.selective_ops:
+            results = KeptResults(layer, self._cfg.selective_ops, counts, offload)
+            self._applied.cleanup.callback(results.close)
+            return self._expecting(index, index, Recompute(self._cfg, context_fn=results.contexts))
+        if kind is Mechanism.recompute:
+            recompute = Recompute(self._cfg, reentrant=decision.reentrant)
+            if decision.first == decision.last:
+                return self._expecting(index, index, recompute)
+            segment = self._segments.setdefault(
+                decision.first, Segment(decision.first, decision.last, recompute)
+            )
+            run = partial(segment, index)
+            return self._expecting(decision.first, decision.last, run) if index == decision.last else run
+        if kind is Mechanism.selective_modules:
+            undo = modules.recompute_inside(
+                layer, self._cfg.recompute_modules, Recompute(self._cfg), index, counts, self._applied.scope
+            )
+            self._applied.cleanup.callback(undo)
+        return _call
+
+    def _expecting(self, first: int, last: int, run: LayerForward) -> LayerForward:
+        """Count that backward will come to layers `first` to `last` once for this forward."""
+        expecting = self._applied.counts[first : last + 1]
+
+        def call(layer_forward: LayerForward, *args: Any) -> Any:
+            output = run(layer_forward, *args)
+            if carries_gradient(output):
+                for counts in expecting:
+                    counts.expected += 1
+            return output
+
+        return call
+
+
+def _call(layer_forward: LayerForward, *args: Any) -> Any:
+    return layer_forward(*args)
+
+
+def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
+    before = layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get("_gradient_checkpointing_func")
+    layer.gradient_checkpointing = True  # type: ignore[assignment]
+    layer._gradient_checkpointing_func = run  # type: ignore[assignment]
+
+    def undo() -> None:
+        for name, value in zip(("gradient_checkpointing", "_gradient_checkpointing_func"), before, strict=True):
+            if value is None:
+                delattr(layer, name)
+            else:
+                setattr(layer, name, value)
+
+    cleanup.callback(undo)
+
+
+def _let_embeddings_carry_gradient(model: nn.Module, cleanup: ExitStack) -> None:
+    """The reentrant variant needs an input that requires grad; a frozen embedding (LoRA) gives none."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+
+    def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            output.requires_grad_(True)
+
+    cleanup.callback(embedding.register_forward_hook(mark).remove)

@@ -1,0 +1,58 @@
+"""What really happened in each layer since the last reset, and where the computation is right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Counts:
+    """Of one layer. `expected` and `recomputations` are calls of its recomputed regions (the layer, its modules)."""
+
+    forwards: int = 0
+    expected: int = 0
+    recomputations: int = 0
+    kept_outputs: int = 0  # results that a selective policy stored
+    reused_outputs: int = 0  # and handed back in the recomputation
+    discarded_bytes: int = 0
+    moved_bytes: int = 0  # to host memory
+    partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
+    output_bytes: int = 0  # of the layer's own result, in its last forward
+
+    def clear(self) -> None:
+        for item in fields(self):
+            setattr(self, item.name, 0)
+
+
+class Scope:
+    """Which layer runs, and whether it runs for the second time."""
+
+    def __init__(self) -> None:
+        self.layer: int | None = None
+        self.recomputing = False
+
+    @contextmanager
+    def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:
+        before = self.layer, self.recomputing
+        self.layer, self.recomputing = layer, self.recomputing or recomputing
+        try:
+            yield
+        finally:
+            self.layer, self.recomputing = before
+
+
+def counted(fn: Callable[..., Any], layer: int, counts: Counts, scope: Scope) -> Callable[..., Any]:
+    """`fn` for one forward: its first call is that, every later one a recomputation."""
+    first = True
+
+    def call(*args: Any) -> Any:
+        nonlocal first
+        again, first = not first, False
+        counts.recomputations += again
+        with scope.inside(layer, recomputing=again):
+            return fn(*args)
+
+    return call

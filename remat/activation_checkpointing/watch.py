@@ -1,0 +1,143 @@
+"""Watch a forward and backward op by op: bytes each layer keeps, FLOPs by phase, bytes that ZeRO-3 gathers.
+
+What is counted is what happened, whatever a policy promised: a storage that was made in a layer and still lives
+when the forward is over is kept, be it by autograd, by a policy, or by mistake. Works on CPU, CUDA and meta tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from remat.activation_checkpointing.counts import Scope
+
+GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
+OUTSIDE = -1  # embeddings, the output layer, the loss
+Phase = str  # "forward", "recompute", "backward"
+
+
+class Watch(TorchDispatchMode):
+    """`with Watch(scope, device) as watch: forward; watch.forward_done(); backward`.
+
+    `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
+    `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        scope: Scope,
+        device: torch.device,
+        *,
+        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+    ) -> None:
+        super().__init__()
+        self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
+        self.pinned_weight_bytes: dict[int, int] = {}  # gathered weights that autograd did not let go, same moment
+        self.flops: dict[Phase, dict[int, int]] = {p: defaultdict(int) for p in ("forward", "recompute", "backward")}
+        self.gathered_bytes: dict[Phase, int] = dict.fromkeys(self.flops, 0)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._scope, self._device = scope, device
+        self._weights, self._ignored = weights, ignored
+        self._backward = False
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # key: (storage, layer, bytes)
+        self._outside: set[int] = set()
+        self._gathered: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            if tensor.untyped_storage()._cdata not in self._made:
+                self._outside.add(tensor.untyped_storage()._cdata)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._track(tensor)
+        self._count(func, args, kwargs, result)
+        return result
+
+    def forward_done(self) -> None:
+        """Take the kept bytes of every layer: call it between forward and backward."""
+        self._backward = True
+        left_out = {storage._cdata for storage in self._ignored()}
+        left_out |= {weight.untyped_storage()._cdata for weight in self._weights()}
+        kept: dict[int, int] = defaultdict(int)
+        pinned: dict[int, int] = defaultdict(int)
+        for key, (ref, layer, _) in list(self._made.items()):
+            storage = ref()
+            if storage is not None and key not in left_out:
+                (pinned if key in self._gathered else kept)[layer] += storage.nbytes()
+        self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
+
+    def total_flops(self, phase: Phase) -> int:
+        """Matrix products and attention, 2 per multiply-add, over the whole model."""
+        return sum(self.flops[phase].values())
+
+    def _phase(self) -> Phase:
+        return "recompute" if self._scope.recomputing else ("backward" if self._backward else "forward")
+
+    def _layer(self) -> int:
+        return OUTSIDE if self._scope.layer is None else self._scope.layer
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._made or key in self._outside or tensor.device.type != self._device.type:
+            return
+        self._made[key] = (weakref.ref(storage), self._layer(), storage.nbytes())
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        entry = self._made.pop(key, None)
+        self.live_bytes -= entry[2] if entry else 0
+        self._gathered.discard(key)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = getattr(func, "_overloadpacket", func)
+        formula = flop_registry.get(packet) or MORE_FLOPS.get(packet)
+        if formula is not None:
+            self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
+        elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
+            for tensor in _tensors(args[0]):
+                self.gathered_bytes[self._phase()] += tensor.nbytes
+                self._gathered.add(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """[tokens, k] x [experts, k, n] forward, [k, tokens] x [tokens, n] for the weights' gradient."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+
+
+aten = torch.ops.aten
+MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten._grouped_mm: _grouped_mm,
+}
