@@ -1,0 +1,146 @@
+"""What the first step shows of each layer, held against what its policy promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.counts import Counts
+from remat.activation_checkpointing.policy import LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.watch import Watch
+from remat.config import CheckpointingConfig
+
+SLACK_BYTES = 1 << 20  # small things a layer may keep beside its output: masks, random states, routing indices
+
+
+def rows(applied: Applied, watch: Watch) -> list[dict[str, Any]]:
+    """One row per layer, for proof.json. Counts are of the first step, bytes of its first micro-batch."""
+    return [
+        {
+            "layer": index,
+            "policy": str(decision.policy),
+            "recomputed_with_layers": [decision.first, decision.last],
+            "offload": decision.offload,
+            "forwards": counts.forwards,
+            "expected_recomputations": counts.expected,
+            "recomputations": counts.recomputations,
+            "kept_bytes": watch.kept_bytes.get(index, 0),
+            "output_bytes": counts.output_bytes,
+            "moved_bytes": counts.moved_bytes,
+            "partitioned_bytes": counts.partitioned_bytes,
+            "discarded_bytes": counts.discarded_bytes,
+            "kept_results": counts.kept_outputs,
+            "reused_results": counts.reused_outputs,
+            "pinned_gathered_weight_bytes": watch.pinned_weight_bytes.get(index, 0),
+        }
+        for index, (decision, counts) in enumerate(zip(applied.decisions, applied.counts, strict=True))
+    ]
+
+
+def line(applied: Applied, watch: Watch) -> str:
+    """The proof in one line: `full: 32 of 32 layers recomputed once per forward; 64.0 MiB kept`."""
+    counts = applied.counts
+    if not counts:
+        return "no layer is touched"
+    forwards = max(c.forwards for c in counts) or 1
+    regions = sum(c.recomputations for c in counts)
+    kept = sum(watch.kept_bytes.get(index, 0) for index in range(len(counts)))
+    touched = sum(c.recomputations > 0 for c in counts)
+    parts = [f"{touched} of {len(counts)} layers recomputed ({regions / forwards:g} regions per forward)"]
+    parts.append(f"{kept / 2**20:.1f} MiB kept on the device")
+    for text, total in (
+        ("moved to the host", sum(c.moved_bytes for c in counts) / forwards),
+        ("discarded", sum(c.discarded_bytes for c in counts) / forwards),
+        ("given to other ranks", sum(c.partitioned_bytes for c in counts) / forwards),
+    ):
+        if total:
+            parts.append(f"{total / 2**20:.1f} MiB {text}")
+    return ", ".join(parts)
+
+
+def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) -> list[str]:
+    """Every promise of the policy that the first step did not keep; empty when the policy is in effect."""
+    if not applied.decisions:
+        return []
+    layers = list(zip(applied.decisions, applied.counts, strict=True))
+    idle = [index for index, (_, counts) in enumerate(layers) if counts.forwards == 0]
+    if idle:
+        return [
+            f"checkpointing is not in effect: layers {spans(idle)} never ran through their hook in the first step; "
+            "the model does not call the layers it lists"
+        ]
+    found = _counts(layers)
+    found += _missing(
+        layers,
+        lambda d: d.mechanism is Mechanism.selective_ops,
+        lambda c: c.reused_outputs,
+        f"checkpointing.selective_ops: nothing on the list {[*cfg.selective_ops.save, *cfg.selective_ops.save_linears]} "
+        f"ran{' (attention with dropout on a CPU, or eager attention, has no fused operation)' if 'attention' in cfg.selective_ops.save else ''}",
+    )
+    found += _missing(
+        layers,
+        lambda d: d.mechanism is Mechanism.discard_output,
+        lambda c: c.discarded_bytes,
+        f"checkpointing.discard_modules={cfg.discard_modules}: no output was discarded",
+    )
+    found += _missing(
+        layers,
+        lambda d: d.offload and d.first == d.last,
+        lambda c: c.moved_bytes,
+        f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved; lower it",
+    )
+    if cfg.deepspeed.partition_activations:
+        found += _missing(
+            layers,
+            lambda d: d.mechanism is Mechanism.deepspeed,
+            lambda c: c.partitioned_bytes,
+            "checkpointing.deepspeed.partition_activations: nothing was partitioned",
+        )
+    return found + _kept_too_much(layers, watch)
+
+
+def _counts(layers: list[tuple[LayerDecision, Counts]]) -> list[str]:
+    wrong = [index for index, (_, c) in enumerate(layers) if c.expected != c.recomputations]
+    found = []
+    if wrong:
+        found.append(
+            f"checkpointing is not in effect in layers {spans(wrong)}: expected "
+            f"{[layers[i][1].expected for i in wrong]} recomputations in the first step, counted "
+            f"{[layers[i][1].recomputations for i in wrong]}"
+        )
+    keep = Mechanism.keep
+    unasked = [i for i, (d, c) in enumerate(layers) if d.mechanism is not keep and c.expected == 0]
+    if unasked:
+        found.append(
+            f"checkpointing is not in effect in layers {spans(unasked)}: "
+            f"{layers[unasked[0]][0].policy} has nothing to recompute there, because no gradient passes through"
+        )
+    return found
+
+
+def _missing(
+    layers: list[tuple[LayerDecision, Counts]],
+    promised: Callable[[LayerDecision], bool],
+    count: Callable[[Counts], int],
+    text: str,
+) -> list[str]:
+    without = [index for index, (d, c) in enumerate(layers) if promised(d) and count(c) == 0]
+    return [f"{text} (layers {spans(without)})"] if without else []
+
+
+def _kept_too_much(layers: list[tuple[LayerDecision, Counts]], watch: Watch) -> list[str]:
+    """A layer that is recomputed whole keeps its output, the next layer's input, and nothing else of size."""
+    wrong = [
+        index
+        for index, (decision, counts) in enumerate(layers)
+        if decision.mechanism in (Mechanism.recompute, Mechanism.deepspeed)
+        and watch.kept_bytes.get(index, 0) > counts.output_bytes + SLACK_BYTES
+    ]
+    if not wrong:
+        return []
+    kept = watch.kept_bytes[wrong[0]]
+    return [
+        f"checkpointing is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps {kept / 2**20:.1f} MiB, "
+        f"{layers[wrong[0]][0].policy} promises {layers[wrong[0]][1].output_bytes / 2**20:.1f} MiB"
+    ]

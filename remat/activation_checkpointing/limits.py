@@ -1,0 +1,131 @@
+"""What cannot work, known before a weight is read: one problem per entry, with option, value and remedy."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from remat.activation_checkpointing import deepspeed_engine, policy, roles, selective
+from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
+
+NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
+RANDOM_FIELDS = ("drop", "router_jitter_noise")  # of a transformers config: what draws random numbers in a layer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a policy has to live with. `fields` is the transformers config as plain data."""
+
+    zero_stage: int
+    tensor_parallel_size: int
+    has_gpu: bool
+    attention: Attention
+    lora_dropout: float
+    fields: Mapping[str, Any]
+
+
+def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
+    """Why `cfg` cannot work on a model with these decoder layers (of any device, also meta)."""
+    found = policy.range_problems(cfg, len(layers))
+    asked = policy.policies(cfg)
+    found += _variants(cfg, asked, setting)
+    found += _offload(cfg, asked, len(layers))
+    if Policy.block in asked and cfg.block_layers > len(layers):
+        found.append(
+            f"checkpointing.block_layers={cfg.block_layers}: the model has {len(layers)} layers; give at most that"
+        )
+    if asked & {Policy.uniform, Policy.sqrt} and _returns_tuple(layers[0]):
+        found.append(
+            f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be recomputed "
+            "in segments; use checkpointing=full, interval or block"
+        )
+    if Policy.selective_ops in asked:
+        found += selective.problems(cfg.selective_ops)
+        if setting.attention is Attention.eager and _only_attention(cfg):
+            found.append(
+                "checkpointing.selective_ops.save keeps attention, but model.attention=eager has no fused attention "
+                "operation: use model.attention=sdpa, or add matmul to the list"
+            )
+    if Policy.deepspeed in asked:
+        found += deepspeed_engine.problems(
+            cfg,
+            zero_stage=setting.zero_stage,
+            tensor_parallel_size=setting.tensor_parallel_size,
+            has_gpu=setting.has_gpu,
+            num_calls=len(layers),
+        )
+    if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
+        found.append(
+            f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits the norm's "
+            "output in place; set model.architecture.router_jitter_noise=0 or use checkpointing=selective_modules"
+        )
+    return [*found, *roles.problems(layers[0], cfg, asked)]
+
+
+def _variants(cfg: CheckpointingConfig, asked: set[Policy], setting: Setting) -> list[str]:
+    found = []
+    if cfg.reentrant and asked & NEEDS_NON_REENTRANT:
+        names = ", ".join(sorted(asked & NEEDS_NON_REENTRANT))
+        found.append(f"checkpointing.reentrant=true: {names} needs the non-reentrant variant; leave it out")
+    if not cfg.early_stop and setting.zero_stage == 3:
+        found.append(
+            "checkpointing.early_stop=false under ZeRO-3: the recomputation would release weights that backward is about "
+            "to use; leave it true"
+        )
+    random = _random_fields(setting)
+    if not cfg.preserve_rng_state and random and asked != {Policy.none}:
+        found.append(
+            f"checkpointing.preserve_rng_state=false with {', '.join(random)}: a recomputation would draw other random "
+            "numbers than the forward and give wrong gradients; leave it true"
+        )
+    return found
+
+
+def _random_fields(setting: Setting) -> list[str]:
+    drawn = [
+        f"{name}={value}"
+        for name, value in sorted(setting.fields.items())
+        if any(part in name for part in RANDOM_FIELDS) and isinstance(value, (int, float)) and value > 0
+    ]
+    return drawn + ([f"peft.dropout={setting.lora_dropout}"] if setting.lora_dropout else [])
+
+
+def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> list[str]:
+    if not cfg.offload.enabled:
+        if cfg.offload.dtype is StorageDtype.same:
+            return []
+        return [
+            f"checkpointing.offload.dtype={cfg.offload.dtype} has no effect without checkpointing.offload.enabled=true"
+        ]
+    found = []
+    if Policy.deepspeed in asked:
+        found.append(
+            "checkpointing.offload.enabled=true with checkpointing=deepspeed: it has its own, "
+            "checkpointing.deepspeed.cpu_checkpointing; use one of the two"
+        )
+    if cfg.offload.keep_last_layers >= num_layers:
+        found.append(
+            f"checkpointing.offload.keep_last_layers={cfg.offload.keep_last_layers} keeps all {num_layers} layers on the "
+            "device: lower it"
+        )
+    return found
+
+
+def _only_attention(cfg: CheckpointingConfig) -> bool:
+    return not cfg.selective_ops.save_linears and set(cfg.selective_ops.save) <= {"attention", "communication"}
+
+
+def _returns_tuple(layer: nn.Module) -> bool:
+    """Read from the source; what hides from it is found in the first forward."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(layer).forward))
+    except (OSError, TypeError):
+        return False
+    returned = [n.value for n in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(n, ast.Return)]
+    return any(isinstance(value, ast.Tuple) for value in returned)
