@@ -12,6 +12,8 @@ from remat.config import (
     ModelConfig,
     ModelInit,
     OptimConfig,
+    PeftConfig,
+    PeftMethod,
     RunConfig,
     SaveConfig,
     Schedule,
@@ -35,6 +37,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_model(cfg.model),
         *_data(cfg.data),
         *_optim(cfg.optim, cfg.train),
+        *_peft(cfg.peft),
         *_save(cfg.save),
         *_top(cfg),
     ]
@@ -137,6 +140,19 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
             f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
             f"train.steps={train.steps}: lower them or train longer"
         )
+    return found
+
+
+def _peft(peft: PeftConfig) -> list[str]:
+    if peft.method is PeftMethod.none:
+        if not peft.target_modules:
+            return []
+        return [
+            f"peft.target_modules={peft.target_modules} has no effect with peft.method=none: choose peft=lora"
+        ]
+    found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
+    if not 0 <= peft.dropout < 1:
+        found.append(f"peft.dropout={peft.dropout:g} must be at least 0 and below 1")
     return found
 
 

@@ -28,7 +28,7 @@ PANEL_WIDTH = 96
 WIDE = 104  # columns from which the optional figures are shown too
 HEADING_EVERY = 20  # lines between two headings of the step table
 PHASES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
-NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|accelerate)(\.|$)"
+NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|accelerate|peft)(\.|$)"
 
 
 class Console:

@@ -23,12 +23,14 @@ ENDS_IN_PROJECTION = ("llama", "mistral", "qwen2", "qwen3")
 class ModelShape:
     """Sizes of a decoder, in elements. `num_params` counts a tied embedding once.
 
-    `num_params_active` is what one token passes through (fewer than all with experts); `skipped_in_recompute` is
-    the last projection of each layer, summed over layers, where recomputation stops before it.
+    `num_params_active` is what one token passes through (fewer than all with experts); `num_params_trained` is all
+    but the frozen ones; `skipped_in_recompute` is the last projection of each layer, summed over layers, where
+    recomputation stops before it.
     """
 
     num_params: int
     num_params_active: int
+    num_params_trained: int
     num_params_embedding: int
     tied_embedding: bool
     num_layers: int
@@ -50,8 +52,13 @@ class ModelShape:
         return self.num_params_active - (0 if self.tied_embedding else self.num_params_embedding)
 
     @property
+    def num_params_matmul_trained(self) -> int:
+        """Those of them that have a gradient. Adapters multiply every token."""
+        return min(self.num_params_matmul, self.num_params_trained)
+
+    @property
     def num_params_in_layers(self) -> int:
-        """Those of them inside the decoder layers, without the output head."""
+        """Those that multiply a token inside the decoder layers, without the output head."""
         return self.num_params_matmul - self.num_params_embedding
 
 
@@ -61,10 +68,14 @@ def shape_from_config(
     num_params: int,
     num_params_embedding: int | None = None,
     num_params_active: int | None = None,
+    num_params_trained: int | None = None,
+    last_projection_adapted: bool = False,
     largest_param: int | None = None,
 ) -> ModelShape:
     """Sizes from the fields of a transformers config (`config.to_dict()`); counts that are given win.
 
+    `num_params_trained` None: all are. `last_projection_adapted`: an adapter runs after each layer's last projection
+    and saves a tensor, so a recomputation runs that projection too.
     Raises ConfigError naming a missing field, or an irregular mixture of experts whose active count must be given.
     """
     fields = {**config, **config.get("text_config", {})}
@@ -85,9 +96,11 @@ def shape_from_config(
         experts * 2 * expert_width * hidden,
     )
     ends_in_projection = experts == 0 and fields.get("model_type") in ENDS_IN_PROJECTION
+    skips = ends_in_projection and not last_projection_adapted
     return ModelShape(
         num_params=num_params,
         num_params_active=num_params_active,
+        num_params_trained=num_params if num_params_trained is None else num_params_trained,
         num_params_embedding=num_params_embedding if num_params_embedding is not None else vocabulary * hidden,
         tied_embedding=fields["tie_word_embeddings"],
         num_layers=layers,
@@ -98,17 +111,21 @@ def shape_from_config(
         intermediate_size=inner,
         vocab_size=vocabulary,
         largest_param=largest_param if largest_param is not None else max(sizes),
-        skipped_in_recompute=layers * inner * hidden if ends_in_projection else 0,
+        skipped_in_recompute=layers * inner * hidden if skips else 0,
     )
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """Forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B).
 
-    N is `num_params_matmul`, h the width of all heads together. Attention counts the full square of the sequence
+    N is `num_params_matmul`, h the width of all heads together. Of the 6, forward takes 2, the gradient of the input 2
+    and the gradient of the weight 2 (Kaplan et al. 2020, section 2.1), and a frozen weight has none of the last: 4 N
+    for frozen, 6 N for trained parameters. (The first layer's frozen projections of the embedding, which need no
+    gradient of their input either, are counted with 4.) Attention counts the full square of the sequence
     although a causal kernel computes about half of it, as PaLM does, so that figures compare.
     """
-    return 6.0 * shape.num_params_matmul + 3.0 * _attention(shape, seq_len)
+    matrices = 4.0 * shape.num_params_matmul + 2.0 * shape.num_params_matmul_trained
+    return matrices + 3.0 * _attention(shape, seq_len)
 
 
 def recompute_flops_per_token(shape: ModelShape, seq_len: int, policy: str) -> float:
@@ -136,7 +153,8 @@ def formula_text() -> str:
     return (
         "model FLOPs per token = 6*N + 12*L*h*s (PaLM, appendix B): N = active parameters without an embedding that "
         "is only looked up (a tied one is the output head and counts), L layers, h = heads * head_dim, s = sequence "
-        "length, full square of the sequence although attention is causal. Recomputed FLOPs per token with "
+        "length, full square of the sequence although attention is causal; frozen parameters (LoRA) count 4*N, as "
+        "they have no weight gradient. Recomputed FLOPs per token with "
         "checkpointing=full = 2*N_layers + 4*L*h*s, without each layer's last projection where torch's early stop "
         "skips it (llama, mistral, qwen2, qwen3); the chunked loss adds 2*V*h where a micro-batch has more than one "
         "chunk. MFU counts model FLOPs; HFU counts model and recomputed FLOPs"

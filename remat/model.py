@@ -28,10 +28,12 @@ DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precisi
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes in parameters, counted on a model without storage."""
+    """Sizes in parameters, counted on a model without storage. The trained ones are all but what is frozen."""
 
     num_params: int
     largest_param: int
+    num_trainable_params: int
+    largest_trainable_param: int
     num_embedding_params: int
     class_name: str
 
@@ -118,10 +120,13 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
 def facts(model: Any) -> ModelFacts:
     """Count the parameters of a skeleton."""
     sizes = [p.numel() for p in model.parameters()]
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     embedding = model.get_input_embeddings().weight
     return ModelFacts(
         num_params=sum(sizes),
         largest_param=max(sizes),
+        num_trainable_params=sum(trained),
+        largest_trainable_param=max(trained),
         num_embedding_params=embedding.numel(),
         class_name=type(model).__name__,
     )
@@ -139,8 +144,8 @@ def build(
 ) -> PreTrainedModel:
     """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
 
-    `resuming` builds with random values, because a saved state follows. Raises ConfigError when weights are missing
-    or the attention implementation cannot be had.
+    `resuming` builds with random values, because a saved state with all of them follows. Raises ConfigError when
+    weights are missing or the attention implementation cannot be had.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
     model: PreTrainedModel

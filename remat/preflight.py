@@ -91,15 +91,23 @@ class Row:
 
 
 def run(
-    items: Sequence[Item], num_params: int, cfg: RunConfig, *, ds: Mapping[str, Any], local_size: int
+    items: Sequence[Item],
+    num_params: int,
+    cfg: RunConfig,
+    *,
+    ds: Mapping[str, Any],
+    local_size: int,
+    num_trainable_params: int | None = None,
 ) -> list[Row]:
     """Compare this node with what the run needs; `ds` is the rendered DeepSpeed dict. Returns the table's rows.
+
+    `num_trainable_params` None: all are trained. Only those are saved and exported.
 
     Raises DoesNotFit when something is too small.
     """
     needs = required(
         items,
-        num_params=num_params,
+        num_params=num_params if num_trainable_params is None else num_trainable_params,
         ds=ds,
         ranks_per_node=local_size,
         save=cfg.save,
@@ -144,7 +152,10 @@ def required(
     steps: int,
     download_bytes: int = 0,
 ) -> Needs:
-    """What a run with these model states needs of one node, and of the disk that all nodes share."""
+    """What a run with these model states needs of one node, and of the disk that all nodes share.
+
+    `num_params` are those that are saved and exported: the trained ones.
+    """
     width = ds_keys.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]
     per_node = {
         place: sum(i.bytes_per_node for i in items if i.place == place) for place in ("host", "pinned", "nvme")

@@ -16,6 +16,7 @@ from remat import (
     ds_config,
     export,
     flops,
+    lora,
     loss,
     model,
     ops,
@@ -24,8 +25,8 @@ from remat import (
     saving,
     summary,
 )
-from remat.activation_checkpointing import policy, recompute
-from remat.config import ConfigError, RunConfig
+from remat.activation_checkpointing import layers, policy, recompute
+from remat.config import ConfigError, PeftMethod, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks
@@ -220,17 +221,7 @@ def _engine(
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
     for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
         ops.ensure(op, console.note)
-    net = model.build(
-        cfg.model,
-        hf_config,
-        precision=cfg.train.precision,
-        ds_config=strategy.ds,
-        zero_stage=strategy.zero_stage,
-        seed=cfg.train.seed,
-        resuming=resuming,
-    )
-    if strategy.zero_stage == 3:
-        model.assert_sharded(net, world.size)
+    net = _model(cfg, hf_config, strategy, world, resuming=resuming)
     applied = recompute.apply(net, policy.plan(cfg.checkpointing, strategy.num_layers))
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     engine, _, _, _ = deepspeed.initialize(
@@ -238,6 +229,34 @@ def _engine(
     )
     set_seed(cfg.train.seed + world.rank)  # dropout differs between ranks, as the data does
     return engine, applied
+
+
+def _model(
+    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, world: World, *, resuming: bool
+) -> torch.nn.Module:
+    """The model of this rank, with adapters where it is fine-tuned through them; under ZeRO-3 proven to be shards."""
+    net = model.build(
+        cfg.model,
+        hf_config,
+        precision=cfg.train.precision,
+        ds_config=strategy.ds,
+        zero_stage=strategy.zero_stage,
+        seed=cfg.train.seed,
+        resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
+    )
+    trained: torch.nn.Module = net
+    if cfg.peft.method is PeftMethod.lora:
+        trained = lora.apply(
+            net,
+            cfg.peft,
+            layers=layers.decoder_layers(net),
+            ds_config=strategy.ds,
+            zero_stage=strategy.zero_stage,
+            seed=cfg.train.seed,
+        )
+    if strategy.zero_stage == 3:
+        model.assert_sharded(trained, world.size)
+    return trained
 
 
 def _tracker(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from remat import compose, ds_config, flops, hardware, loss, model, preflight
+from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight
 from remat.activation_checkpointing import layers
-from remat.config import ConfigError, LossKind, Policy, Precision, RunConfig
+from remat.config import ConfigError, LossKind, PeftConfig, PeftMethod, Policy, Precision, RunConfig
 from remat.planning import states
 
 
@@ -32,7 +32,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     """
     config = model.shape_config(cfg.model)
     skeleton = model.skeleton(config, cfg.model)
-    facts = model.facts(skeleton)
+    facts = _facts(cfg, skeleton)
     rendered = ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
         cfg.deepspeed.overrides,
@@ -58,6 +58,16 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
 
 
+def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:
+    """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
+    facts = model.facts(skeleton)
+    if cfg.peft.method is PeftMethod.none:
+        return facts
+    with torch.device("meta"):
+        wrapped = lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
+    return replace(model.facts(wrapped), class_name=facts.class_name)
+
+
 def check_machine(
     cfg: RunConfig, strategy: Strategy, *, world_size: int, local_size: int, warn: Callable[[str], None]
 ) -> None:
@@ -68,6 +78,8 @@ def check_machine(
     items = states.model_states(
         num_params=strategy.facts.num_params,
         largest_param=strategy.facts.largest_param,
+        num_trainable_params=strategy.facts.num_trainable_params,
+        largest_trainable_param=strategy.facts.largest_trainable_param,
         ds=strategy.ds,
         world_size=world_size,
         ranks_per_node=local_size,
@@ -75,7 +87,14 @@ def check_machine(
         can_pin=torch.cuda.is_available(),
     )
     try:
-        preflight.run(items, strategy.facts.num_params, cfg, ds=strategy.ds, local_size=local_size)
+        preflight.run(
+            items,
+            strategy.facts.num_params,
+            cfg,
+            ds=strategy.ds,
+            local_size=local_size,
+            num_trainable_params=strategy.facts.num_trainable_params,
+        )
     except preflight.DoesNotFit as problem:
         if not cfg.force:
             raise
@@ -92,6 +111,8 @@ def throughput_figures(cfg: RunConfig, strategy: Strategy, warn: Callable[[str],
             strategy.fields,
             num_params=strategy.facts.num_params,
             num_params_embedding=strategy.facts.num_embedding_params,
+            num_params_trained=strategy.facts.num_trainable_params,
+            last_projection_adapted=_adapts_last_projection(cfg.peft),
         )
     except ConfigError as error:
         warn(f"no TFLOP/s, MFU and HFU: {error}")
@@ -107,6 +128,10 @@ def throughput_figures(cfg: RunConfig, strategy: Strategy, warn: Callable[[str],
         "hardware_flops_per_token": counted + again,
         "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
     }
+
+
+def _adapts_last_projection(peft: PeftConfig) -> bool:
+    return peft.method is not PeftMethod.none and "down_proj" in (peft.target_modules or ["down_proj"])
 
 
 def _check_precision(precision: Precision) -> None:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from remat import ds_config
+from remat import ds_config, lora
 from remat.activation_checkpointing import policy
-from remat.config import RunConfig
+from remat.config import PeftMethod, RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.distributed import World
@@ -50,6 +50,8 @@ def rows(parts: Described) -> dict[str, str]:
         "plan": f"{train.steps} steps, {_count(tokens)} tokens",
         "run": str(parts.folder),
     }
+    if cfg.peft.method is not PeftMethod.none:
+        found["trained"] = lora.describe(cfg.peft, facts.num_trainable_params, facts.num_params)
     if parts.resumed is not None:
         found["resumed"] = f"at step {parts.resumed['step']}"
     return found

@@ -19,6 +19,7 @@ MASTER, MOMENTS, MASTER_GRADIENT = 4, 8, 4  # bytes per parameter: fp32, two of 
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
+PARTITION = "runtime/zero/partition_parameters.py"
 PARAM_SWAPPER = "runtime/swap_tensor/partitioned_param_swapper.py"
 STATE_SWAPPER = "runtime/swap_tensor/partitioned_optimizer_swapper.py"
 CPU_ADAM = "ops/adam/cpu_adam.py:161"
@@ -52,13 +53,18 @@ def model_states(
     ranks_per_node: int,
     gas: int,
     can_pin: bool = True,
+    num_trainable_params: int | None = None,
+    largest_trainable_param: int | None = None,
 ) -> list[Item]:
-    """The model states of each rank under the rendered DeepSpeed dict `ds`, all parameters being trained by Adam.
+    """The model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
 
+    Frozen parameters have no gradient, master copy or moments; both trainable counts are None when all are trained.
     `gas` is the number of micro-batches per optimizer step; `can_pin` is false without CUDA, where a pinned
     allocation is an ordinary one. Padding (a few elements per parameter) is left out.
     """
-    sizes = _Sizes(num_params, largest_param, ds, world_size, ranks_per_node, gas, can_pin)
+    trained = num_params if num_trainable_params is None else num_trainable_params
+    largest = largest_param if largest_trainable_param is None else largest_trainable_param
+    sizes = _Sizes(trained, num_params - trained, largest, ds, world_size, ranks_per_node, gas, can_pin)
     build = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[sizes.stage]
     return [item for item in build(sizes) if item.bytes_per_rank > 0]
 
@@ -72,11 +78,12 @@ def by_place(items: Iterable[Item]) -> dict[Place, int]:
 
 
 class _Sizes:
-    """What the tables below are written in: elements, and bytes per element."""
+    """What the tables below are written in: elements, and bytes per element. All but `frozen` are of trained ones."""
 
     def __init__(
         self,
         num_params: int,
+        num_frozen: int,
         largest_param: int,
         ds: Mapping[str, Any],
         world_size: int,
@@ -84,7 +91,8 @@ class _Sizes:
         gas: int,
         can_pin: bool,
     ) -> None:
-        self.params, self.largest, self.gas = num_params, largest_param, gas
+        self.params, self.frozen, self.largest, self.gas = num_params, num_frozen, largest_param, gas
+        self.frozen_shard = math.ceil(num_frozen / world_size)
         self.shard = math.ceil(num_params / world_size)
         self.largest_shard = math.ceil(largest_param / world_size)
         self.ranks_per_node, self.can_pin = ranks_per_node, can_pin
@@ -116,6 +124,7 @@ class _Sizes:
 def _stage_0(s: _Sizes) -> list[Item]:
     items = [
         s.item("parameters", "gpu", s.width * s.params, MODEL),
+        s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
         s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
         s.item("moments", "gpu", MOMENTS * s.params, TORCH_ADAM),
     ]
@@ -128,7 +137,11 @@ def _stage_0(s: _Sizes) -> list[Item]:
 
 def _stage_1_2(s: _Sizes) -> list[Item]:
     """The 16-bit (or fp32) parameters whole on each GPU, optimizer state by shard. A fp32 run keeps a master too."""
-    items = [s.item("parameters", "gpu", s.width * s.params, f"{S12}:505"), *_gradients_1_2(s)]
+    items = [
+        s.item("parameters", "gpu", s.width * s.params, f"{S12}:505"),
+        s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
+        *_gradients_1_2(s),
+    ]
     if s.optimizer_device is None:
         return [
             *items,
@@ -200,15 +213,26 @@ def _stage_3(s: _Sizes) -> list[Item]:
 
 
 def _params_3(s: _Sizes) -> list[Item]:
+    frozen = s.width * s.frozen_shard
     if s.param_device is None:
-        return [s.item("parameters", "gpu", s.width * s.shard, f"{S3}:972")]
-    if s.param_device == "cpu":  # pinned whatever offload_param.pin_memory says
-        return [s.pinned("parameters", [s.width * s.shard], True, f"{S3}:906")]
+        return [
+            s.item("parameters", "gpu", s.width * s.shard, f"{S3}:972"),
+            s.item("frozen parameters", "gpu", frozen, f"{PARTITION}:1836"),
+        ]
     section = s.zero["offload_param"]
+    if s.param_device == "cpu":
+        # One buffer per frozen parameter, rounded one by one: their sizes are not known here, so the raw sum stands.
+        place: Place = "pinned" if section["pin_memory"] and s.can_pin else "host"
+        return [
+            # pinned whatever offload_param.pin_memory says
+            s.pinned("parameters", [s.width * s.shard], True, f"{S3}:906"),
+            s.item("frozen parameters", place, frozen, f"{PARTITION}:1836"),
+        ]
     resident = min(section["max_in_cpu"], s.shard)
     buffers = section["buffer_count"] * section["buffer_size"]
     items = [
         s.item("parameters", "nvme", s.width * s.shard, f"{PARAM_SWAPPER}:265"),
+        s.item("frozen parameters", "nvme", frozen, f"{PARAM_SWAPPER}:265"),
         s.pinned("parameters kept in host memory", [s.width * resident], True, f"{S3}:906"),
         s.mlocked("parameter swap buffers", s.width * buffers, f"{PARAM_SWAPPER}:131"),
     ]

@@ -35,6 +35,8 @@ LEVELS = [
         "hf_files",
         "rng",
         "frozen",
+        "adapter_files",
+        "lora",
         "nvme_state",
         "activation_checkpointing",
         "planning",
@@ -53,7 +55,9 @@ LEVELS = [
     {"train", "cli"},
 ]
 EVERYWHERE_IN_L2 = {"distributed"}
-ONE_ROOM = [{"saving", "manifest", "export", "hf_files", "rng", "frozen", "nvme_state"}]
+ONE_ROOM = [
+    {"saving", "manifest", "export", "hf_files", "adapter_files", "rng", "frozen", "nvme_state"},
+]
 STDLIB_ONLY_BANNED = {"torch", "hydra", "omegaconf", "transformers", "deepspeed", "numpy", "wandb", "rich"}
 
 
