@@ -1,5 +1,7 @@
 """Write the model as a Hugging Face folder: safetensors shards, config, tokenizer; loadable by plain transformers.
 
+A model trained through adapters is written as an adapter folder, which peft loads on the base model.
+
 Weights are streamed: one parameter is gathered at a time (one decoder layer where transformers keeps weights
 fused and files them apart, as in mixtures of experts), and rank 0 holds one shard. The folder appears complete or
 not at all.
@@ -19,7 +21,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from remat import hf_files, manifest
+from remat import adapter_files, hf_files, manifest
 from remat.config import ConfigError, Precision
 from remat.manifest import ENGINE, SaveError
 
@@ -53,16 +55,23 @@ def export(
     """
     module = engine.module
     dtype = dtype or next(p.dtype for p in module.parameters() if p.is_floating_point())
-    conversions = getattr(module, "_weight_conversions", None)
-    plan = hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
-    _check_same_weights(module, plan)
+    adapter = adapter_files.config_of(module)
+    if adapter is not None:
+        plan = adapter_files.plan(module, dtype)
+    else:
+        conversions = getattr(module, "_weight_conversions", None)
+        plan = hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
+        _check_same_weights(module, plan)
 
     def describe(target: Path) -> None:
+        if adapter is not None:
+            adapter_files.write_config(target, adapter)
+            return _write_extras(target, tokenizer, None)
         if module.is_remote_code():
             config: Any = plan.skeleton.config  # annotated as dict upstream, which means either
             custom_object_save(module, target, config=config)
         generation = module.generation_config if module.can_generate() else None
-        _write_description(target, plan.skeleton, tokenizer, generation)
+        return _write_description(target, plan.skeleton, tokenizer, generation)
 
     optimizer = engine.optimizer
     if hasattr(optimizer, "checkpoint_event_prologue"):
@@ -74,10 +83,17 @@ def export(
             optimizer.checkpoint_event_epilogue()  # small parameters of ZeRO-3 are whole again
 
 
-def write_model_card(run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None) -> None:
-    """Keep what `export_saved_state` needs beside the weights in run_dir/model: config and tokenizer. Rank 0 only."""
+def write_model_card(
+    run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None, adapter: Any = None
+) -> None:
+    """Keep what `export_saved_state` needs beside the weights in run_dir/model: config and tokenizer. Rank 0 only.
+
+    `adapter` is peft's configuration of the adapters, if the model has any.
+    """
     target = run_dir / MODEL_FOLDER
     target.mkdir(parents=True, exist_ok=True)
+    if adapter is not None:
+        adapter_files.write_config(target, adapter)
     hf_files.inference_config(model_config).save_pretrained(target)
     _write_extras(target, tokenizer, generation_config)
 
@@ -110,7 +126,12 @@ def export_saved_state(
     if not isinstance(model_class, type):
         raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
     dtype = dtype or DTYPES[info.precision]
-    plan = hf_files.plan(model_class, config, dtype, max_shard_size, None)
+    adapted = (card / adapter_files.CONFIG).exists()
+    plan = (
+        adapter_files.plan(adapter_files.skeleton(model_class, config, card), dtype)
+        if adapted
+        else hf_files.plan(model_class, config, dtype, max_shard_size, None)
+    )
     values = _saved_values(state_dir, info, dtype)
     missing = [name for unit in plan.units for name in unit if name not in values]
     if missing:
@@ -122,9 +143,10 @@ def export_saved_state(
         return value.to(dtype) if value.is_floating_point() else value
 
     def describe(target: Path) -> None:
-        _write_description(target, plan.skeleton, None, None)
+        if not adapted:
+            _write_description(target, plan.skeleton, None, None)
         for extra in card.iterdir():
-            if extra.name != "config.json":
+            if extra.name not in ("config.json", *(["generation_config.json"] if adapted else [])):
                 shutil.copy2(extra, target / extra.name)
 
     return _write(plan, read, folder, describe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ METADATA = {"format": "pt", "producer": "remat"}  # "pt" is what transformers lo
 class Plan:
     """What will be written, known before any weight is touched."""
 
-    skeleton: PreTrainedModel  # the plain model, without storage
+    skeleton: Any  # the plain model, without storage
     units: list[list[str]]  # names read together; each unit converts on its own
     tied: dict[str, str]  # names left out -> the name that is written for them
     shapes: dict[str, torch.Size]  # of every name in the files
     split: StateDictSplit
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]  # a unit's names to the files'
 
     @property
     def num_params(self) -> int:
@@ -85,7 +87,7 @@ def plan(
         )
     except ValueError as error:
         raise ConfigError(f"save.max_shard_size={max_shard_size}: {error}; write for example 5GB") from error
-    return Plan(skeleton, units, tied, shapes, split)
+    return Plan(skeleton, units, tied, shapes, split, lambda unit: revert_weight_conversion(skeleton, unit))
 
 
 def _layers(names: list[str]) -> list[list[str]]:
@@ -107,7 +109,7 @@ def inference_config(config: Any) -> Any:
 
 def written_here(folder: Path) -> bool:
     """Whether the folder holds weights written by this module, and so may be replaced by a newer export."""
-    for file in folder.glob("model*.safetensors"):
+    for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
         with safe_open(file, framework="pt") as reader:
             return (reader.metadata() or {}).get("producer") == METADATA["producer"]
     return False
@@ -123,7 +125,7 @@ class Shards:
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Take the weights of one unit, under the module's names."""
-        tensors = revert_weight_conversion(self.plan.skeleton, values)
+        tensors = self.plan.convert(values)
         for name, tensor in tensors.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)

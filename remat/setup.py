@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from remat import (
+    adapter_files,
     checks,
     distributed,
     ds_config,
@@ -25,7 +26,8 @@ from remat import (
     saving,
     summary,
 )
-from remat.activation_checkpointing import layers, policy, recompute
+from remat.activation_checkpointing import layers, policy
+from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ConfigError, PeftMethod, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
@@ -52,7 +54,7 @@ class Parts:
     token_loss: loss.TokenLoss
     batches: GlobalBatches
     splits: Splits
-    applied: recompute.Applied
+    applied: Applied
     tracker: Tracker
     memory: MemoryMonitor
     timer: PhaseTimer
@@ -99,7 +101,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
         _write_records(folder, yaml, strategy.ds, world, resumed)
-        export.write_model_card(folder, hf_config, tokenizer, engine.module.generation_config)
+        _write_card(folder, hf_config, tokenizer, engine.module)
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, strategy, console.warning)
     parts = Parts(
@@ -214,7 +216,7 @@ def _engine(
     console: Console,
     *,
     resuming: bool,
-) -> tuple[Any, recompute.Applied]:
+) -> tuple[Any, Applied]:
     """The DeepSpeed engine around the model, with the checkpointing policy in place."""
     import deepspeed
 
@@ -222,7 +224,9 @@ def _engine(
     for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
         ops.ensure(op, console.note)
     net = _model(cfg, hf_config, strategy, world, resuming=resuming)
-    applied = recompute.apply(net, policy.plan(cfg.checkpointing, strategy.num_layers))
+    applied = apply(
+        net, strategy.decisions, cfg.checkpointing, zero_stage=strategy.zero_stage, device=world.device
+    )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     engine, _, _, _ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False
@@ -257,6 +261,13 @@ def _model(
     if strategy.zero_stage == 3:
         model.assert_sharded(trained, world.size)
     return trained
+
+
+def _write_card(
+    folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
+) -> None:
+    adapter = adapter_files.config_of(module)
+    export.write_model_card(folder, hf_config, tokenizer, module.generation_config, adapter)
 
 
 def _tracker(
