@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     console.quiet_libraries(composed.run.log_level == "debug", is_main)  # before anything noisy is imported
     from remat import distributed, ops, setup, trainer
-    from remat.activation_checkpointing.recompute import NotInEffect
+    from remat.activation_checkpointing.counts import NotInEffect
     from remat.manifest import SaveError
     from remat.preflight import DoesNotFit
 

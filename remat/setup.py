@@ -26,8 +26,9 @@ from remat import (
     saving,
     summary,
 )
-from remat.activation_checkpointing import layers, policy
+from remat.activation_checkpointing import layers
 from remat.activation_checkpointing.apply import Applied, apply
+from remat.activation_checkpointing.watch import Watch
 from remat.config import ConfigError, PeftMethod, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
@@ -62,6 +63,8 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     resumed: dict[str, Any] | None
     swap_folder: Path | None
+    watch: Watch | None = None  # of the first micro-batch
+    proven: bool = False
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 
     @property

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 
 from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight
-from remat.activation_checkpointing import layers
-from remat.config import ConfigError, LossKind, PeftConfig, PeftMethod, Policy, Precision, RunConfig
+from remat.activation_checkpointing import layers, policy
+from remat.activation_checkpointing.policy import LayerDecision
+from remat.config import ConfigError, LossKind, PeftConfig, PeftMethod, Precision, RunConfig
 from remat.planning import states
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """`ds` is the complete DeepSpeed dict; `num_layers` is 0 where no policy needs them."""
+    """`ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without)."""
 
     facts: model.ModelFacts
     fields: dict[str, Any]  # the transformers config as plain data
     ds: dict[str, Any]
     zero_stage: int
-    num_layers: int
+    decisions: list[LayerDecision]
 
 
 def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
@@ -48,14 +49,27 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             largest_param=facts.largest_param,
         ),
     )
-    wanted = cfg.checkpointing.policy is not Policy.none
+    fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
     return Strategy(
         facts=facts,
-        fields=config.to_dict(),
+        fields=fields,
         ds=rendered,
-        zero_stage=ds_config.zero_stage(rendered),
-        num_layers=len(layers.decoder_layers(skeleton)) if wanted else 0,
+        zero_stage=zero_stage,
+        decisions=_decisions(cfg, skeleton, fields, zero_stage, has_gpu=can_pin),
     )
+
+
+def _decisions(
+    cfg: RunConfig, skeleton: Any, fields: dict[str, Any], zero_stage: int, *, has_gpu: bool
+) -> list[LayerDecision]:
+    """What becomes of each layer. Raises ConfigError with everything that cannot work."""
+    try:
+        found = layers.decoder_layers(skeleton)
+    except ConfigError:
+        if policy.needs_layers(cfg.checkpointing):
+            raise
+        return []
+    return policy.plan(cfg.checkpointing, len(found), zero_stage=zero_stage)
 
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:

@@ -43,7 +43,7 @@ def rows(parts: Described) -> dict[str, str]:
         + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
         "ranks": f"{parts.world.size} on {parts.world.device.type}, {parts.world.local_size} per node",
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
-        "activations": policy.describe(cfg.checkpointing, parts.strategy.num_layers),
+        "activations": policy.describe(parts.strategy.decisions),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {parts.world.size} ranks",

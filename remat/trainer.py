@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from remat import distributed, export, optim, run_dir, saving, summary
+from remat import distributed, export, optim, proof, run_dir, saving, summary
+from remat.activation_checkpointing.counts import NotInEffect
 from remat.console import final_rows
 from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
 from remat.setup import Parts
@@ -136,10 +139,12 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
     for micro_batch in batch.micro_batches:
         with timer.phase("data"):
             inputs = _on_device(micro_batch, device)
-        with timer.phase("forward"):
-            loss = parts.token_loss(engine, inputs)
-        with timer.phase("backward"):
-            engine.backward(loss * scale, scale_wrt_gas=False)
+        with parts.applied.micro_batch(), _watching(parts) as forward_done:
+            with timer.phase("forward"):
+                loss = parts.token_loss(engine, inputs)
+            forward_done()
+            with timer.phase("backward"):
+                engine.backward(loss * scale, scale_wrt_gas=False)
         total += loss.detach()
         if parts.strategy.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
             _refuse_non_finite(parts, batch, step)
@@ -175,7 +180,7 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
     progress.tokens_trained += batch.trained_tokens
     parts.window.step_end(batch.seen_tokens, batch.trained_tokens)
     parts.console.progress(progress.step, parts.cfg.train.steps)
-    if not parts.applied.proven:
+    if not parts.proven and progress.skipped_in_a_row == 0:
         _prove(parts)
     if progress.skipped_in_a_row >= parts.cfg.train.max_skipped_steps:
         raise TrainingFailed(
@@ -185,12 +190,31 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch) -> None:
         )
 
 
+@contextmanager
+def _watching(parts: Parts) -> Iterator[Callable[[], None]]:
+    """The first micro-batch of a launch is watched op by op, for the proof."""
+    if parts.watch is not None:
+        yield lambda: None
+        return
+    parts.watch = parts.applied.watch(parts.world.device)
+    with parts.watch:
+        yield parts.watch.forward_done
+
+
 def _prove(parts: Parts) -> None:
-    """After the first step: is the policy in effect? What was counted goes to proof.json either way."""
+    """After the first step that was applied: is what was asked in effect? What was found goes to proof.json either way.
+
+    Raises NotInEffect on all ranks when a promise was not kept on any.
+    """
+    parts.proven = True
+    mine, broken = proof.collect(parts)
+    everyone = distributed.gather((mine, broken))
     if parts.world.is_main:
-        evidence = {"policy": str(parts.cfg.checkpointing.policy), "layers": parts.applied.evidence()}
-        run_dir.write_json(parts.folder / "proof.json", evidence)
-    parts.applied.verify()
+        run_dir.write_json(parts.folder / "proof.json", proof.record(parts, [found for found, _ in everyone]))
+    problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
+    if problems:
+        raise NotInEffect("\n".join(problems))
+    parts.console.note(f"proven: {proof.line(parts, mine)}")
     parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 
+class NotInEffect(RuntimeError):
+    """A policy promised something that did not happen; the text names the option and the cause."""
+
+
 @dataclass
 class Counts:
     """Of one layer. `expected` and `recomputations` are calls of its recomputed regions (the layer, its modules)."""
