@@ -15,7 +15,10 @@ from remat.activation_checkpointing import deepspeed_engine, policy, roles, sele
 from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
-RANDOM_FIELDS = ("drop", "router_jitter_noise")  # of a transformers config: what draws random numbers in a layer
+RANDOM_FIELDS = (
+    "drop",
+    "router_jitter_noise",
+)  # of a transformers config: what draws random numbers in a layer
 
 
 @dataclass(frozen=True)

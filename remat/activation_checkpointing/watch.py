@@ -46,15 +46,21 @@ class Watch(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
-        self.pinned_weight_bytes: dict[int, int] = {}  # gathered weights that autograd did not let go, same moment
-        self.flops: dict[Phase, dict[int, int]] = {p: defaultdict(int) for p in ("forward", "recompute", "backward")}
+        self.pinned_weight_bytes: dict[
+            int, int
+        ] = {}  # gathered weights that autograd did not let go, same moment
+        self.flops: dict[Phase, dict[int, int]] = {
+            p: defaultdict(int) for p in ("forward", "recompute", "backward")
+        }
         self.gathered_bytes: dict[Phase, int] = dict.fromkeys(self.flops, 0)
         self.live_bytes = 0
         self.peak_bytes = 0
         self._scope, self._device = scope, device
         self._weights, self._ignored = weights, ignored
         self._backward = False
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # key: (storage, layer, bytes)
+        self._made: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], int, int]
+        ] = {}  # key: (storage, layer, bytes)
         self._outside: set[int] = set()
         self._gathered: set[int] = set()
 
