@@ -1,90 +1,177 @@
-"""Policies change what is kept, never what is computed; and the counters tell the truth."""
+"""Policies that choose among whole layers: what is decided, that it changes nothing, what it keeps, what it proves."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from remat.activation_checkpointing import layers, policy, recompute
-from remat.config import CheckpointingConfig, ConfigError, Policy
-from tests.live_bytes import LiveBytes
+from remat.activation_checkpointing import apply, evidence, layers, policy
+from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, Policy
+from tests import small_models
+from tests.small_models import FAMILIES, LAYERS
 
-SMALL = {
-    "llama": {"num_key_value_heads": 2},
-    "qwen2": {"num_key_value_heads": 2},
-    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
-    "gemma": {"num_key_value_heads": 2, "head_dim": 16},
-    "phi": {},
+HIDDEN = 2 * 16 * 32 * 4  # bytes of one hidden state
+WHOLE_LAYERS = {
+    "full": CheckpointingConfig(),
+    "full_reentrant": CheckpointingConfig(reentrant=True),
+    "full_to_the_end": CheckpointingConfig(early_stop=False),
+    "interval": CheckpointingConfig(policy=Policy.interval, interval=2),
+    "uniform": CheckpointingConfig(policy=Policy.uniform, segment_layers=3),
+    "uniform_reentrant": CheckpointingConfig(policy=Policy.uniform, segment_layers=2, reentrant=True),
+    "block": CheckpointingConfig(policy=Policy.block, block_layers=3),
+    "sqrt": CheckpointingConfig(policy=Policy.sqrt),
+    "ranges": CheckpointingConfig(layers={0: Policy.none, "2-3": Policy.uniform}),
 }
 
 
-def build(model_type: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, small_models.Result]:
+    net = small_models.build(request.param)
+    return net, small_models.run(net, CheckpointingConfig(policy=Policy.none))
+
+
+@pytest.mark.parametrize("name", list(WHOLE_LAYERS))
+def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, small_models.Result]) -> None:
+    net, kept = family
+    result = small_models.run(net, WHOLE_LAYERS[name])
+    small_models.assert_equal(result, kept)
+    assert evidence.broken_promises(result.applied, result.watch, WHOLE_LAYERS[name]) == []
+    assert sum(counts.recomputations for counts in result.applied.counts) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("full", [1, 1, 1, 1]),
+        ("full_reentrant", [1, 1, 1, 1]),
+        ("uniform", [0, 0, 1, 1]),
+        ("uniform_reentrant", [0, 1, 0, 1]),
+        ("sqrt", [0, 1, 0, 1]),
+    ],
+)
+def test_one_hidden_state_per_recomputed_call(name: str, expected: list[int]) -> None:
+    """A layer's output is the next call's input: nothing else stays, and inside a segment not even that."""
+    result = small_models.run(small_models.build("llama"), WHOLE_LAYERS[name])
+    assert [result.watch.kept_bytes.get(index, 0) for index in range(LAYERS)] == [n * HIDDEN for n in expected]
+
+
+def test_recomputed_flops_are_counted() -> None:
+    """Early stop spares each layer its last projection; attention and six projections run again."""
+    net = small_models.build("llama")
+    tokens, width, inner = 2 * 16, 32, 64
+    attention = 2 * 2 * tokens * 16 * width  # scores and values, full square
+    projections = 2 * tokens * (width * (width + width + 2 * width) + 2 * width * inner)
+    last = 2 * tokens * width * inner
+    for name, layer_flops in (
+        ("full", attention + projections),
+        ("full_to_the_end", attention + projections + last),
+    ):
+        watch = small_models.run(net, WHOLE_LAYERS[name]).watch
+        assert [watch.flops["recompute"][index] for index in range(LAYERS)] == [layer_flops] * LAYERS, name
+    none = small_models.run(net, CheckpointingConfig(policy=Policy.none)).watch
+    assert none.total_flops("recompute") == 0
+    assert none.flops["forward"][0] == attention + projections + last
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    net = small_models.build("llama")
+    small_models.run(net, CheckpointingConfig(policy=Policy.uniform, reentrant=True))
+    for layer in layers.decoder_layers(net):
+        assert "_gradient_checkpointing_func" not in layer.__dict__
+        assert layer.gradient_checkpointing is False
+    assert not net.get_input_embeddings()._forward_hooks
+
+
+def test_an_evaluation_recomputes_nothing() -> None:
+    net = small_models.build("llama")
+    applied = apply.apply(net, policy.plan(CheckpointingConfig(), LAYERS), CheckpointingConfig())
+    with torch.no_grad():
+        net(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    net.eval()
+    net(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert [counts.forwards for counts in applied.counts] == [0] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("cfg", "calls"),
+    [
+        (CheckpointingConfig(policy=Policy.interval, interval=3), ["0", "3"]),
+        (CheckpointingConfig(policy=Policy.block, block_layers=2), ["0", "1"]),
+        (CheckpointingConfig(policy=Policy.uniform, segment_layers=2), ["0-1", "2-3", "4-4"]),
+        (CheckpointingConfig(policy=Policy.sqrt), ["0-2", "3-4"]),
+        (CheckpointingConfig(policy=Policy.none, layers={"1-2": Policy.uniform, 4: Policy.full}), ["1-2", "4"]),
+    ],
+)
+def test_which_layers_are_recomputed_together(cfg: CheckpointingConfig, calls: list[str]) -> None:
+    found = {
+        f"{d.first}-{d.last}" if d.policy in (Policy.uniform, Policy.sqrt) else str(d.first)
+        for d in policy.plan(cfg, 5)
+        if d.mechanism is policy.Mechanism.recompute
     }
-    config = AutoConfig.for_model(model_type, use_cache=False, **(sizes | SMALL[model_type]))
-    net = AutoModelForCausalLM.from_config(config)
-    for name, parameter in net.named_parameters():
-        if name.endswith("bias"):  # zero biases hide wrong gradients
-            torch.nn.init.normal_(parameter, std=0.02)
-    return net.train()
+    assert sorted(found) == calls
 
 
-def gradients(net: torch.nn.Module, kind: Policy) -> tuple[torch.Tensor, list[torch.Tensor], recompute.Applied]:
-    applied = recompute.apply(net, policy.plan(CheckpointingConfig(policy=kind), 3))
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
-    net.zero_grad()
-    torch.manual_seed(7)
-    loss = net(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), [p.grad.clone() for p in net.parameters() if p.grad is not None], applied
+def test_segments_are_reentrant_under_zero_3_only() -> None:
+    cfg = CheckpointingConfig(policy=Policy.uniform)
+    assert [d.reentrant for d in policy.plan(cfg, 3, zero_stage=3)] == [True, True, False]
+    assert not any(d.reentrant for d in policy.plan(cfg, 3, zero_stage=2))
 
 
-@pytest.mark.parametrize("model_type", list(SMALL))
-def test_full_is_bit_equal_to_none(model_type: str) -> None:
-    net = build(model_type)
-    loss, kept, none = gradients(net, Policy.none)
-    again, recomputed, full = gradients(net, Policy.full)
-    assert torch.equal(loss, again)
-    assert len(kept) == len(recomputed) > 0
-    assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
-    assert none.recomputations == [0, 0, 0]
-    assert full.recomputations == full.forwards == [1, 1, 1]
-    none.verify()
-    full.verify()
+def test_offload_spares_the_last_layers() -> None:
+    cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, keep_last_layers=2))
+    assert [d.offload for d in policy.plan(cfg, 4)] == [True, True, False, False]
 
 
-def test_full_keeps_one_hidden_state_per_layer() -> None:
-    kept = {}
-    for kind in Policy:
-        net = build("llama")
-        recompute.apply(net, policy.plan(CheckpointingConfig(policy=kind), 3))
-        ids = torch.randint(0, 64, (2, 16))
-        with LiveBytes() as live:
-            output = net.model(input_ids=ids, use_cache=False).last_hidden_state
-        kept[kind] = live.live_bytes
-        assert output.requires_grad
-    hidden = 2 * 16 * 32 * 4
-    assert kept[Policy.none] > 3 * 15 * hidden
-    assert kept[Policy.full] < (3 + 8) * hidden
+@pytest.mark.parametrize(
+    ("ranges", "text"),
+    [
+        ({"0-9": Policy.none}, "0 to 3"),
+        ({"2-1": Policy.none}, "rises"),
+        ({"first": Policy.none}, "not a range"),
+        ({"0-2": Policy.none, 2: Policy.full}, "layer 2 is also in 0-2"),
+    ],
+)
+def test_bad_ranges(ranges: dict[object, Policy], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        policy.plan(CheckpointingConfig(layers=ranges), 4)
 
 
 def test_a_policy_that_does_not_run_is_found_out() -> None:
-    net = build("llama")
-    _, _, applied = gradients(net, Policy.full)
-    applied.recomputations[1] = 0
-    with pytest.raises(recompute.NotInEffect, match=r"layers \[1\]"):
-        applied.verify()
-    applied.reset()
-    with pytest.raises(recompute.NotInEffect, match="no layer ran"):
-        applied.verify()
+    cfg = CheckpointingConfig()
+    result = small_models.run(small_models.build("llama"), cfg)
+    result.applied.counts[1].recomputations = 0
+    assert "layers 1: expected [1]" in evidence.broken_promises(result.applied, result.watch, cfg)[0]
+    result.applied.reset()
+    assert "never ran" in evidence.broken_promises(result.applied, result.watch, cfg)[0]
+
+
+def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
+    """Something holds on to activations behind the policy's back."""
+    net = small_models.build("llama")
+    held: list[torch.Tensor] = []
+    net.model.layers[2].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(400, 1, 1)))
+    result = small_models.run(net, CheckpointingConfig())
+    found = evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())
+    assert len(found) == 1
+    assert "layer 2 keeps" in found[0]
+
+
+def test_frozen_layers_that_recompute_nothing_are_found_out() -> None:
+    net = small_models.build("llama")
+    net.requires_grad_(False)
+    net.lm_head.requires_grad_(True)
+    result = small_models.run(net, CheckpointingConfig())
+    assert (
+        "no gradient passes" in evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())[0]
+    )
+
+
+def test_reentrant_with_frozen_embeddings_trains_what_follows() -> None:
+    net = small_models.build("llama")
+    net.get_input_embeddings().requires_grad_(False)
+    kept = small_models.run(net, CheckpointingConfig(policy=Policy.none))
+    small_models.assert_equal(small_models.run(net, CheckpointingConfig(reentrant=True)), kept)
 
 
 def test_a_model_without_layers_is_refused() -> None:
@@ -92,14 +179,27 @@ def test_a_model_without_layers_is_refused() -> None:
         layers.decoder_layers(torch.nn.Linear(2, 2))
 
 
-def test_none_asks_nothing_of_the_model() -> None:
-    applied = recompute.apply(torch.nn.Linear(2, 2), policy.plan(CheckpointingConfig(policy=Policy.none), 0))
-    applied.verify()
-    assert applied.proven
+def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
+    net = small_models.build("llama")
+    cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
+    apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    stack = net.model.layers
+    assert isinstance(stack[1], GradientCheckpointingLayer)
+    with pytest.raises(ConfigError, match="one after the other"):
+        stack[1](torch.zeros(1, 4, 32, requires_grad=True), position_embeddings=None)
 
 
-def test_the_header_says_what_the_policy_does() -> None:
-    assert (
-        policy.describe(CheckpointingConfig(policy=Policy.full), 3)
-        == "full (3 of 3 layers recomputed in backward)"
-    )
+@pytest.mark.parametrize(
+    ("cfg", "text"),
+    [
+        (CheckpointingConfig(policy=Policy.none), "none (every activation is kept)"),
+        (CheckpointingConfig(), "full (4 of 4 layers recomputed whole)"),
+        (
+            CheckpointingConfig(policy=Policy.sqrt, layers={0: Policy.none}),
+            "none in layers 0 (every activation is kept); sqrt in layers 1-3 (3 of 4 layers recomputed whole in "
+            "2 segments)",
+        ),
+    ],
+)
+def test_the_header_says_what_the_policy_does(cfg: CheckpointingConfig, text: str) -> None:
+    assert policy.describe(policy.plan(cfg, LAYERS)) == text
