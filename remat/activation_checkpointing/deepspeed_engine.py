@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from remat.activation_checkpointing.counts import Counts
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
 OPTION = "checkpointing.deepspeed"
@@ -133,8 +134,7 @@ class DeepSpeedCheckpointing:
 
     `num_calls`: calls of `run` between two backwards; `tensor_parallel`: an object with
     `get_tensor_model_parallel_{rank,world_size,group}` (deepspeed.utils.groups has them), whose ranks hold the same
-    activations. After a call `partitioned_bytes` and `moved_bytes` tell what of its input went to the other ranks and
-    to host memory. One at a time in a process, because DeepSpeed's settings are global; `close` gives them back.
+    activations. One at a time in a process, because DeepSpeed's settings are global; `close` gives them back.
     """
 
     def __init__(
@@ -153,8 +153,6 @@ class DeepSpeedCheckpointing:
         self._module: Any = checkpointing
         self._cfg, self._reentrant = cfg, reentrant
         self._same_checked = False
-        self.partitioned_bytes = 0
-        self.moved_bytes = 0
         self._restore()
         checkpointing.configure(
             mpu_=tensor_parallel,
@@ -168,20 +166,23 @@ class DeepSpeedCheckpointing:
         self._profile = _Profile() if cfg.profile else None
         checkpointing.timers = self._profile
 
-    def run(self, fn: Callable[..., Any], hidden: torch.Tensor, *rest: Any) -> Any:
+    def run(
+        self, fn: Callable[..., Any], hidden: torch.Tensor, *rest: Any, counts: Counts | None = None
+    ) -> Any:
         """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
 
         Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
-        Without gradients `fn` is simply called.
+        Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
+        and to host memory.
         """
-        self.partitioned_bytes = self.moved_bytes = 0
         if not torch.is_grad_enabled():
             return fn(hidden, *rest)
         self._check_same_on_all_ranks(hidden)
         alias = self._alias(hidden)
         variant = self._module.checkpoint if self._reentrant else self._module.non_reentrant_checkpoint
         output = variant(lambda state: fn(state, *rest), alias)
-        self._count(hidden, alias)
+        if counts is not None:
+            _count(hidden, alias, counts)
         return output
 
     def reset(self) -> None:
@@ -214,15 +215,6 @@ class DeepSpeedCheckpointing:
         if self._reentrant and not hidden.requires_grad:
             return hidden.detach().requires_grad_()
         return hidden.view_as(hidden)
-
-    def _count(self, hidden: torch.Tensor, alias: torch.Tensor) -> None:
-        """What DeepSpeed left in `alias`: a slice, a host copy, the token of a copy under way, or everything."""
-        kept: torch.Tensor | None = getattr(alias, "saved_data", None)
-        if kept is not None:
-            self.moved_bytes = kept.nbytes if kept.device != hidden.device else 0
-            self.partitioned_bytes = hidden.nbytes - kept.nbytes
-        elif getattr(alias, "ds_offload_id", None) is not None:
-            self.moved_bytes = hidden.nbytes
 
     def _check_same_on_all_ranks(self, hidden: torch.Tensor) -> None:
         """Once: slices put together from ranks with different activations are wrong activations, and no error."""
@@ -262,6 +254,16 @@ class _Profile:
         """A forward that raised leaves its timer running, and the next could not start it."""
         for timer in self._timers.get_timers().values():
             timer.reset()
+
+
+def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts) -> None:
+    """What DeepSpeed left in `alias`: a slice, a host copy, the token of a copy under way, or everything."""
+    kept: torch.Tensor | None = getattr(alias, "saved_data", None)
+    if kept is not None:
+        counts.moved_bytes += kept.nbytes if kept.device != hidden.device else 0
+        counts.partitioned_bytes += hidden.nbytes - kept.nbytes
+    elif getattr(alias, "ds_offload_id", None) is not None:
+        counts.moved_bytes += hidden.nbytes
 
 
 def _group_size(tensor_parallel: Any | None) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from remat.activation_checkpointing import layers
+from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.deepspeed_engine import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 from tests.pool import RankPool
@@ -40,8 +41,9 @@ def put_in_place(
     sliced: list[int] = []
 
     def run(layer_forward: Callable[..., Any], *args: Any) -> Any:
-        output = engine.run(layer_forward, *args)
-        sliced.append(engine.partitioned_bytes)
+        counts = Counts()
+        output = engine.run(layer_forward, *args, counts=counts)
+        sliced.append(counts.partitioned_bytes)
         return output
 
     for layer in stack:
