@@ -177,6 +177,7 @@ def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Ten
     from deepspeed.utils import safe_get_full_fp32_param
 
     module, is_main = engine.module, manifest.place()[0] == 0
+    held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     masters = _unpartitioned_masters(engine)
 
     def copy_out(value: torch.Tensor) -> torch.Tensor | None:
@@ -184,7 +185,7 @@ def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Ten
         return value.detach().to("cpu", wanted, copy=True).contiguous() if is_main else None
 
     def read(name: str) -> torch.Tensor | None:
-        value = module.get_parameter_or_buffer(name)
+        value = held[name]
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
             if master is not None:

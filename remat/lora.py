@@ -7,6 +7,7 @@ ZeRO-3 they are created as shards, like the model itself. peft is imported only 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
         target_modules=names,
-        exclude_modules=[path for path, module in chosen if id(module) not in inside] or None,
+        exclude_modules="|".join(re.escape(path) for path, module in chosen if id(module) not in inside)
+        or None,
         fan_in_fan_out=all(isinstance(module, Conv1D) for _, module in chosen),
         init_lora_weights=False,  # peft would draw before ZeRO-3 could gather: `apply` draws afterwards
     )
