@@ -100,6 +100,61 @@ def test_against_the_tensors_of_a_real_engine(
     assert total / num_params == pytest.approx(measured, abs=0.005)
 
 
+# The same with 2,885,888 frozen parameters and LoRA adapters of 1,114,112 (the largest 32,768) in one bucket-free
+# count: bytes on one of two ranks.
+MEASURED_LORA = [
+    ("zero0", Precision.fp32, 1, False, 29_369_824),
+    ("zero0", Precision.bf16, 1, False, 23_598_048),
+    ("zero1", Precision.bf16, 1, False, 15_799_048),
+    ("zero2", Precision.fp32, 1, False, 24_913_160),
+    ("zero2", Precision.bf16, 2, False, 15_799_048),
+    ("zero2", Precision.bf16, 2, True, 16_913_160),
+    ("zero2_offload", Precision.fp32, 1, False, 27_403_764),
+    ("zero2_offload", Precision.bf16, 1, False, 18_158_580),
+    ("zero2_offload", Precision.bf16, 2, False, 19_272_692),
+    ("zero2_offload", Precision.bf16, 2, True, 20_386_804),
+    ("zero3", Precision.fp32, 1, False, 17_175_309 - 262_144),
+    ("zero3", Precision.bf16, 1, False, 11_930_125 - 131_072),
+    ("zero3", Precision.bf16, 1, True, 13_044_237 - 131_072),
+    ("zero3_offload_optimizer", Precision.bf16, 1, False, 14_158_789 - 131_072),
+    ("zero3_offload_optimizer", Precision.bf16, 2, True, 15_272_901 - 131_072),
+    ("zero3_offload", Precision.fp32, 1, False, 19_403_973 - 262_144),
+    ("zero3_offload", Precision.bf16, 1, False, 14_158_789 - 131_072),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "gas", "fp32_gradients", "measured"), MEASURED_LORA)
+def test_frozen_parameters_against_the_tensors_of_a_real_engine(
+    name: str, precision: Precision, gas: int, fp32_gradients: bool, measured: int
+) -> None:
+    overrides: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if fp32_gradients else {}
+    if name == "zero0":
+        name, overrides["zero_optimization"] = "zero1", {"stage": 0}
+    items = model_states(
+        num_params=4_000_000,
+        largest_param=131_072,
+        num_trainable_params=1_114_112,
+        largest_trainable_param=32_768,
+        ds=rendered(name, precision=precision, **overrides),
+        world_size=2,
+        ranks_per_node=2,
+        gas=gas,
+        can_pin=False,
+    )
+    total = sum(item.bytes_per_rank for item in items if "bucket" not in item.name)
+    assert total == pytest.approx(measured, abs=1000)
+
+
+def test_frozen_parameters_lie_where_parameters_lie() -> None:
+    sizes = {**LLAMA_70B, "num_trainable_params": 207_093_760, "largest_trainable_param": 16 * 28_672}
+    frozen = 2 * (LLAMA_70B["num_params"] - 207_093_760) // 8
+    for name, place in (("zero3", "gpu"), ("zero3_offload", "pinned"), ("zero3_nvme", "nvme")):
+        items = {item.name: item for item in plan(name, sizes)}
+        assert items["frozen parameters"].place == place
+        assert items["frozen parameters"].bytes_per_rank == frozen
+    assert by_place(plan("zero3", sizes))["gpu"] < 0.2 * by_place(plan("zero3", LLAMA_70B))["gpu"]
+
+
 @pytest.mark.parametrize(("precision", "measured"), [(Precision.fp32, 16.0), (Precision.bf16, 16.0)])
 def test_without_zero(precision: Precision, measured: float) -> None:
     run = RunValues(
@@ -213,7 +268,7 @@ def test_every_source_is_a_line_that_allocates(name: str) -> None:
     allocates = re.compile(
         r"zeros|empty|full|clone|\.to\(|pin_memory|new_cpu_locked|defragment|flatten_dense|swap_out_tensors"
     )
-    for item in plan(name, LLAMA_8B):
+    for item in plan(name, LLAMA_8B | {"num_trainable_params": 10**7, "largest_trainable_param": 10**5}):
         if item.source in (states.MODEL, states.AUTOGRAD, states.TORCH_ADAM):
             continue
         path, _, line = item.source.rpartition(":")
