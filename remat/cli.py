@@ -18,6 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+compare = typer.Typer(help="The same run under several granularities, side by side.", no_args_is_help=True)
+app.add_typer(compare, name="compare")
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
@@ -38,6 +40,26 @@ def ds_config_command(
     ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
     can_pin = torch.cuda.is_available() or run.hardware.gpu is not None
     print(json.dumps(strategy.decide(run, world_size=ranks, can_pin=can_pin).ds, indent=2))
+
+
+@compare.command("policies", context_settings=WITH_OVERRIDES)
+def compare_policies_command(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
+) -> None:
+    """Bytes kept, FLOPs recomputed and ZeRO-3 gathers of every activation checkpointing policy on one model."""
+    from dataclasses import asdict
+
+    from remat import compare_policies, compose
+
+    cfg = compose.from_command_line(ctx.args).run
+    found = compare_policies.rows(ctx.args)
+    if as_json:
+        print(json.dumps([asdict(row) for row in found], indent=2))
+        return
+    print(compare_policies.caption(cfg))
+    for line in compare_policies.lines(found):
+        print(line, flush=True)
 
 
 @app.command()

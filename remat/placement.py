@@ -43,7 +43,10 @@ def inspect(engine: Any) -> dict[str, Any]:
 def broken_promises(
     found: Mapping[str, Any], ds: Mapping[str, Any], *, ranks: int, device_type: str
 ) -> list[str]:
-    """What the DeepSpeed config promised and the engine does not do. `ranks` share the state, `device_type` computes."""
+    """What the DeepSpeed config promised and the engine does not do.
+
+    `ranks` share the optimizer state, `device_type` is where the model computes.
+    """
     parameters, state = found["parameters"], found["optimizer_state"]
     stage = ds_config.zero_stage(ds)
     problems = []
@@ -56,8 +59,8 @@ def broken_promises(
     padding = 2 * 2 * ranks * max(1, parameters["count"])
     if not 0 < state["elements"] <= share + padding:
         problems.append(
-            f"zero_optimization.stage={stage} is not in effect: this rank holds {state['elements']} elements of optimizer "
-            f"state, its share is {share:.0f}"
+            f"zero_optimization.stage={stage} is not in effect: this rank holds {state['elements']} elements of "
+            f"optimizer state, its share is {share:.0f}"
         )
     places = {
         "offload_optimizer": (ds_config.optimizer_offload_device(ds), state["bytes_on"]),
@@ -69,7 +72,8 @@ def broken_promises(
         elsewhere = {place: size for place, size in bytes_on.items() if place not in allowed and size}
         if elsewhere:
             problems.append(
-                f"zero_optimization.{section}.device={wanted or 'none'} is not in effect: bytes by device {dict(bytes_on)}"
+                f"zero_optimization.{section}.device={wanted or 'none'} is not in effect: bytes are on "
+                f"{dict(bytes_on)}"
             )
     return problems
 

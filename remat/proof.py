@@ -24,7 +24,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[str]]:
     }
     broken = evidence.broken_promises(parts.applied, watch, parts.cfg.checkpointing)
     broken += placement.broken_promises(
-        where, parts.strategy.ds, ranks=parts.world.size, device_type=parts.world.device.type
+        where, parts.strategy.ds, ranks=parts.world.data_size, device_type=parts.world.device.type
     )
     return found, broken
 

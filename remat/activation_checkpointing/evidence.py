@@ -75,8 +75,9 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         layers,
         lambda d: d.mechanism is Mechanism.selective_ops,
         lambda c: c.reused_outputs,
-        f"checkpointing.selective_ops: nothing on the list {[*cfg.selective_ops.save, *cfg.selective_ops.save_linears]} "
-        f"ran{' (attention with dropout on a CPU, or eager attention, has no fused operation)' if 'attention' in cfg.selective_ops.save else ''}",
+        f"checkpointing.selective_ops: nothing on the lists save={cfg.selective_ops.save} and "
+        f"save_linears={cfg.selective_ops.save_linears} ran (eager attention, and attention with dropout on a CPU, have "
+        "no fused operation)",
     )
     found += _missing(
         layers,

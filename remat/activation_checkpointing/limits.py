@@ -45,8 +45,8 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if asked & {Policy.uniform, Policy.sqrt} and _returns_tuple(layers[0]):
         found.append(
-            f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be recomputed "
-            "in segments; use checkpointing=full, interval or block"
+            f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be "
+            "recomputed in segments; use checkpointing=full, interval or block"
         )
     if Policy.selective_ops in asked:
         found += selective.problems(cfg.selective_ops)
@@ -65,8 +65,8 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
         found.append(
-            f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits the norm's "
-            "output in place; set model.architecture.router_jitter_noise=0 or use checkpointing=selective_modules"
+            f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
+            "the norm's output in place; set model.architecture.router_jitter_noise=0 or use checkpointing=selective_modules"
         )
     return [*found, *roles.problems(layers[0], cfg, asked)]
 
@@ -78,8 +78,8 @@ def _variants(cfg: CheckpointingConfig, asked: set[Policy], setting: Setting) ->
         found.append(f"checkpointing.reentrant=true: {names} needs the non-reentrant variant; leave it out")
     if not cfg.early_stop and setting.zero_stage == 3:
         found.append(
-            "checkpointing.early_stop=false under ZeRO-3: the recomputation would release weights that backward is about "
-            "to use; leave it true"
+            "checkpointing.early_stop=false under ZeRO-3: the recomputation would release weights that backward "
+            "is about to use; leave it true"
         )
     random = _random_fields(setting)
     if not cfg.preserve_rng_state and random and asked != {Policy.none}:
@@ -114,8 +114,8 @@ def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> l
         )
     if cfg.offload.keep_last_layers >= num_layers:
         found.append(
-            f"checkpointing.offload.keep_last_layers={cfg.offload.keep_last_layers} keeps all {num_layers} layers on the "
-            "device: lower it"
+            f"checkpointing.offload.keep_last_layers={cfg.offload.keep_last_layers} keeps all {num_layers} layers "
+            "on the device: lower it"
         )
     return found
 

@@ -40,6 +40,7 @@ LEVELS = [
         "nvme_state",
         "placement",
         "activation_checkpointing",
+        "tensor_parallel",
         "planning",
     },
     {
@@ -51,6 +52,7 @@ LEVELS = [
         "trainer",
         "doctor",
         "report",
+        "compare_policies",
         "report_page",
         "report_charts",
     },

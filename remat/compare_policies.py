@@ -1,0 +1,143 @@
+"""`remat compare policies`: every policy on one model, counted op by op on meta tensors, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from remat import compose, model, strategy
+from remat.activation_checkpointing import apply, layers
+from remat.activation_checkpointing.policy import LayerDecision, Mechanism
+from remat.config import ConfigError, RunConfig
+from remat.planning import simulate
+from remat.planning.gathers import GatherReplay
+
+META = torch.device("meta")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One policy on one micro-batch. Bytes are means per layer; FLOPs are matrix products and attention.
+
+    `hidden_states` is kept bytes in units of one hidden state [micro batch, seq, hidden]; `zero3_gathers` the volume
+    that ZeRO-3 gathers in units of the model, without reuse. A policy that cannot work here has only `refused`.
+    """
+
+    name: str
+    kept_bytes: float = 0.0
+    hidden_states: float = 0.0
+    moved_bytes: float = 0.0
+    discarded_bytes: float = 0.0
+    recomputed_of_forward: float = 0.0
+    zero3_gathers: float = 0.0
+    refused: str = ""
+
+
+def rows(overrides: list[str]) -> Iterator[PolicyRow]:
+    """One row per choice of `conf/checkpointing`, over the run that `overrides` ask for. Raises ConfigError."""
+    compose.compose_run(overrides)  # a bad override is one message, not one per policy
+    for name in compose.group_choices()["checkpointing"]:
+        others = [word for word in overrides if not word.startswith("checkpointing=")]
+        try:
+            cfg = compose.compose_run([*others, f"checkpointing={name}"]).run
+            yield count(cfg, name)
+        except ConfigError as error:
+            yield PolicyRow(name, refused=" ".join(str(error).split()))
+
+
+def count(cfg: RunConfig, name: str) -> PolicyRow:
+    """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
+    config = model.shape_config(cfg.model)
+    net = model.skeleton(config, cfg.model).to(model.DTYPES[cfg.train.precision]).train()
+    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    if not decided.decisions:
+        raise ConfigError(f"{type(net).__name__} has no repeated layers")
+    applied = apply.apply(net, _without_engine(decided.decisions), cfg.checkpointing, device=META)
+    watch = applied.watch(META)
+    try:
+        with simulate.gpu_kernels(), GatherReplay(net) as gathers, applied.micro_batch(), watch:
+            simulate.step(
+                net,
+                micro_batch_size=cfg.train.micro_batch_size,
+                seq_len=cfg.train.seq_len,
+                forward_done=watch.forward_done,
+            )
+    finally:
+        applied.remove()
+    depth = len(layers.decoder_layers(net))
+    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * config.get_text_config().hidden_size
+    kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
+    return PolicyRow(
+        name,
+        kept_bytes=kept,
+        hidden_states=kept / (hidden * model.DTYPES[cfg.train.precision].itemsize),
+        moved_bytes=sum(c.moved_bytes for c in applied.counts) / depth,
+        discarded_bytes=sum(c.discarded_bytes for c in applied.counts) / depth,
+        recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),
+        zero3_gathers=gathers.elements / sum(p.numel() for p in net.parameters()),
+    )
+
+
+def _without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
+    """DeepSpeed's function needs process groups; torch's reentrant variant does the same in one process."""
+    return [
+        replace(d, mechanism=Mechanism.recompute, reentrant=True) if d.mechanism is Mechanism.deepspeed else d
+        for d in decisions
+    ]
+
+
+HEADINGS = [
+    "policy",
+    "kept MiB/layer",
+    "kept h",
+    "host MiB/layer",
+    "discarded MiB/layer",
+    "recomputed",
+    "gathers",
+]
+
+
+def cells(row: PolicyRow) -> list[str]:
+    """The figures of a row under HEADINGS; a policy that is refused has its reason instead."""
+    if row.refused:
+        return [row.name, f"refused: {row.refused}"]
+    return [
+        row.name,
+        f"{row.kept_bytes / MIB:.4g}",
+        f"{row.hidden_states:.2f}",
+        f"{row.moved_bytes / MIB:.4g}" if row.moved_bytes else "-",
+        f"{row.discarded_bytes / MIB:.4g}" if row.discarded_bytes else "-",
+        f"{row.recomputed_of_forward:.1%}",
+        f"{row.zero3_gathers:.2f}",
+    ]
+
+
+def lines(found: Iterator[PolicyRow]) -> Iterator[str]:
+    """A table that grows as policies are counted."""
+    widths = [max(20, len(HEADINGS[0])), *(len(heading) for heading in HEADINGS[1:])]
+    yield "  ".join(
+        h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(HEADINGS, widths, strict=True))
+    )
+    for row in found:
+        name, *figures = cells(row)
+        aligned = figures if row.refused else [f.rjust(w) for f, w in zip(figures, widths[1:], strict=True)]
+        yield "  ".join([name.ljust(widths[0]), *aligned])
+
+
+def _ranks(cfg: RunConfig) -> int:
+    return (cfg.hardware.gpus_per_node or 1) * cfg.hardware.num_nodes
+
+
+def caption(cfg: RunConfig) -> str:
+    """What the figures are of."""
+    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    train = cfg.train
+    return (
+        f"{decided.facts.class_name}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
+        f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "
+        "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those of the "
+        "forward; gathers =\nvolume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
+    )

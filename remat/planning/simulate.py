@@ -1,0 +1,85 @@
+"""Run a real model forward and backward on `meta` tensors, as it would run on a GPU: shapes and operations, no memory.
+
+Two things differ on meta and are set right while `gpu_kernels` is entered: torch would pick its slow attention, so
+the kernel that a GPU picks is called by name; and Hugging Face's masks ask whether sequences are packed, which needs
+a value, so the answer is given: they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """What F.scaled_dot_product_attention calls on a recent NVIDIA GPU: flash; efficient with a mask or in fp32."""
+    with mock.patch.object(F, "scaled_dot_product_attention", _attention), _Answers():
+        yield
+
+
+def step(model: nn.Module, *, micro_batch_size: int, seq_len: int, forward_done: Callable[[], None]) -> None:
+    """Forward and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
+
+    The logits are built and receive a gradient; the loss itself is not part of it.
+    """
+    ids = torch.zeros(micro_batch_size, seq_len, dtype=torch.long, device="meta")
+    logits = model(input_ids=ids, use_cache=False).logits
+    forward_done()
+    logits.backward(torch.empty_like(logits))
+
+
+class _Answers(TorchDispatchMode):
+    """A value is asked for that meta tensors do not have: `are these sequences whole?` Yes."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            if args[0].dtype is not torch.bool:
+                raise ValueError(
+                    f"the model reads a {args[0].dtype} value from its data, which a plan does not have"
+                )
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, head_dim up to 256."""
+    if attn_mask is None and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256:
+        padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
+        output = torch.ops.aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5
+        )[0]
+        return output[..., : query.shape[-1]]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
