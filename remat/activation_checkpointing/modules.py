@@ -1,0 +1,137 @@
+"""Recompute parts of a layer: modules by role, and the inner function of attention."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from remat.activation_checkpointing import roles as layer_roles
+from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing.recompute import Recompute, carries_gradient
+
+Region = Callable[..., Any]
+
+
+def recompute_inside(
+    layer: nn.Module, roles: list[str], recompute: Recompute, index: int, counts: Counts, scope: Scope
+) -> Callable[[], None]:
+    """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
+
+    Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
+    """
+
+    def region(fn: Region, args: Any, kwargs: Any) -> Any:
+        return _run(fn, args, kwargs, recompute, index, counts, scope)
+
+    found = {role: layer_roles.find(layer, role) for role in roles}
+    core = found.pop(layer_roles.CORE_ATTENTION, [])
+    whole = layer_roles.outermost([one for several in found.values() for one in several])
+    undo = ExitStack()
+    for _, module in whole:
+        undo.callback(_wrap_forward(module, region))
+    for name, module in core:
+        if name not in {outer for outer, _ in whole}:
+            undo.callback(_wrap_core_attention(module, region))
+    return undo.close
+
+
+def _run(
+    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: Counts, scope: Scope
+) -> Any:
+    """`fn(*args, **kwargs)` as one recomputed region.
+
+    Every tensor becomes a positional argument of the region, wherever it was: only those pass the saved-tensor hooks
+    around the layer. Parameters stay in the closure: ZeRO-3 may have partitioned them until the recomputation.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+    ]
+    rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+
+    def again(*tensors: torch.Tensor) -> Any:
+        filled = list(rest)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        given, named = tree_unflatten(filled, spec)
+        return fn(*given, **named)
+
+    output = recompute(counted(again, index, counts, scope), *(leaves[place] for place in places))
+    counts.expected += carries_gradient(output)
+    return output
+
+
+def _wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
+    """On the instance: hooks stay outside, names and classes as they are."""
+    before = module.__dict__.get("forward")
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return region(forward, args, kwargs)
+
+    module.forward = wrapped
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
+
+
+class _Name(str):
+    """Reads as the implementation's own name; in the registry it is a key of its own."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
+    """Give this one module a copy of its config whose attention is a registered wrapper around the real one.
+
+    Masks are made from the model's config, which is not touched. What the module itself asks of the name (eager or
+    not, flash or not) must get the true answer, and so must the real function: it runs with the config of before.
+    """
+    config = attention.config
+    name = _Name(config._attn_implementation)
+    default = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(str(name), default)
+
+    def original(module: Any, *args: Any, **kwargs: Any) -> Any:
+        copied, module.config = module.config, config
+        try:
+            return interface(module, *args, **kwargs)
+        finally:
+            module.config = copied
+
+    def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def fn(*given: Any, **named: Any) -> Any:
+            return original(module, *given, **named)
+
+        return region(fn, args, kwargs)
+
+    own = copy.copy(config)
+    own.__dict__["_attn_implementation_internal"] = (
+        name  # the property would also rename sub-configs, which are shared
+    )
+    ALL_ATTENTION_FUNCTIONS[name] = wrapped
+    attention.config = own
+
+    def undo() -> None:
+        attention.config = config
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+    return undo

@@ -1,0 +1,137 @@
+"""Operators by name: which ones a selective policy lists, what they write to, what can be kept of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+MATMULS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::_addmm_activation",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::linear",
+    "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_mm_v2",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_grouped_mm_v2",
+    "transformers::grouped_mm_fallback",
+}
+# flash_attn, flash_attn_3 and kernels of the hub, whose namespaces end in a hash, are known by their pattern
+FUSED_ATTENTION = re.compile(
+    r"aten::_scaled_dot_product_(?!.*(backward|_math))\w+"
+    r"|torch_attn::_varlen_attn"
+    r"|\w*flash_attn\w*::\w*(fwd|forward)"
+    r"|flex_attention"
+)
+COLLECTIVES = re.compile(r"_c10d_functional(_autograd)?::(?!wait_tensor)\w+(?<!_)(?<!_out)")
+GROUPS: dict[str, Callable[[str], bool]] = {
+    "attention": lambda name: FUSED_ATTENTION.fullmatch(name) is not None,
+    "communication": lambda name: COLLECTIVES.fullmatch(name) is not None,
+    "matmul": lambda name: name in MATMULS,
+    "every_other_matmul": lambda name: name in MATMULS,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`writes`: (position, name) of the arguments it changes. `random`: it may draw numbers."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    random: bool
+
+
+@cache
+def describe(func: Any) -> Operator:
+    """Of an operator overload, or of a higher-order operator, which has no schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return Operator(name=func.name(), writes=(), random=False)
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aten = schema.name.startswith("aten::")
+    return Operator(schema.name, writes, random=not aten or torch.Tag.nondeterministic_seeded in func.tags)
+
+
+def name_problem(name: str) -> str | None:
+    """Why `name` cannot be on the list of kept operators; None when it can."""
+    if name in GROUPS:
+        return None
+    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    if name not in known:
+        space, colons, _ = name.partition("::")
+        spaces = {other.partition("::")[0] for other in known}
+        if colons and space not in spaces and not difflib.get_close_matches(space, spaces, cutoff=0.7):
+            return None  # of a library that the model's code loads later
+        close = difflib.get_close_matches(name, [*GROUPS, *known], n=3)
+        close = close or difflib.get_close_matches(f"aten::{name}", known, n=3)
+        return f"there is no operator {name}" + (f"; did you mean {', '.join(close)}?" if close else "")
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    if all(any(value.alias_info is not None for value in schema.returns) for schema in schemas):
+        return f"{name} returns a view of its input or writes to it, so it has no result of its own to keep"
+    plain = [schema for schema in schemas if not schema.is_mutable]
+    if name not in MATMULS and all(_composite(schema) for schema in plain):
+        return f"{name} is made of other operators and never runs itself; name those, or attention or matmul"
+    return None
+
+
+def _composite(schema: Any) -> bool:
+    full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
+    except RuntimeError:  # an operator of TorchScript only
+        return False
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """The identity of its memory while it lives; 0: it has none of its own (a wrapper around other tensors)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def storages(tree: Any) -> set[int]:
+    """Of all tensors in `tree` that have one."""
+    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} - {0}
+
+
+def written(operator: Operator, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for position, name in operator.writes:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def device_of(given: Any) -> torch.device | None:
+    return next((leaf.device for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)), None)
+
+
+def random_state(given: Any) -> torch.Tensor | None:
+    """Of the generator of the operation's device. Reading a GPU's costs no synchronisation."""
+    device = device_of(given)
+    if device is None or device.type == "meta":
+        return None
+    return (
+        torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    )
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """As if the operation had run and drawn its numbers: dropout after it must not change."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,325 @@
+"""Keep the results of chosen operations, recompute the rest of the layer around them.
+
+Two dispatch modes of our own. torch's `create_selective_checkpoint_contexts` counts every operation: under ZeRO-3 the
+gathers inside a layer differ between forward and recomputation, so it raises, or hands back a Linear's result to which
+DeepSpeed then adds the bias a second time. Here only listed operations are counted, and a result is dropped as soon as
+anything writes to its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from remat.activation_checkpointing import operators, roles
+from remat.activation_checkpointing.counts import Counts
+from remat.config import ConfigError, SelectiveOpsConfig
+
+Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
+ABSORBED = "aten::add_"  # ZeRO-3's Linear adds its bias in place (deepspeed/runtime/zero/linear.py)
+
+
+class Mover(Protocol):
+    """Where kept results may live until backward."""
+
+    def pack(self, tensor: torch.Tensor) -> Any | None: ...
+
+    def unpack(self, handle: Any) -> torch.Tensor: ...
+
+
+def problems(cfg: SelectiveOpsConfig) -> list[str]:
+    """Names in `cfg.save` that cannot be kept, and lists that contradict themselves. Needs no model."""
+    option = "checkpointing.selective_ops.save"
+    found = [f"{option}: {text}" for name in cfg.save if (text := operators.name_problem(name))]
+    if {"matmul", "every_other_matmul"} <= set(cfg.save):
+        found.append(f"{option}: matmul keeps all that every_other_matmul keeps; name one of the two")
+    if not cfg.save and not cfg.save_linears:
+        found.append(f"{option}=[]: with save_linears=[] nothing is kept; use checkpointing=full")
+    return found
+
+
+class KeptResults:
+    """Of one layer. `contexts()` is the context_fn of torch's non-reentrant checkpoint: a new store per forward.
+
+    The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
+    """
+
+    def __init__(
+        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: Counts, offload: Mover | None = None
+    ) -> None:
+        found = problems(cfg)
+        if found:
+            raise ConfigError("\n".join(found))
+        self.counts, self.offload = counts, offload
+        self.running = ""  # the Linear that runs now
+        self.call = 0  # and which call of a Linear in this pass that is
+        self._groups = [operators.GROUPS[name] for name in cfg.save if name in operators.GROUPS]
+        self._names = {name for name in cfg.save if name not in operators.GROUPS}
+        self._half = "every_other_matmul" in cfg.save
+        self._kept_linears = {path for name in cfg.save_linears for path, _ in roles.linears(layer, name)}
+        self._listed: dict[str, bool] = {}
+        self._hooks = ExitStack()
+        matmuls = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
+        for path, module in layer.named_modules():
+            if path in self._kept_linears or (matmuls and roles.is_linear(module)):
+                self._follow(path, module)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        store = _Store()
+        return _Keep(self, store), _HandBack(self, store)
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    def start(self) -> None:
+        """A pass begins; an interrupted one may have left a Linear."""
+        self.running, self.call = "", 0
+
+    def current_call(self) -> int:
+        """0 outside the Linears."""
+        return self.call if self.running else 0
+
+    def key(self, operator: operators.Operator, ran: Counter[tuple[str, str]]) -> Key | None:
+        """Where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
+        name = operator.name
+        if self.running in self._kept_linears and name in operators.MATMULS:
+            place = (self.running, name)
+        elif self._is_listed(name):
+            place = ("", name)
+            if self._half and name in operators.MATMULS:
+                ran["", "every_other_matmul"] += 1
+                if ran["", "every_other_matmul"] % 2 == 0:
+                    return None
+        else:
+            return None
+        ran[place] += 1
+        return *place, ran[place]
+
+    def _is_listed(self, name: str) -> bool:
+        if name not in self._listed:
+            self._listed[name] = name in self._names or any(group(name) for group in self._groups)
+        return self._listed[name]
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            self.running = path
+            self.call += 1
+
+        def leave(*_: Any) -> None:
+            self.running = ""
+
+        self._hooks.callback(module.register_forward_pre_hook(enter).remove)
+        self._hooks.callback(module.register_forward_hook(leave).remove)
+
+
+@dataclass
+class _Entry:
+    """The result of one operation, as leaves: detached tensors, handles of moved ones, anything else."""
+
+    call: int  # of a Linear; 0: outside of them
+    leaves: list[Any]
+    spec: TreeSpec
+    random_state: torch.Tensor | None
+    device: torch.device | None
+    storages: set[int]
+    versions: list[int] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)
+    read: bool = False  # used by another operation of the same call: a later write may not be absorbed
+    absorbed: int = 0  # writes whose result this value already contains
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (
+            leaf
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and index not in self.moved
+        )
+
+    def untouched(self) -> bool:
+        """False when something wrote to it after the layer's forward."""
+        return [tensor._version for tensor in self.tensors()] == self.versions
+
+
+class _Store:
+    """What one forward keeps for its recomputation. While it holds a tensor, its storage's address is its identity."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, _Entry] = {}
+        self._by_storage: dict[int, Key] = {}
+
+    def add(self, key: Key, entry: _Entry) -> None:
+        self.entries[key] = entry
+        self._by_storage |= dict.fromkeys(entry.storages, key)
+
+    def owner(self, tensor: torch.Tensor) -> tuple[Key, _Entry] | None:
+        """The entry that holds `tensor`'s memory."""
+        key = self._by_storage.get(operators.storage(tensor))
+        return None if key is None or key not in self.entries else (key, self.entries[key])
+
+    def drop(self, key: Key) -> None:
+        self.entries.pop(key, None)
+        self._by_storage = {storage: other for storage, other in self._by_storage.items() if other != key}
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self._by_storage.clear()
+
+    def forward_done(self, offload: Mover | None) -> None:
+        """Nothing in the layer writes any more: only now may results be moved."""
+        self._by_storage.clear()
+        for entry in self.entries.values():
+            for index, leaf in enumerate(entry.leaves):
+                handle = offload.pack(leaf) if offload and isinstance(leaf, torch.Tensor) else None
+                if handle is not None:
+                    entry.leaves[index] = handle
+                    entry.moved.add(index)
+            entry.versions = [tensor._version for tensor in entry.tensors()]
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, results: KeptResults, store: _Store) -> None:
+        super().__init__()
+        self._results, self._store = results, store
+        self._ran: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Any:
+        self._results.start()
+        self._ran.clear()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._results.start()
+        super().__exit__(kind, error, trace)
+
+
+class _Keep(_Mode):
+    """In forward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = operators.describe(func)
+        key = self._results.key(operator, self._ran)
+        before = operators.random_state((args, kwargs)) if key and operator.random else None
+        result = func(*args, **kwargs)
+        if operator.writes:
+            self._note_writes(operator, args, kwargs)
+        if self._results.running and self._store.entries:
+            self._note_reads(operator, args, kwargs, result)
+        if key is not None:
+            self._keep(key, result, (args, kwargs), before)
+        return result
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._store.forward_done(self._results.offload)
+            self._results.counts.kept_outputs += len(self._store.entries)
+        else:
+            self._store.clear()
+
+    def _keep(self, key: Key, result: Any, given: Any, before: torch.Tensor | None) -> None:
+        leaves, spec = tree_flatten(result)
+        storages = operators.storages(leaves)
+        if not storages or storages & operators.storages(given):
+            return  # memory of an input is not this operation's to keep
+        after = None if before is None else operators.random_state(given)
+        drew = before is not None and after is not None and not torch.equal(before, after)
+        self._store.add(
+            key,
+            _Entry(
+                call=self._results.current_call(),
+                leaves=[_detached(leaf) for leaf in leaves],
+                spec=spec,
+                random_state=after if drew else None,
+                device=operators.device_of(given),
+                storages=storages,
+            ),
+        )
+
+    def _note_writes(self, operator: operators.Operator, args: Any, kwargs: Any) -> None:
+        for tensor in operators.written(operator, args, kwargs):
+            owned = self._store.owner(tensor)
+            if owned is None:
+                continue
+            key, entry = owned
+            same_call = entry.call > 0 and entry.call == self._results.current_call()
+            if operator.name == ABSORBED and same_call and not entry.read and len(entry.storages) == 1:
+                entry.absorbed += 1
+            else:
+                self._store.drop(key)
+
+    def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
+        """A view is no use of the value; neither is being the target of the absorbed addition."""
+        made = operators.storages(result)
+        used = args[1:] if operator.name == ABSORBED else args
+        for tensor in tree_leaves((used, kwargs)):
+            owned = self._store.owner(tensor) if isinstance(tensor, torch.Tensor) else None
+            if owned is not None and owned[1].call == self._results.current_call():
+                is_view = operator.name != ABSORBED and made == owned[1].storages
+                owned[1].read |= not is_view
+
+
+class _HandBack(_Mode):
+    """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
+
+    def __init__(self, results: KeptResults, store: _Store) -> None:
+        super().__init__(results, store)
+        self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = operators.describe(func)
+        key = self._results.key(operator, self._ran)
+        entry = self._store.entries.pop(key, None) if key else None
+        if entry is not None and entry.untouched():
+            return self._reuse(entry)
+        if self._complete and operator.name == ABSORBED and self._already_added(args[0]):
+            return args[0]
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._complete.clear()
+        self._store.clear()
+
+    def _reuse(self, entry: _Entry) -> Any:
+        offload = self._results.offload
+        for index in entry.moved:
+            assert offload is not None
+            entry.leaves[index] = offload.unpack(entry.leaves[index])
+        if entry.random_state is not None and entry.device is not None:
+            operators.set_random_state(entry.device, entry.random_state)
+        if entry.absorbed:
+            value = next(leaf for leaf in entry.leaves if isinstance(leaf, torch.Tensor))
+            self._complete[operators.storage(value)] = (value, entry.absorbed, entry.call)
+        self._results.counts.reused_outputs += 1
+        return tree_unflatten(entry.leaves, entry.spec)
+
+    def _already_added(self, target: torch.Tensor) -> bool:
+        storage = operators.storage(target)
+        value, writes, call = self._complete.get(storage, (target, 0, 0))
+        if writes == 0 or call != self._results.current_call():
+            return False
+        self._complete[storage] = (value, writes - 1, call)
+        return True
+
+
+def _detached(leaf: Any) -> Any:
+    """Without this guard the alias would have a version counter of its own, and hide later writes."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
