@@ -66,7 +66,8 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
     if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
         found.append(
             f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
-            "the norm's output in place; set model.architecture.router_jitter_noise=0 or use checkpointing=selective_modules"
+            "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
+            "checkpointing=selective_modules"
         )
     return [*found, *roles.problems(layers[0], cfg, asked)]
 
