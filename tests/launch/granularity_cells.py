@@ -1,0 +1,134 @@
+"""The grid of docs/granularity.md: every mode of activation checkpointing under every memory strategy, full and LoRA.
+
+A cell is a run of 3 steps on 2 ranks. Dropout is on, biases are not zero, nothing is persistent, prefetch is above 0.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.launch import tiny
+from tests.small_models import fill_biases
+
+STEPS = 3
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "granularity.json"
+BIT_EQUAL = "bit-equal"
+OFFLOAD = ["checkpointing.offload.enabled=true", "checkpointing.offload.min_bytes=0"]
+MODES: dict[str, list[str]] = {
+    "none": ["checkpointing=none"],
+    "full": ["checkpointing=full"],
+    "full_reentrant": ["checkpointing=full_reentrant"],
+    "full, early_stop=false": ["checkpointing=full", "checkpointing.early_stop=false"],
+    "interval": ["checkpointing=interval"],
+    "uniform": ["checkpointing=uniform"],
+    "uniform, reentrant=false": ["checkpointing=uniform", "checkpointing.reentrant=false"],
+    "block": ["checkpointing=block", "checkpointing.block_layers=2"],
+    "sqrt": ["checkpointing=sqrt"],
+    "layers {0: none, 1-2: uniform, 3: selective_ops}": [
+        "checkpointing=full",
+        "checkpointing.layers={0: none, 1-2: uniform, 3: selective_ops}",
+    ],
+    "selective_ops": ["checkpointing=selective_ops"],
+    "selective_ops, matmul": [
+        "checkpointing=selective_ops",
+        "checkpointing.selective_ops.save=[attention, matmul]",
+    ],
+    "selective_ops, every_other_matmul": [
+        "checkpointing=selective_ops",
+        "checkpointing.selective_ops.save=[attention, every_other_matmul]",
+    ],
+    "selective_linears": ["checkpointing=selective_linears"],
+    "selective_modules": ["checkpointing=selective_modules"],
+    "selective_modules, core_attention and norm": [
+        "checkpointing=selective_modules",
+        "checkpointing.recompute_modules=[core_attention, norm]",
+    ],
+    "selective_modules, attention": [
+        "checkpointing=selective_modules",
+        "checkpointing.recompute_modules=[attention]",
+    ],
+    "discard_output": ["checkpointing=discard_output"],
+    "deepspeed": ["checkpointing=deepspeed"],
+    "deepspeed, reentrant=false": ["checkpointing=deepspeed", "checkpointing.reentrant=false"],
+    "deepspeed, partition_activations": [
+        "checkpointing=deepspeed",
+        "checkpointing.deepspeed.partition_activations=true",
+    ],
+    "deepspeed, cpu_checkpointing": [
+        "checkpointing=deepspeed",
+        "checkpointing.deepspeed.cpu_checkpointing=true",
+    ],
+    "offload (full)": ["checkpointing=offload", *OFFLOAD],
+    "uniform + offload": ["checkpointing=uniform", *OFFLOAD],
+    "selective_linears + offload": ["checkpointing=selective_linears", *OFFLOAD],
+    "selective_modules + offload": ["checkpointing=selective_modules", *OFFLOAD],
+    "discard_output + offload": ["checkpointing=discard_output", *OFFLOAD],
+    "none + offload": ["checkpointing=none", *OFFLOAD],
+    "offload, dtype=fp8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=fp8"],
+    "offload, dtype=int8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=int8"],
+}
+TOLERANCE = {"offload, dtype=fp8": 3e-2, "offload, dtype=int8": 3e-2}  # relative, of losses and gradient norms
+ZERO = "deepspeed.overrides.zero_optimization"
+EVERYTHING_MOVES = [
+    f"{ZERO}.stage3_param_persistence_threshold=0",
+    f"{ZERO}.stage3_prefetch_bucket_size=20000",
+    f"{ZERO}.stage3_max_live_parameters=20000",
+    f"{ZERO}.stage3_max_reuse_distance=20000",
+]
+STRATEGIES = {
+    "ZeRO-2": ["deepspeed.config=zero2"],
+    "ZeRO-2 offload": ["deepspeed.config=zero2_offload"],
+    "ZeRO-3": ["deepspeed.config=zero3", *EVERYTHING_MOVES],
+    "ZeRO-3 offload": ["deepspeed.config=zero3_offload", *EVERYTHING_MOVES],
+}
+TRAINED = {"full": [], "LoRA": ["peft=lora", "peft.r=4", "peft.dropout=0.1"]}
+COLUMNS = [f"{strategy}, {trained}" for strategy in STRATEGIES for trained in TRAINED]
+
+
+def make_workshop(folder: Path) -> Path:
+    """A Phi of 4 layers: dropout, a bias on every Linear, parallel residual."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(
+        "phi",
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=192,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+    )
+    net = AutoModelForCausalLM.from_config(config)
+    fill_biases(net)
+    net.save_pretrained(folder / "model")
+    tiny.make_instructions(folder / "data.jsonl")
+    return folder
+
+
+def words(workshop: Path, mode: str, column: str) -> list[str]:
+    """The overrides of one cell; its run is workshop/out/<run name>/run."""
+    strategy, trained = column.rsplit(", ", 1)
+    more = [
+        *STRATEGIES[strategy],
+        *TRAINED[trained],
+        *MODES[mode],
+        f"train.steps={STEPS}",
+        "optim.warmup_steps=0",
+    ]
+    return tiny.words(workshop, run_name(mode, column), "train.seq_len=64", *more)
+
+
+def run_name(mode: str, column: str) -> str:
+    """A folder name."""
+    return "".join(c if c.isalnum() else "_" for c in f"{column}-{mode}")
+
+
+def trajectory(folder: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) per step, as written."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss/train"], row["optim/grad_norm"]) for row in rows if "loss/train" in row]

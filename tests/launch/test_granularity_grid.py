@@ -1,0 +1,101 @@
+"""Every policy x ZeRO stage x offload x full or LoRA through the launcher, held to the same run without any policy.
+
+The grid of docs/granularity.md is made of these results: REMAT_WRITE_GRID=1 writes them to docs/granularity.json,
+scripts/granularity_table.py the table. Without it they must be what is written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from remat import compose, strategy
+from remat.config import ConfigError
+from tests.launch import granularity_cells as cells
+from tests.launcher import deepspeed
+
+pytestmark = pytest.mark.launch
+CELLS = [(mode, column) for column in cells.COLUMNS for mode in cells.MODES]
+
+
+def refusal(words: list[str]) -> str | None:
+    """Why this cell cannot work: what the user is told before any weight is read."""
+    try:
+        strategy.decide(compose.compose_run(words).run, world_size=2, can_pin=False)
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cells.make_workshop(tmp_path_factory.mktemp("granularity"))
+
+
+@pytest.fixture(scope="module")
+def grid(workshop: Path) -> dict[str, dict[str, str]]:
+    """Mode -> column -> "bit-equal", "within ..." or "refused: ...". One launch runs all that can run."""
+    found: dict[str, dict[str, str]] = {mode: {} for mode in cells.MODES}
+    spec = {}
+    for mode, column in CELLS:
+        words = cells.words(workshop, mode, column)
+        reason = refusal(words)
+        if reason:
+            found[mode][column] = f"refused: {reason}"
+        else:
+            spec[cells.run_name(mode, column)] = words
+    path = workshop / "spec.json"
+    path.write_text(json.dumps(spec))
+    done = deepspeed(str(path), ranks=2, script="tests/launch/many_runs.py", timeout_s=1500)
+    assert done.code == 0, done.out[-6000:]
+    for mode, column in CELLS:
+        if column not in found[mode]:
+            found[mode][column] = compared(workshop, mode, column)
+    return found
+
+
+def compared(workshop: Path, mode: str, column: str) -> str:
+    run, reference = (
+        cells.trajectory(workshop / "out" / cells.run_name(name, column) / "run") for name in (mode, "none")
+    )
+    assert len(run) == len(reference) == cells.STEPS
+    if run == reference:
+        return cells.BIT_EQUAL
+    pairs = [(a, b) for one, other in zip(run, reference, strict=True) for a, b in zip(one, other, strict=True)]
+    worst = max(abs(a - b) / abs(b) for a, b in pairs)
+    tolerance = cells.TOLERANCE.get(mode, 0.0)
+    return f"within {tolerance:g}" if worst <= tolerance else f"differs by {worst:.2g}"
+
+
+def test_no_cell_differs(grid: dict[str, dict[str, str]]) -> None:
+    wrong = {(m, c): text for m, row in grid.items() for c, text in row.items() if text.startswith("differs")}
+    assert not wrong
+
+
+def test_the_reference_learns_and_every_column_differs(workshop: Path, grid: dict[str, dict[str, str]]) -> None:
+    """Equal trajectories mean something only if weights move, and full and LoRA are not the same run."""
+    runs = {
+        column: cells.trajectory(workshop / "out" / cells.run_name("none", column) / "run")
+        for column in cells.COLUMNS
+    }
+    assert all(losses[0][0] != losses[-1][0] for losses in runs.values())
+    assert runs["ZeRO-3, full"] != runs["ZeRO-3, LoRA"]
+
+
+def test_the_grid_is_the_published_one(grid: dict[str, dict[str, str]]) -> None:
+    if os.environ.get("REMAT_WRITE_GRID"):
+        cells.RESULTS.write_text(json.dumps(grid, indent=1) + "\n")
+    assert grid == json.loads(cells.RESULTS.read_text())
+
+
+def test_every_run_proved_itself(workshop: Path, grid: dict[str, dict[str, str]]) -> None:
+    for mode, column in CELLS:
+        if grid[mode][column].startswith("refused"):
+            continue
+        proof = json.loads((workshop / "out" / cells.run_name(mode, column) / "run" / "proof.json").read_text())
+        assert len(proof["layers"]) == 4
+        assert all(row["recomputations"] == row["expected_recomputations"] for row in proof["layers"])
+        assert len(proof["placement_by_rank"]) == 2
