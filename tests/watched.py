@@ -1,0 +1,55 @@
+"""Run a model once under a policy and hold it to no activation checkpointing, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.activation_checkpointing import apply, layers, policy
+from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.watch import Watch
+from remat.config import CheckpointingConfig, OffloadConfig, Policy
+
+NONE = CheckpointingConfig(policy=Policy.none)
+
+
+@dataclass
+class Watched:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    applied: Applied
+    watch: Watch
+
+
+def offload_all(**more: Any) -> OffloadConfig:
+    """Every layer, every tensor."""
+    return OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=0, **more)
+
+
+def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> Watched:
+    """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq]."""
+    applied = apply.apply(net, policy.plan(cfg, len(layers.decoder_layers(net))), cfg)
+    if ids is None:
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    net.zero_grad()
+    torch.manual_seed(7)
+    watch = applied.watch(torch.device("cpu"))
+    try:
+        with applied.micro_batch(), watch:
+            loss = net(input_ids=ids, labels=ids, use_cache=False).loss
+            watch.forward_done()
+            loss.backward()
+    finally:
+        applied.remove()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    return Watched(loss.detach(), gradients, applied, watch)
+
+
+def differences(one: Watched, other: Watched) -> list[str]:
+    """What is not bit-equal: the loss, gradients by name."""
+    assert one.gradients.keys() == other.gradients.keys()
+    assert one.gradients
+    found = [name for name, value in one.gradients.items() if not torch.equal(value, other.gradients[name])]
+    return found + ([] if torch.equal(one.loss, other.loss) else ["loss"])
