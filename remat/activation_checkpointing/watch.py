@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -61,14 +62,15 @@ class Watch(TorchDispatchMode):
         self._made: dict[
             int, tuple[weakref.ref[torch.UntypedStorage], int, int]
         ] = {}  # key: (storage, layer, bytes)
-        self._outside: set[int] = set()
+        self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
         self._gathered: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            if tensor.untyped_storage()._cdata not in self._made:
-                self._outside.add(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self._outside:
+                self._outside[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._track(tensor)
