@@ -15,27 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.activation_checkpointing import modules
 from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
+from remat.activation_checkpointing.discard import DiscardedOutputs
 from remat.activation_checkpointing.layers import decoder_layers
+from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.activation_checkpointing.recompute import Recompute, carries_gradient
+from remat.activation_checkpointing.saved_tensors import SavedTensors
 from remat.activation_checkpointing.segments import Segment
+from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
 from remat.config import CheckpointingConfig
 
 LayerForward = Callable[..., Any]
-HostOffload = DeepSpeedCheckpointing = DiscardedOutputs = SavedTensors = KeptResults = LayerOffload = (
-    modules
-) = Any
-try:  # being written; becomes plain imports
-    from remat.activation_checkpointing.saved_tensors import SavedTensors
-    from remat.activation_checkpointing.offload import HostOffload, LayerOffload
-    from remat.activation_checkpointing.discard import DiscardedOutputs
-    from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
-    from remat.activation_checkpointing.selective import KeptResults
-    from remat.activation_checkpointing import modules
-except ImportError:
-    pass
 
 
 @dataclass
@@ -134,14 +128,7 @@ class _Builder:
         if decision.mechanism is Mechanism.discard_output:
             discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
             self._applied.cleanup.callback(discarded.close)
-        if SavedTensors is Any:
-
-            class saved:
-                hooks = staticmethod(nullcontext)
-        else:
-            saved = SavedTensors(
-                layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded
-            )
+        saved = SavedTensors(layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded)
         mechanism = self._mechanism(index, layer, decision, offload)
 
         def run(layer_forward: LayerForward, *args: Any) -> Any:

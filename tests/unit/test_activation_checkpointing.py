@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, evidence, layers, policy
 from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, Policy
-from tests import small_models
-from tests.small_models import FAMILIES, LAYERS
+from tests import small_models, watched
 
+LAYERS = 4
+FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma", "phi")
 HIDDEN = 2 * 16 * 32 * 4  # bytes of one hidden state
 WHOLE_LAYERS = {
     "full": CheckpointingConfig(),
@@ -25,17 +28,21 @@ WHOLE_LAYERS = {
 }
 
 
+def llama() -> Any:
+    return small_models.build("llama", num_hidden_layers=LAYERS, num_key_value_heads=2)
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def family(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, small_models.Result]:
-    net = small_models.build(request.param)
-    return net, small_models.run(net, CheckpointingConfig(policy=Policy.none))
+def family(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, watched.Watched]:
+    net = small_models.build(request.param, num_hidden_layers=LAYERS)
+    return net, watched.run(net, CheckpointingConfig(policy=Policy.none))
 
 
 @pytest.mark.parametrize("name", list(WHOLE_LAYERS))
-def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, small_models.Result]) -> None:
+def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, watched.Watched]) -> None:
     net, kept = family
-    result = small_models.run(net, WHOLE_LAYERS[name])
-    small_models.assert_equal(result, kept)
+    result = watched.run(net, WHOLE_LAYERS[name])
+    assert watched.differences(result, kept) == []
     assert evidence.broken_promises(result.applied, result.watch, WHOLE_LAYERS[name]) == []
     assert sum(counts.recomputations for counts in result.applied.counts) > 0
 
@@ -52,13 +59,13 @@ def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, 
 )
 def test_one_hidden_state_per_recomputed_call(name: str, expected: list[int]) -> None:
     """A layer's output is the next call's input: nothing else stays, and inside a segment not even that."""
-    result = small_models.run(small_models.build("llama"), WHOLE_LAYERS[name])
+    result = watched.run(llama(), WHOLE_LAYERS[name])
     assert [result.watch.kept_bytes.get(index, 0) for index in range(LAYERS)] == [n * HIDDEN for n in expected]
 
 
 def test_recomputed_flops_are_counted() -> None:
     """Early stop spares each layer its last projection; attention and six projections run again."""
-    net = small_models.build("llama")
+    net = llama()
     tokens, width, inner = 2 * 16, 32, 64
     attention = 2 * 2 * tokens * 16 * width  # scores and values, full square
     projections = 2 * tokens * (width * (width + width + 2 * width) + 2 * width * inner)
@@ -67,16 +74,16 @@ def test_recomputed_flops_are_counted() -> None:
         ("full", attention + projections),
         ("full_to_the_end", attention + projections + last),
     ):
-        watch = small_models.run(net, WHOLE_LAYERS[name]).watch
+        watch = watched.run(net, WHOLE_LAYERS[name]).watch
         assert [watch.flops["recompute"][index] for index in range(LAYERS)] == [layer_flops] * LAYERS, name
-    none = small_models.run(net, CheckpointingConfig(policy=Policy.none)).watch
+    none = watched.run(net, CheckpointingConfig(policy=Policy.none)).watch
     assert none.total_flops("recompute") == 0
     assert none.flops["forward"][0] == attention + projections + last
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    net = small_models.build("llama")
-    small_models.run(net, CheckpointingConfig(policy=Policy.uniform, reentrant=True))
+    net = llama()
+    watched.run(net, CheckpointingConfig(policy=Policy.uniform, reentrant=True))
     for layer in layers.decoder_layers(net):
         assert "_gradient_checkpointing_func" not in layer.__dict__
         assert layer.gradient_checkpointing is False
@@ -84,7 +91,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_an_evaluation_recomputes_nothing() -> None:
-    net = small_models.build("llama")
+    net = llama()
     applied = apply.apply(net, policy.plan(CheckpointingConfig(), LAYERS), CheckpointingConfig())
     with torch.no_grad():
         net(input_ids=torch.zeros(1, 4, dtype=torch.long))
@@ -139,7 +146,7 @@ def test_bad_ranges(ranges: dict[object, Policy], text: str) -> None:
 
 def test_a_policy_that_does_not_run_is_found_out() -> None:
     cfg = CheckpointingConfig()
-    result = small_models.run(small_models.build("llama"), cfg)
+    result = watched.run(llama(), cfg)
     result.applied.counts[1].recomputations = 0
     assert "layers 1: expected [1]" in evidence.broken_promises(result.applied, result.watch, cfg)[0]
     result.applied.reset()
@@ -148,30 +155,30 @@ def test_a_policy_that_does_not_run_is_found_out() -> None:
 
 def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
     """Something holds on to activations behind the policy's back."""
-    net = small_models.build("llama")
+    net = llama()
     held: list[torch.Tensor] = []
     net.model.layers[2].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(400, 1, 1)))
-    result = small_models.run(net, CheckpointingConfig())
+    result = watched.run(net, CheckpointingConfig())
     found = evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())
     assert len(found) == 1
     assert "layer 2 keeps" in found[0]
 
 
 def test_frozen_layers_that_recompute_nothing_are_found_out() -> None:
-    net = small_models.build("llama")
+    net = llama()
     net.requires_grad_(False)
     net.lm_head.requires_grad_(True)
-    result = small_models.run(net, CheckpointingConfig())
+    result = watched.run(net, CheckpointingConfig())
     assert (
         "no gradient passes" in evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())[0]
     )
 
 
 def test_reentrant_with_frozen_embeddings_trains_what_follows() -> None:
-    net = small_models.build("llama")
+    net = llama()
     net.get_input_embeddings().requires_grad_(False)
-    kept = small_models.run(net, CheckpointingConfig(policy=Policy.none))
-    small_models.assert_equal(small_models.run(net, CheckpointingConfig(reentrant=True)), kept)
+    kept = watched.run(net, CheckpointingConfig(policy=Policy.none))
+    assert watched.differences(watched.run(net, CheckpointingConfig(reentrant=True)), kept) == []
 
 
 def test_a_model_without_layers_is_refused() -> None:
@@ -180,7 +187,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
-    net = small_models.build("llama")
+    net = llama()
     cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
     apply.apply(net, policy.plan(cfg, LAYERS), cfg)
     stack = net.model.layers

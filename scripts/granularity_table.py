@@ -1,0 +1,75 @@
+"""Write the two tables of docs/granularity.md: `python scripts/granularity_table.py [--check]`.
+
+The grid comes from docs/granularity.json (tests/launch/test_granularity_grid.py), the counted table from the models'
+own operations (`remat compare policies`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from remat import compare_policies, compose  # noqa: E402
+
+PAGE = ROOT / "docs" / "granularity.md"
+GRID = ROOT / "docs" / "granularity.json"
+COUNTED_ON = ["recipe=llama8b_zero3_offload_optimizer", "train.seq_len=4096"]
+MARKS = {
+    "grid": "<!-- grid: written by scripts/granularity_table.py -->",
+    "counted": "<!-- counted: written by scripts/granularity_table.py -->",
+}
+END = "<!-- end of table -->"
+
+
+def grid(results: dict[str, dict[str, str]]) -> str:
+    """Modes down, strategies across; a refusal is a number, its text stands below."""
+    columns = list(next(iter(results.values())))
+    reasons: list[str] = []
+    lines = [f"| `checkpointing=` | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for mode, row in results.items():
+        lines.append(f"| {mode} | {' | '.join(_cell(row[column], reasons) for column in columns)} |")
+    return "\n".join([*lines, "", *(f"{index}. {text}" for index, text in enumerate(reasons, 1))])
+
+
+def _cell(text: str, reasons: list[str]) -> str:
+    refused, _, reason = text.partition("refused: ")
+    if not reason:
+        return "equal" if refused == "bit-equal" else refused
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused ({reasons.index(reason) + 1})"
+
+
+def counted() -> str:
+    """Every policy on Llama 3.1 8B at 4096 tokens."""
+    rows = [compare_policies.cells(row) for row in compare_policies.rows(COUNTED_ON)]
+    width = len(compare_policies.HEADINGS)
+    lines = [f"| {' | '.join(compare_policies.HEADINGS)} |", "|---" + "|---:" * (width - 1) + "|"]
+    lines += [f"| {' | '.join([*row, *[''] * (width - len(row))])} |" for row in rows]
+    caption = compare_policies.caption(compose.compose_run(COUNTED_ON).run).replace("\n", " ")
+    return "\n".join([*lines, "", caption])
+
+
+def renewed(page: str) -> str:
+    """`page` with both tables replaced."""
+    for mark, text in ((MARKS["grid"], grid(json.loads(GRID.read_text()))), (MARKS["counted"], counted())):
+        before, _, rest = page.partition(mark)
+        _, _, after = rest.partition(END)
+        page = f"{before}{mark}\n\n{text}\n\n{END}{after}"
+    return page
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    if "--check" in sys.argv:
+        return int(renewed(text) != text)
+    PAGE.write_text(renewed(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
