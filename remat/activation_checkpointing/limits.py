@@ -31,6 +31,7 @@ class Setting:
     attention: Attention
     lora_dropout: float
     fields: Mapping[str, Any]
+    activation_elements: int  # of one layer's input: micro-batch x sequence x hidden
 
 
 def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
@@ -62,6 +63,7 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
             tensor_parallel_size=setting.tensor_parallel_size,
             has_gpu=setting.has_gpu,
             num_calls=len(layers),
+            activation_elements=setting.activation_elements,
         )
     if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
         found.append(
@@ -69,7 +71,18 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
             "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
             "checkpointing=selective_modules"
         )
-    return [*found, *roles.problems(layers[0], cfg, asked)]
+    return found or _roles(cfg, layers)
+
+
+def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
+    """Layers of one model may differ (dense and sparse ones): each is asked for what its own policy needs."""
+    decisions = policy.plan(cfg, len(layers))
+    texts = [roles.problems(layer, cfg, {d.policy}) for layer, d in zip(layers, decisions, strict=True)]
+    by_text: dict[str, list[int]] = {}
+    for index, several in enumerate(texts):
+        for text in several:
+            by_text.setdefault(text, []).append(index)
+    return [f"{text} (layers {policy.spans(indices)})" for text, indices in by_text.items()]
 
 
 def _variants(cfg: CheckpointingConfig, asked: set[Policy], setting: Setting) -> list[str]:

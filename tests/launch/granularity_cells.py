@@ -121,7 +121,7 @@ def words(workshop: Path, mode: str, column: str) -> list[str]:
         f"train.steps={STEPS}",
         "optim.warmup_steps=0",
     ]
-    return tiny.words(workshop, run_name(mode, column), "train.seq_len=64", *more)
+    return tiny.words(workshop, run_name(mode, column), *more)
 
 
 def run_name(mode: str, column: str) -> str:
