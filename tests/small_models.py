@@ -1,4 +1,4 @@
-"""Models of many architectures, two or three layers small, whose biases are not zero: zero ones hide wrong gradients."""
+"""Models of many architectures, three layers small, whose biases are not zero: zero ones hide wrong gradients."""
 
 from __future__ import annotations
 

@@ -79,21 +79,24 @@ def name_problem(name: str) -> str | None:
         close = difflib.get_close_matches(name, [*GROUPS, *known], n=3)
         close = close or difflib.get_close_matches(f"aten::{name}", known, n=3)
         return f"there is no operator {name}" + (f"; did you mean {', '.join(close)}?" if close else "")
-    schemas = torch._C._jit_get_schemas_for_operator(name)
-    if all(any(value.alias_info is not None for value in schema.returns) for schema in schemas):
-        return f"{name} returns a view of its input or writes to it, so it has no result of its own to keep"
-    plain = [schema for schema in schemas if not schema.is_mutable]
-    if name not in MATMULS and all(_composite(schema) for schema in plain):
+    kinds = [_kind(schema) for schema in torch._C._jit_get_schemas_for_operator(name)]
+    if "whole" in kinds or name in MATMULS:
+        return None
+    if "composite" in kinds:
         return f"{name} is made of other operators and never runs itself; name those, or attention or matmul"
-    return None
+    return f"{name} returns a view of its input or writes to it, so it has no result of its own to keep"
 
 
-def _composite(schema: Any) -> bool:
+def _kind(schema: Any) -> str:
+    """Of one overload: `whole` if it runs itself and has a result of its own, `composite`, or `other`."""
     full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
-    except RuntimeError:  # an operator of TorchScript only
-        return False
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+    except RuntimeError:  # known to TorchScript only
+        return "other"
+    if any(value.alias_info is not None for value in schema.returns):
+        return "other"
+    return "composite" if composite else "whole"
 
 
 def storage(tensor: torch.Tensor) -> int:
