@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from remat import compose, model, strategy
 from remat.activation_checkpointing import apply, layers
@@ -51,7 +52,8 @@ def rows(overrides: list[str]) -> Iterator[PolicyRow]:
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = model.shape_config(cfg.model)
-    net = model.skeleton(config, cfg.model).to(model.DTYPES[cfg.train.precision]).train()
+    net: nn.Module = model.skeleton(config, cfg.model)
+    net = net.to(model.DTYPES[cfg.train.precision]).train()
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")

@@ -30,7 +30,7 @@ class Recompute:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.reentrant:
             return checkpoint(fn, *args, use_reentrant=True, preserve_rng_state=self.cfg.preserve_rng_state)
-        more = {"context_fn": self.context_fn} if self.context_fn else {}
+        more: dict[str, Any] = {"context_fn": self.context_fn} if self.context_fn else {}
         return checkpoint(
             fn,
             *args,

@@ -68,10 +68,10 @@ def _attention(
     """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, head_dim up to 256."""
     if attn_mask is None and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256:
         padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
-        output = torch.ops.aten._scaled_dot_product_flash_attention(
+        flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5
         )[0]
-        return output[..., : query.shape[-1]]
+        return flash[..., : query.shape[-1]]
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
