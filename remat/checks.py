@@ -38,6 +38,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_data(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_peft(cfg.peft),
+        *_tensor_parallel(cfg),
         *_save(cfg.save),
         *_top(cfg),
     ]
@@ -153,6 +154,33 @@ def _peft(peft: PeftConfig) -> list[str]:
     found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
     if not 0 <= peft.dropout < 1:
         found.append(f"peft.dropout={peft.dropout:g} must be at least 0 and below 1")
+    return found
+
+
+def _tensor_parallel(cfg: RunConfig) -> list[str]:
+    """What a run whose layers are shared between ranks cannot do yet."""
+    size = cfg.train.tensor_parallel_size
+    if size <= 1:
+        return _at_least(1, train__tensor_parallel_size=size)
+    saving = {
+        "save.every": cfg.save.every > 0,
+        "save.at_end": cfg.save.at_end,
+        "save.export": cfg.save.export,
+        "train.stop_at": cfg.train.stop_at > 0,
+    }
+    found = [
+        f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
+        "state or an export; set save.every=0 save.at_end=false save.export=false train.stop_at=0"
+        for option, wanted in saving.items()
+        if wanted
+    ]
+    if cfg.resume != "none":
+        found.append(f"resume={cfg.resume} with train.tensor_parallel_size={size}: such runs are not saved")
+    if cfg.peft.method is not PeftMethod.none:
+        found.append(
+            f"peft.method={cfg.peft.method} with train.tensor_parallel_size={size}: adapters are not split with their "
+            "layers; use train.tensor_parallel_size=1"
+        )
     return found
 
 

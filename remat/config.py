@@ -158,6 +158,7 @@ class TrainConfig:
     steps: int = 100
     seq_len: int = 512
     micro_batch_size: int = 1  # blocks per rank and forward pass
+    tensor_parallel_size: int = 1  # ranks that share each layer and read the same blocks
     global_batch_size: int = 8  # blocks per optimizer step over all ranks; accumulation is derived
     precision: Precision = Precision.bf16
     loss: LossKind = LossKind.chunked
@@ -221,7 +222,7 @@ class CheckpointingConfig:
     """Activation checkpointing: what each layer keeps for backward and what it recomputes."""
 
     policy: Policy = Policy.full
-    layers: dict[Any, Policy] = field(default_factory=dict)  # another policy for some layers: {0-7: none, 31: full}
+    layers: dict[Any, Policy] = field(default_factory=dict)  # another policy by range: {0-7: none, 31: full}
     reentrant: bool | None = None  # torch's variant; None: chosen (reentrant for segments under ZeRO-3)
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = DeterminismCheck.default

@@ -13,13 +13,26 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `rank` of `size`, `local_rank` of `local_size` on this node, and its device."""
+    """This process among all: `rank` of `size`, `local_rank` of `local_size` on this node, and its device.
+
+    `tensor_parallel_size` consecutive ranks form a group, which reads the same data as one: group `data_rank` of
+    `data_size`.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
+    tensor_parallel_size: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.tensor_parallel_size
 
     @property
     def is_main(self) -> bool:

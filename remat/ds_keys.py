@@ -93,7 +93,7 @@ REFUSED: dict[str, str] = {
     "checkpointing=full or checkpointing=none",
     "bfloat16": "the old spelling of bf16: delete it, train.precision=bf16 fills bf16.enabled",
     "wandb": "Weights & Biases is set by tracking.wandb: delete the section",
-    "tensor_parallel": _ONE_DIMENSION,
+    "tensor_parallel": "the run's is set by train.tensor_parallel_size: delete the section",
     "expert_parallel": _ONE_DIMENSION,
     "sequence_parallel_size": _ONE_DIMENSION,
     "use_data_before_expert_parallelism": _ONE_DIMENSION,

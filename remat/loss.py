@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -100,6 +101,27 @@ class TokenLoss:
             yield returned
         finally:
             del self.head.forward
+
+
+class LossWindow:
+    """Summed loss and trained tokens since the last logged step; this rank's loss stays on its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._tokens = 0
+
+    def add(self, loss_sum: torch.Tensor, global_tokens: int) -> None:
+        self._loss += loss_sum
+        self._tokens += global_tokens
+
+    def take(self) -> float:
+        """Mean loss per trained token over all ranks; one all-reduce and one host synchronisation."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self._loss)
+        mean = self._loss.item() / max(1, self._tokens)
+        self._loss.zero_()
+        self._tokens = 0
+        return mean
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from remat import (
     run_dir,
     saving,
     summary,
+    tensor_parallel,
 )
 from remat.activation_checkpointing import layers
 from remat.activation_checkpointing.apply import Applied, apply
@@ -89,7 +90,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     check_machine(cfg, strategy, world_size=ranks, local_size=local_ranks, warn=console.warning)
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
-    world = distributed.init()
+    world, group = tensor_parallel.join(distributed.init(), cfg.train.tensor_parallel_size)
     point = _resume_point(cfg, strategy, world, console)
     tokenizer, splits = _data(cfg, hf_config)
     batches = _batches(cfg, splits.train, world, point)
@@ -99,7 +100,7 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
     )
     swap_folder = _own_swap_folder(strategy.ds, folder, world)
-    engine, applied = _engine(cfg, hf_config, strategy, world, console, resuming=point is not None)
+    engine, applied = _engine(cfg, hf_config, strategy, world, console, group=group, resuming=point is not None)
     resumed = saving.load(engine, point.state) if point else None
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
@@ -179,8 +180,8 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumeP
         blocks,
         global_batch_size=cfg.train.global_batch_size,
         micro_batch_size=cfg.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data_rank,
+        world_size=world.data_size,
         seed=cfg.train.seed,
         shuffle=cfg.data.shuffle,
         position=point.state.client_state["data"]["position"] if point else 0,
@@ -218,9 +219,13 @@ def _engine(
     world: World,
     console: Console,
     *,
+    group: Any | None,
     resuming: bool,
 ) -> tuple[Any, Applied]:
-    """The DeepSpeed engine around the model, with the checkpointing policy in place."""
+    """The DeepSpeed engine around the model, with the checkpointing policy in place.
+
+    `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do.
+    """
     import deepspeed
 
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
@@ -228,13 +233,18 @@ def _engine(
         ops.ensure(op, console.note)
     net = _model(cfg, hf_config, strategy, world, resuming=resuming)
     applied = apply(
-        net, strategy.decisions, cfg.checkpointing, zero_stage=strategy.zero_stage, device=world.device
+        net,
+        strategy.decisions,
+        cfg.checkpointing,
+        zero_stage=strategy.zero_stage,
+        device=world.device,
+        tensor_parallel=group,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     engine, _, _, _ = deepspeed.initialize(
-        model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False
+        model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
     )
-    set_seed(cfg.train.seed + world.rank)  # dropout differs between ranks, as the data does
+    set_seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
     return engine, applied
 
 
@@ -246,11 +256,12 @@ def _model(
         cfg.model,
         hf_config,
         precision=cfg.train.precision,
-        ds_config=strategy.ds,
+        ds_config=tensor_parallel.for_creation(strategy.ds),
         zero_stage=strategy.zero_stage,
         seed=cfg.train.seed,
         resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
     )
+    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     trained: torch.nn.Module = net
     if cfg.peft.method is PeftMethod.lora:
         trained = lora.apply(

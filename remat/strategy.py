@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight
-from remat.activation_checkpointing import layers, policy
+from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight, tensor_parallel
+from remat.activation_checkpointing import layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.config import ConfigError, LossKind, PeftConfig, PeftMethod, Precision, RunConfig
 from remat.planning import states
@@ -17,9 +17,13 @@ from remat.planning import states
 
 @dataclass(frozen=True)
 class Strategy:
-    """`ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without)."""
+    """`facts` is the whole model, `held` what one rank has of it before ZeRO shards that.
+
+    `ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without).
+    """
 
     facts: model.ModelFacts
+    held: model.ModelFacts
     fields: dict[str, Any]  # the transformers config as plain data
     ds: dict[str, Any]
     zero_stage: int
@@ -33,12 +37,13 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     """
     config = model.shape_config(cfg.model)
     skeleton = model.skeleton(config, cfg.model)
+    shared_by = cfg.train.tensor_parallel_size
     facts = _facts(cfg, skeleton)
     rendered = ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
         cfg.deepspeed.overrides,
         ds_config.RunValues(
-            world_size=world_size,
+            world_size=tensor_parallel.data_ranks(shared_by, world_size),
             micro_batch_size=cfg.train.micro_batch_size,
             global_batch_size=cfg.train.global_batch_size,
             gradient_clipping=cfg.optim.gradient_clipping,
@@ -50,18 +55,18 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         ),
     )
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
+    tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     return Strategy(
         facts=facts,
+        held=_held(facts, skeleton, shared_by),
         fields=fields,
-        ds=rendered,
+        ds=tensor_parallel.rendered(rendered, shared_by),
         zero_stage=zero_stage,
-        decisions=_decisions(cfg, skeleton, fields, zero_stage, has_gpu=can_pin),
+        decisions=_decisions(cfg, skeleton, zero_stage, has_gpu=can_pin),
     )
 
 
-def _decisions(
-    cfg: RunConfig, skeleton: Any, fields: dict[str, Any], zero_stage: int, *, has_gpu: bool
-) -> list[LayerDecision]:
+def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool) -> list[LayerDecision]:
     """What becomes of each layer. Raises ConfigError with everything that cannot work."""
     try:
         found = layers.decoder_layers(skeleton)
@@ -69,6 +74,20 @@ def _decisions(
         if policy.needs_layers(cfg.checkpointing):
             raise
         return []
+    setting = limits.Setting(
+        zero_stage=zero_stage,
+        tensor_parallel_size=cfg.train.tensor_parallel_size,
+        has_gpu=has_gpu,
+        attention=cfg.model.attention,
+        lora_dropout=cfg.peft.dropout if cfg.peft.method is PeftMethod.lora else 0.0,
+        fields=skeleton.config.to_dict(),
+        activation_elements=cfg.train.micro_batch_size
+        * cfg.train.seq_len
+        * skeleton.config.get_text_config().hidden_size,
+    )
+    problems = limits.problems(cfg.checkpointing, list(found), setting)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return policy.plan(cfg.checkpointing, len(found), zero_stage=zero_stage)
 
 
@@ -82,6 +101,21 @@ def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:
     return replace(model.facts(wrapped), class_name=facts.class_name)
 
 
+def _held(facts: model.ModelFacts, skeleton: Any, shared_by: int) -> model.ModelFacts:
+    """Where layers are shared, every parameter is trained: no adapters."""
+    if shared_by == 1:
+        return facts
+    sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
+    total, largest = sum(sizes), max(sizes)
+    return replace(
+        facts,
+        num_params=total,
+        largest_param=largest,
+        num_trainable_params=total,
+        largest_trainable_param=largest,
+    )
+
+
 def check_machine(
     cfg: RunConfig, strategy: Strategy, *, world_size: int, local_size: int, warn: Callable[[str], None]
 ) -> None:
@@ -90,12 +124,12 @@ def check_machine(
     With `force` the first is a warning.
     """
     items = states.model_states(
-        num_params=strategy.facts.num_params,
-        largest_param=strategy.facts.largest_param,
-        num_trainable_params=strategy.facts.num_trainable_params,
-        largest_trainable_param=strategy.facts.largest_trainable_param,
+        num_params=strategy.held.num_params,
+        largest_param=strategy.held.largest_param,
+        num_trainable_params=strategy.held.num_trainable_params,
+        largest_trainable_param=strategy.held.largest_trainable_param,
         ds=strategy.ds,
-        world_size=world_size,
+        world_size=tensor_parallel.data_ranks(cfg.train.tensor_parallel_size, world_size),
         ranks_per_node=local_size,
         gas=strategy.ds["gradient_accumulation_steps"],
         can_pin=torch.cuda.is_available(),

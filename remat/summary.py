@@ -41,12 +41,12 @@ def rows(parts: Described) -> dict[str, str]:
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
         + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
-        "ranks": f"{parts.world.size} on {parts.world.device.type}, {parts.world.local_size} per node",
+        "ranks": _ranks(parts.world),
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
         "activations": policy.describe(parts.strategy.decisions),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
-        f"x {parts.world.size} ranks",
+        f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",
         "plan": f"{train.steps} steps, {_count(tokens)} tokens",
         "run": str(parts.folder),
     }
@@ -78,6 +78,12 @@ def files(folder: Path) -> dict[str, str]:
         found["exported model"] = "export/"
     found["look at it"] = f"remat report {folder}"
     return found
+
+
+def _ranks(world: World) -> str:
+    shared = world.tensor_parallel_size
+    groups = "" if shared == 1 else f", each layer shared by {shared}"
+    return f"{world.size} on {world.device.type}, {world.local_size} per node{groups}"
 
 
 def _offload(ds: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from remat import distributed, export, optim, proof, run_dir, saving, summary
 from remat.activation_checkpointing.counts import NotInEffect
 from remat.console import final_rows
 from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
+from remat.loss import LossWindow
 from remat.setup import Parts
 
 
@@ -57,6 +58,7 @@ def train(parts: Parts) -> Outcome:
         parts.tracker.finish(1)
         raise
     finally:
+        parts.applied.remove()
         if parts.swap_folder is not None and parts.world.local_rank == 0:
             shutil.rmtree(parts.swap_folder, ignore_errors=True)
 
@@ -104,27 +106,6 @@ def start(parts: Parts) -> Progress:
     return progress
 
 
-class LossWindow:
-    """Summed loss and trained tokens since the last logged step; this rank's loss stays on its device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._tokens = 0
-
-    def add(self, loss_sum: torch.Tensor, global_tokens: int) -> None:
-        self._loss += loss_sum
-        self._tokens += global_tokens
-
-    def take(self) -> float:
-        """Mean loss per trained token over all ranks; one all-reduce and one host synchronisation."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(self._loss)
-        mean = self._loss.item() / max(1, self._tokens)
-        self._loss.zero_()
-        self._tokens = 0
-        return mean
-
-
 def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch.Tensor:
     """One optimizer step; returns this rank's summed loss, on the device.
 
@@ -134,7 +115,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
     """
     engine, timer, device = parts.engine, parts.timer, parts.world.device
     optim.set_lr(engine.optimizer, optim.lr_at(step, parts.cfg.optim, parts.cfg.train.steps))
-    scale = parts.world.size / max(1, batch.trained_tokens)
+    scale = parts.world.data_size / max(1, batch.trained_tokens)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for micro_batch in batch.micro_batches:
         with timer.phase("data"):
@@ -150,7 +131,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
             _refuse_non_finite(parts, batch, step)
         with timer.phase("optimizer"):
             engine.step()
-    return total
+    return total / parts.world.tensor_parallel_size  # ranks that share the layers have the same loss
 
 
 def _refuse_non_finite(parts: Parts, batch: StepBatch, step: int) -> None:
@@ -276,8 +257,8 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
         for micro_batch in eval_micro_batches(
             parts.held_out,
             micro_batch_size=cfg.micro_batch_size,
-            rank=parts.world.rank,
-            world_size=parts.world.size,
+            rank=parts.world.data_rank,
+            world_size=parts.world.data_size,
             max_batches=cfg.eval_batches,
         ):
             inputs = _on_device(micro_batch, device)

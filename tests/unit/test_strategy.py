@@ -31,7 +31,7 @@ def test_every_recipe_renders_completely(name: str) -> None:
     assert '"auto"' not in json.dumps(decided.ds)
     batch = decided.ds["train_micro_batch_size_per_gpu"] * decided.ds["gradient_accumulation_steps"] * ranks
     assert batch == decided.ds["train_batch_size"] == run.train.global_batch_size
-    assert decided.num_layers == run.model.architecture["num_hidden_layers"]
+    assert len(decided.decisions) == run.model.architecture["num_hidden_layers"]
     assert decided.ds["bf16"]["enabled"]
 
 

@@ -1,0 +1,108 @@
+"""Layers shared between ranks: the trajectory of a plain PyTorch loop, and DeepSpeed's partitioned activations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import tiny
+from tests.launch.tiny import words
+from tests.launcher import deepspeed
+
+pytestmark = pytest.mark.launch
+
+SHARED = ["train.tensor_parallel_size=2", "model.architecture={}"]
+PARTITION = ["checkpointing=deepspeed", "checkpointing.deepspeed.partition_activations=true"]
+CONTIGUOUS = [*PARTITION, "checkpointing.deepspeed.contiguous_memory_optimization=true"]
+TWO_RANKS = {
+    "zero1": ["deepspeed.config=zero1", "checkpointing=none"],
+    "zero2": ["deepspeed.config=zero2", "checkpointing=none"],
+    "zero2_full": ["deepspeed.config=zero2", "checkpointing=full"],
+    "zero2_partition": ["deepspeed.config=zero2", *PARTITION],
+    "zero2_contiguous": ["deepspeed.config=zero2", *CONTIGUOUS],
+    "zero3": ["deepspeed.config=zero3", "checkpointing=none"],
+    "zero3_partition": ["deepspeed.config=zero3", *PARTITION],
+    "zero3_contiguous": ["deepspeed.config=zero3", *CONTIGUOUS],
+    "zero3_offload": ["deepspeed.config=zero3_offload", "checkpointing=none"],
+    "full_logits": ["deepspeed.config=zero2", "train.loss=full"],
+}
+FOUR_RANKS = {
+    "groups_zero2": ["deepspeed.config=zero2", "checkpointing=none", "train.micro_batch_size=1"],
+    "groups_zero3": ["deepspeed.config=zero3", *CONTIGUOUS, "train.micro_batch_size=1"],
+}
+HELD_OUT = ["data.eval_fraction=0.2", "train.steps=2"]
+EVALUATING = {
+    "evaluated_alone": [*HELD_OUT, "train.tensor_parallel_size=1", "deepspeed.config=zero2"],
+    "evaluated_shared": [*HELD_OUT, "deepspeed.config=zero2"],
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_workshop(tmp_path_factory.mktemp("tensor_parallel"))
+
+
+@pytest.fixture(scope="module")
+def reference(workshop: Path) -> list[tuple[float, float]]:
+    return tiny.plain_loop(words(workshop, "plain"))
+
+
+def launch(workshop: Path, runs: dict[str, list[str]], ranks: int) -> Path:
+    spec = workshop / f"spec_{ranks}.json"
+    spec.write_text(json.dumps({name: words(workshop, name, *SHARED, *more) for name, more in runs.items()}))
+    done = deepspeed(str(spec), ranks=ranks, script="tests/launch/many_runs.py")
+    assert done.code == 0, done.out[-6000:]
+    return workshop / "out"
+
+
+@pytest.fixture(scope="module")
+def two_ranks_runs(workshop: Path) -> Path:
+    return launch(workshop, TWO_RANKS | EVALUATING, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks_runs(workshop: Path) -> Path:
+    return launch(workshop, FOUR_RANKS, ranks=4)
+
+
+def compare(run: Path, reference: list[tuple[float, float]]) -> None:
+    rows = tiny.rows(run)
+    assert [row["loss/train"] for row in rows] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+    assert [row["optim/grad_norm"] for row in rows] == pytest.approx([norm for _, norm in reference], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", list(TWO_RANKS))
+def test_two_ranks_sharing_layers_follow_the_plain_loop(
+    name: str, two_ranks_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(two_ranks_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize("name", list(FOUR_RANKS))
+def test_two_groups_of_two_follow_the_plain_loop(
+    name: str, four_ranks_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(four_ranks_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("policy", ["partition", "contiguous"])
+def test_partitioned_activations_change_nothing(stage: str, policy: str, two_ranks_runs: Path) -> None:
+    expected, found = (tiny.rows(two_ranks_runs / name / "run") for name in (stage, f"{stage}_{policy}"))
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+def test_the_proof_tells_what_was_partitioned(two_ranks_runs: Path) -> None:
+    proof = json.loads((two_ranks_runs / "zero2_contiguous" / "run" / "proof.json").read_text())
+    half = 2 * 192 * 32 * 4 // 2  # micro-batch x sequence x hidden x fp32, and half of it
+    micro_batches = 2
+    assert [layer["partitioned_bytes"] for layer in proof["layers"]] == [half * micro_batches] * 2
+    assert [layer["recomputations"] for layer in proof["layers"]] == [micro_batches] * 2
+
+
+def test_evaluation_counts_every_held_out_block_once(two_ranks_runs: Path) -> None:
+    losses = [tiny.rows(two_ranks_runs / name / "run", "loss/eval")[-1]["loss/eval"] for name in EVALUATING]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
