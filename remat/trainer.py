@@ -109,9 +109,9 @@ def start(parts: Parts) -> Progress:
 def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch.Tensor:
     """One optimizer step; returns this rank's summed loss, on the device.
 
-    Each token of the global batch weighs the same: DeepSpeed averages gradients over ranks, so a rank's summed loss
-    is multiplied by ranks / trained tokens of the global batch, and DeepSpeed's own division by the accumulation
-    steps is switched off.
+    Each token of the global batch weighs the same: DeepSpeed averages gradients over the ranks that read data of
+    their own, so a rank's summed loss is multiplied by their number / trained tokens of the global batch, and
+    DeepSpeed's own division by the accumulation steps is switched off.
     """
     engine, timer, device = parts.engine, parts.timer, parts.world.device
     optim.set_lr(engine.optimizer, optim.lr_at(step, parts.cfg.optim, parts.cfg.train.steps))
