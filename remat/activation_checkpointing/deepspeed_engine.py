@@ -153,6 +153,9 @@ class DeepSpeedCheckpointing:
         self._module: Any = checkpointing
         self._cfg, self._reentrant = cfg, reentrant
         self._same_checked = False
+        self._previous: Counts | None = (
+            None  # of the call before: DeepSpeed moves an input when the next one comes
+        )
         self._restore()
         checkpointing.configure(
             mpu_=tensor_parallel,
@@ -180,14 +183,22 @@ class DeepSpeedCheckpointing:
         self._check_same_on_all_ranks(hidden)
         alias = self._alias(hidden)
         variant = self._module.checkpoint if self._reentrant else self._module.non_reentrant_checkpoint
+        before = self._offloaded_bytes()
         output = variant(lambda state: fn(state, *rest), alias)
+        if self._previous is not None:
+            self._previous.moved_bytes += self._offloaded_bytes() - before
+        self._previous = counts
         if counts is not None:
             _count(hidden, alias, counts)
         return output
 
     def reset(self) -> None:
         """Forget buffers of forwards that had no backward. Not between a forward and its backward."""
-        self._module.reset()
+        offload = self._module._cpu_offload_engine
+        if (
+            offload is None or offload._tracker or offload._keep_last
+        ):  # else it would wait for copies for nothing
+            self._module.reset()
         if self._profile is not None:
             self._profile.stop()
 
@@ -199,6 +210,10 @@ class DeepSpeedCheckpointing:
         """Give DeepSpeed's module the values of a process that never used it."""
         self._module.reset()
         self._restore()
+
+    def _offloaded_bytes(self) -> int:
+        engine = self._module._cpu_offload_engine
+        return 0 if engine is None else int(engine.stats.offloaded_bytes)
 
     def _restore(self) -> None:
         for name, value in FRESH.items():
@@ -257,13 +272,11 @@ class _Profile:
 
 
 def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts) -> None:
-    """What DeepSpeed left in `alias`: a slice, a host copy, the token of a copy under way, or everything."""
+    """What DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
     kept: torch.Tensor | None = getattr(alias, "saved_data", None)
     if kept is not None:
         counts.moved_bytes += kept.nbytes if kept.device != hidden.device else 0
         counts.partitioned_bytes += hidden.nbytes - kept.nbytes
-    elif getattr(alias, "ds_offload_id", None) is not None:
-        counts.moved_bytes += hidden.nbytes
 
 
 def _group_size(tensor_parallel: Any | None) -> int:
