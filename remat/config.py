@@ -192,7 +192,7 @@ class SelectiveOpsConfig:
 
     save: list[str] = field(default_factory=lambda: ["attention", "communication"])
     # attention | communication | matmul | every_other_matmul | an operator's name, for example aten::bmm
-    save_linears: list[str] = field(default_factory=list)  # q k v o gate up down, or a module's own name
+    save_linears: list[str] = field(default_factory=list)  # q k v o gate up down, all_but_down, a module's name
 
 
 @dataclass(kw_only=True)

@@ -89,8 +89,8 @@ _ONE_DIMENSION = "it changes the number of data-parallel ranks, which this run t
 REFUSED: dict[str, str] = {
     "optimizer": "the run's optimizer is set by optim=... (optim.lr, optim.weight_decay, ...): delete the section",
     "scheduler": "the learning rate is set by optim=... (optim.schedule, optim.warmup_steps): delete the section",
-    "activation_checkpointing": "DeepSpeed never reads it for Hugging Face models: delete the section and choose "
-    "checkpointing=full or checkpointing=none",
+    "activation_checkpointing": "DeepSpeed never reads it for Hugging Face models: delete the section and use "
+    "checkpointing=deepspeed with checkpointing.deepspeed.partition_activations and the like",
     "bfloat16": "the old spelling of bf16: delete it, train.precision=bf16 fills bf16.enabled",
     "wandb": "Weights & Biases is set by tracking.wandb: delete the section",
     "tensor_parallel": "the run's is set by train.tensor_parallel_size: delete the section",

@@ -37,6 +37,7 @@ MLP_LINEARS = {
     "down": {"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"},
 }
 LINEARS = [*ATTENTION_LINEARS, *MLP_LINEARS]
+ALL_BUT_DOWN = "all_but_down"  # no product runs twice: nothing needs the result of the layer's last one
 
 
 def find(layer: nn.Module, role: str, option: str = "checkpointing.recompute_modules") -> Found:
@@ -59,12 +60,14 @@ def find(layer: nn.Module, role: str, option: str = "checkpointing.recompute_mod
 
 
 def linears(layer: nn.Module, name: str, option: str = "checkpointing.selective_ops.save_linears") -> Found:
-    """The Linear (or Conv1D) modules that are `name`: q k v o gate up down, a leaf name, or a path in the layer.
+    """The Linear (or Conv1D) modules that are `name`: q k v o gate up down, all_but_down, a leaf name, or a path.
 
     A fused Linear is each of its parts. Under LoRA it is the frozen base that is meant. Raises ConfigError.
     """
     named = list(_linears(layer))
-    if name in LINEARS:
+    if name == ALL_BUT_DOWN:
+        found = [(path, module) for path, module in named if _linear_roles(path) != {"down"}]
+    elif name in LINEARS:
         found = [(path, module) for path, module in named if name in _linear_roles(path)]
     else:
         found = [
