@@ -1,0 +1,103 @@
+"""What ZeRO-3 gathers under each policy: the replay without an engine holds what the real engine's collectives move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from remat import compose, ds_config
+from remat.activation_checkpointing import apply, policy
+from remat.config import CheckpointingConfig, Policy, Precision
+from remat.planning.gathers import GatherReplay
+from tests import small_models
+from tests.pool import RankPool
+
+LAYERS = 4
+POLICIES = {
+    "none": CheckpointingConfig(policy=Policy.none),
+    "full": CheckpointingConfig(),
+    "full_reentrant": CheckpointingConfig(reentrant=True),
+    "sqrt": CheckpointingConfig(policy=Policy.sqrt, reentrant=True),
+    "selective_ops": CheckpointingConfig(policy=Policy.selective_ops),
+    "selective_modules": CheckpointingConfig(policy=Policy.selective_modules),
+    "core_attention": CheckpointingConfig(
+        policy=Policy.selective_modules, recompute_modules=["core_attention"]
+    ),
+    "discard_output": CheckpointingConfig(policy=Policy.discard_output),
+}
+NO_REUSE = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+IDS = torch.arange(32).view(1, 32)
+
+
+def model() -> Any:
+    return small_models.build("llama", num_hidden_layers=LAYERS, num_key_value_heads=2)
+
+
+def gathered_bytes(name: str) -> int:
+    """By the engine's all-gathers, of one micro-batch; the second one, because the first also learns the order."""
+    import deepspeed
+
+    values = ds_config.RunValues(
+        world_size=2,
+        micro_batch_size=1,
+        global_batch_size=2,
+        gradient_clipping=0.0,
+        precision=Precision.fp32,
+        hidden_size=32,
+        pin_memory_possible=False,
+    )
+    ds = ds_config.render(
+        ds_config.load("zero3", compose.DS_CONFIG_DIR), {"zero_optimization": NO_REUSE}, values
+    )
+    net, cfg = model(), POLICIES[name]
+    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds, dist_init_required=False)
+    total = 0
+    for _ in range(2):
+        with applied.micro_batch(), applied.watch(torch.device("cpu")) as watch:
+            loss = engine(input_ids=IDS, use_cache=False).logits.sum()
+            watch.forward_done()
+            engine.backward(loss)
+        engine.step()
+        total = sum(watch.gathered_bytes.values())
+    engine.destroy()
+    applied.remove()
+    return total
+
+
+def replayed_elements(name: str) -> int:
+    net, cfg = model(), POLICIES[name]
+    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg)
+    with GatherReplay(net) as gathers, applied.micro_batch():
+        net(input_ids=IDS, use_cache=False).logits.sum().backward()
+    applied.remove()
+    assert not any(module._forward_hooks for module in net.modules())
+    return gathers.elements
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_the_replay_gathers_what_the_engine_gathers(name: str, two_ranks: RankPool) -> None:
+    norms_again = 2 * LAYERS * 32 if name == "discard_output" else 0  # only an engine's norms have weights to gather
+    assert two_ranks.run(gathered_bytes, name=name)[0] == 4 * (replayed_elements(name) + norms_again)
+
+
+def test_policies_differ_as_advised() -> None:
+    size = sum(p.numel() for p in model().parameters())
+    volume = {name: replayed_elements(name) / size for name in POLICIES}
+    assert volume["none"] == volume["core_attention"] == volume["discard_output"] == 2
+    assert (
+        2
+        < volume["selective_modules"]
+        < volume["full"]
+        == volume["selective_ops"]
+        < volume["full_reentrant"]
+        < 3
+    )
