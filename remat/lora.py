@@ -83,7 +83,7 @@ def apply(
 
     The values are the same on every rank, and on a CPU at every ZeRO stage. Collective under ZeRO-3.
     """
-    with _sharded(model, ds_config) if zero_stage == 3 else contextlib.nullcontext():
+    with _sharded(ds_config) if zero_stage == 3 else contextlib.nullcontext():
         wrapped = wrap(model, cfg, layers)
     set_seed(seed)
     for module in wrapped.modules():
@@ -94,18 +94,27 @@ def apply(
     return wrapped
 
 
+def check_offload(param_device: str | None) -> None:
+    """Raise ConfigError for what DeepSpeed 0.19.8 cannot do: it assigns a frozen parameter's swap buffer twice."""
+    if param_device == "nvme":
+        raise ConfigError(
+            "peft.method=lora freezes parameters, which DeepSpeed cannot prefetch from NVMe: choose "
+            "deepspeed.config=zero3_offload, or set "
+            "deepspeed.overrides.zero_optimization.offload_param.device=cpu and keep optimizer state on NVMe"
+        )
+
+
 def describe(cfg: PeftConfig, trained: int, total: int) -> str:
     """The run's header: what is trained, in parameters."""
     where = ", ".join(cfg.target_modules) or "every linear module of the decoder layers"
     return f"LoRA r={cfg.r} alpha={cfg.alpha} on {where}: {trained:,} of {total:,} parameters trained"
 
 
-def _sharded(model: nn.Module, ds_config: dict[str, Any]) -> Any:
-    """Modules created inside are partitioned at once; NVMe offload goes on with the model's own swap buffers."""
+def _sharded(ds_config: dict[str, Any]) -> Any:
+    """Modules created inside are partitioned at once."""
     import deepspeed
 
-    swapper = getattr(next(model.parameters()), "nvme_swapper", None)
-    return deepspeed.zero.Init(config_dict_or_path=ds_config, param_swapper=swapper)
+    return deepspeed.zero.Init(config_dict_or_path=ds_config)
 
 
 def _whole(module: Any) -> Any:

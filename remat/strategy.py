@@ -54,6 +54,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             largest_param=facts.largest_param,
         ),
     )
+    if cfg.peft.method is PeftMethod.lora:
+        lora.check_offload(ds_config.param_offload_device(rendered))
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     return Strategy(

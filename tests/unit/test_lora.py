@@ -113,6 +113,16 @@ def test_unknown_names_stop_a_run_before_weights_are_read() -> None:
         strategy.decide(run, world_size=1, can_pin=False)
 
 
+def test_parameters_on_nvme_are_refused_and_its_remedy_is_not() -> None:
+    words = ["peft=lora", "deepspeed.config=zero3_nvme", "hardware.nvme_path=/tmp"]
+    with pytest.raises(ConfigError, match=r"peft\.method=lora.*offload_param\.device=cpu"):
+        strategy.decide(compose.compose_run(words).run, world_size=1, can_pin=False)
+    remedy = "deepspeed.overrides.zero_optimization.offload_param.device=cpu"
+    assert (
+        strategy.decide(compose.compose_run([*words, remedy]).run, world_size=1, can_pin=False).zero_stage == 3
+    )
+
+
 def test_first_values_are_pefts_own_and_follow_the_seed() -> None:
     first, again, other = (adapted(built(LLAMA), config(), seed=seed) for seed in (3, 3, 4))
     plain = built(LLAMA)
