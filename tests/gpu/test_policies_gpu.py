@@ -1,4 +1,4 @@
-"""Every policy on a GPU: the same gradients within bf16's rounding, in effect, and less memory where it promises that."""
+"""Every policy on a GPU: the gradients of none within bf16 rounding, in effect, and less memory where promised."""
 
 from __future__ import annotations
 
