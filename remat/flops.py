@@ -15,8 +15,6 @@ FIELDS = {  # transformers spells the same size differently from model to model
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
 }
-# Decoder layers that end in `residual + down_proj(...)`: nothing after the last projection saves its output.
-ENDS_IN_PROJECTION = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,7 @@ class ModelShape:
     """Sizes of a decoder, in elements. `num_params` counts a tied embedding once.
 
     `num_params_active` is what one token passes through (fewer than all with experts); `num_params_trained` is all
-    but the frozen ones; `skipped_in_recompute` is the last projection of each layer, summed over layers, where
-    recomputation stops before it.
+    but the frozen ones.
     """
 
     num_params: int
@@ -41,7 +38,6 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     largest_param: int
-    skipped_in_recompute: int
 
     @property
     def num_params_matmul(self) -> int:
@@ -69,13 +65,11 @@ def shape_from_config(
     num_params_embedding: int | None = None,
     num_params_active: int | None = None,
     num_params_trained: int | None = None,
-    last_projection_adapted: bool = False,
     largest_param: int | None = None,
 ) -> ModelShape:
     """Sizes from the fields of a transformers config (`config.to_dict()`); counts that are given win.
 
-    `num_params_trained` None: all are. `last_projection_adapted`: an adapter runs after each layer's last projection
-    and saves a tensor, so a recomputation runs that projection too.
+    `num_params_trained` None: all are.
     Raises ConfigError naming a missing field, or an irregular mixture of experts whose active count must be given.
     """
     fields = {**config, **config.get("text_config", {})}
@@ -95,8 +89,6 @@ def shape_from_config(
         heads * head_dim * hidden,
         experts * 2 * expert_width * hidden,
     )
-    ends_in_projection = experts == 0 and fields.get("model_type") in ENDS_IN_PROJECTION
-    skips = ends_in_projection and not last_projection_adapted
     return ModelShape(
         num_params=num_params,
         num_params_active=num_params_active,
@@ -111,7 +103,6 @@ def shape_from_config(
         intermediate_size=inner,
         vocab_size=vocabulary,
         largest_param=largest_param if largest_param is not None else max(sizes),
-        skipped_in_recompute=layers * inner * hidden if skips else 0,
     )
 
 
@@ -128,19 +119,12 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     return matrices + 3.0 * _attention(shape, seq_len)
 
 
-def recompute_flops_per_token(shape: ModelShape, seq_len: int, policy: str) -> float:
-    """What activation checkpointing adds to `model_flops_per_token`.
+def layers_forward_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """One forward of the decoder layers, 2 N_layers + 4 L h s: what recomputing all of them would add.
 
-    none: nothing. full: the forward of the layers once more, 2 N_layers + 4 L h s, without each layer's last
-    projection where nothing after it needs its output: torch stops a recomputation at the last saved tensor.
-    Raises ValueError for a policy without a formula.
+    How much of it a policy really runs again is counted in a run's first step.
     """
-    if policy == "none":
-        return 0.0
-    if policy == "full":
-        multiplied = shape.num_params_in_layers - shape.skipped_in_recompute
-        return 2.0 * multiplied + _attention(shape, seq_len)
-    raise ValueError(f"no formula for the FLOPs that checkpointing={policy} recomputes")
+    return 2.0 * shape.num_params_in_layers + _attention(shape, seq_len)
 
 
 def output_layer_flops_per_token(shape: ModelShape) -> float:
@@ -154,9 +138,9 @@ def formula_text() -> str:
         "model FLOPs per token = 6*N + 12*L*h*s (PaLM, appendix B): N = active parameters without an embedding that "
         "is only looked up (a tied one is the output head and counts), L layers, h = heads * head_dim, s = sequence "
         "length, full square of the sequence although attention is causal; frozen parameters (LoRA) count 4*N, as "
-        "they have no weight gradient. Recomputed FLOPs per token with "
-        "checkpointing=full = 2*N_layers + 4*L*h*s, without each layer's last projection where torch's early stop "
-        "skips it (llama, mistral, qwen2, qwen3); the chunked loss adds 2*V*h where a micro-batch has more than one "
+        "they have no weight gradient. Recomputed FLOPs per token = "
+        "(2*N_layers + 4*L*h*s) * the share of the layers' forward products and attention that the first step was seen "
+        "to run again; the chunked loss adds 2*V*h where a micro-batch has more than one "
         "chunk. MFU counts model FLOPs; HFU counts model and recomputed FLOPs"
     )
 

@@ -162,26 +162,22 @@ def throughput_figures(cfg: RunConfig, strategy: Strategy, warn: Callable[[str],
             num_params=strategy.facts.num_params,
             num_params_embedding=strategy.facts.num_embedding_params,
             num_params_trained=strategy.facts.num_trainable_params,
-            last_projection_adapted=_adapts_last_projection(cfg.peft),
         )
     except ConfigError as error:
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}
     counted = flops.model_flops_per_token(shape, cfg.train.seq_len)
-    again = flops.recompute_flops_per_token(shape, cfg.train.seq_len, str(cfg.checkpointing.policy))
+    again = 0.0
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
     if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(shape.vocab_size):
-        again += flops.output_layer_flops_per_token(shape)
+        again = flops.output_layer_flops_per_token(shape)
     gpu = hardware.find_gpu(torch.cuda.get_device_name())
     return {
         "model_flops_per_token": counted,
         "hardware_flops_per_token": counted + again,
+        "layers_forward_flops_per_token": flops.layers_forward_flops_per_token(shape, cfg.train.seq_len),
         "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
     }
-
-
-def _adapts_last_projection(peft: PeftConfig) -> bool:
-    return peft.method is not PeftMethod.none and "down_proj" in (peft.target_modules or ["down_proj"])
 
 
 def _check_precision(precision: Precision) -> None:

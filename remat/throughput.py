@@ -65,8 +65,8 @@ class Window:
     """Steps and tokens between two logged rows, and over the run.
 
     Token counts are of one optimizer step over all ranks. FLOPs per token are of the whole model, forward and
-    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with it. Without them, or
-    without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and hfu are left out.
+    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what always runs again;
+    `recomputes` adds what the policy does, as a share of `layers_forward_flops_per_token`. Without them, or without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and hfu are left out.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Window:
         world_size: int,
         model_flops_per_token: float | None = None,
         hardware_flops_per_token: float | None = None,
+        layers_forward_flops_per_token: float = 0.0,
         peak_tflops: float | None = None,
     ) -> None:
         self._timer = timer
@@ -84,6 +85,7 @@ class Window:
         self._world_size = world_size
         self._model_flops = model_flops_per_token
         self._hardware_flops = hardware_flops_per_token
+        self._layers_forward_flops = layers_forward_flops_per_token
         self._peak_tflops = peak_tflops
         self._new, self._row, self._run = _Totals(), _Totals(), _Totals()
         self._warm = False
@@ -94,6 +96,11 @@ class Window:
         self._timer.window()
         self._wait()
         self._since = perf_counter()
+
+    def recomputes(self, share: float) -> None:
+        """Of the layers' forward FLOPs, `share` runs again in backward."""
+        if self._hardware_flops is not None:
+            self._hardware_flops += share * self._layers_forward_flops
 
     def step_end(self, tokens_seen: int, tokens_trained: int | torch.Tensor) -> None:
         """Count one optimizer step. `tokens_trained` may be a tensor on the device: it is read with the row."""

@@ -195,6 +195,7 @@ def _prove(parts: Parts) -> None:
     problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
     if problems:
         raise NotInEffect("\n".join(problems))
+    parts.window.recomputes(parts.watch.recomputed_share() if parts.watch else 0.0)
     parts.console.note(f"proven: {proof.line(parts, mine)}")
     parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 

@@ -90,6 +90,14 @@ class Watch(TorchDispatchMode):
                 (pinned if key in self._gathered else kept)[layer] += storage.nbytes()
         self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
 
+    def recomputed_share(self) -> float:
+        """Of the layers' forward FLOPs, the share that ran again."""
+        forward, again = (
+            sum(flops for layer, flops in self.flops[phase].items() if layer != OUTSIDE)
+            for phase in ("forward", "recompute")
+        )
+        return again / forward if forward else 0.0
+
     def total_flops(self, phase: Phase) -> int:
         """Matrix products and attention, 2 per multiply-add, over the whole model."""
         return sum(self.flops[phase].values())
@@ -124,6 +132,10 @@ class Watch(TorchDispatchMode):
             for tensor in _tensors(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._gathered.add(tensor.untyped_storage()._cdata)
+        elif func is torch.ops.aten.cat.default and self._gathered:
+            # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
+            if all(tensor.untyped_storage()._cdata in self._gathered for tensor in args[0]):
+                self._gathered.add(result.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

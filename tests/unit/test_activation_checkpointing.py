@@ -76,8 +76,9 @@ def test_recomputed_flops_are_counted() -> None:
     ):
         watch = watched.run(net, WHOLE_LAYERS[name]).watch
         assert [watch.flops["recompute"][index] for index in range(LAYERS)] == [layer_flops] * LAYERS, name
+        assert watch.recomputed_share() == layer_flops / (attention + projections + last)
     none = watched.run(net, CheckpointingConfig(policy=Policy.none)).watch
-    assert none.total_flops("recompute") == 0
+    assert none.total_flops("recompute") == none.recomputed_share() == 0
     assert none.flops["forward"][0] == attention + projections + last
 
 

@@ -40,20 +40,17 @@ def test_model_flops_of_llama_2_7b() -> None:
     assert flops.model_flops_per_token(shape, 4096) == matrices + attention == 46_086_512_640
 
 
-def test_recomputed_flops_of_llama_2_7b() -> None:
+def test_one_forward_of_the_layers_of_llama_2_7b() -> None:
     shape = flops.shape_from_config(LLAMA2_7B, num_params=LLAMA2_7B_PARAMS)
     in_layers = 6_607_343_616 - 131_072_000
-    down_projections = 32 * 4096 * 11008
-    expected = 2 * (in_layers - down_projections) + 4 * 32 * 4096 * 4096
-    assert flops.recompute_flops_per_token(shape, 4096, "full") == expected == 12_214_345_728
-    assert flops.recompute_flops_per_token(shape, 4096, "none") == 0
+    expected = 2 * in_layers + 4 * 32 * 4096 * 4096
+    assert flops.layers_forward_flops_per_token(shape, 4096) == expected
 
 
 def test_llama_3_8b_against_counted_operations() -> None:
-    """A run of the real model on meta tensors counted 70.3 TFLOP forward and 195.5 - 144.9 more in backward."""
+    """A run of the real model on meta tensors counted 70.3 TFLOP forward."""
     shape = flops.shape_from_config(LLAMA3_8B, num_params=8_030_261_248)
     assert flops.model_flops_per_token(shape, 4096) / 3 * 4096 == pytest.approx(70.3e12, rel=1e-3)
-    assert flops.recompute_flops_per_token(shape, 4096, "full") * 4096 == pytest.approx(50.6e12, rel=1e-3)
 
 
 def test_a_tied_embedding_is_the_head_and_counts() -> None:
@@ -70,7 +67,6 @@ def test_only_active_experts_count() -> None:
     mixtral |= {"num_local_experts": 8, "num_experts_per_tok": 2}
     shape = flops.shape_from_config(mixtral, num_params=46_702_792_704)
     assert shape.num_params_active == 12_879_925_248
-    assert shape.skipped_in_recompute == 0
     assert shape.largest_param == 8 * 2 * 14336 * 4096
     qwen = {
         "model_type": "qwen3_moe",
@@ -114,7 +110,6 @@ def test_other_spellings_and_wide_heads() -> None:
     shape = flops.shape_from_config(gpt2, num_params=1000_000, num_params_embedding=6400, largest_param=7)
     assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim) == (2, 64, 256, 16)
     assert shape.largest_param == 7
-    assert shape.skipped_in_recompute == 0
     wide = flops.shape_from_config({**LLAMA2_7B, "head_dim": 256}, num_params=LLAMA2_7B_PARAMS)
     narrow = flops.shape_from_config(LLAMA2_7B, num_params=LLAMA2_7B_PARAMS)
     extra = flops.model_flops_per_token(wide, 10) - flops.model_flops_per_token(narrow, 10)
@@ -128,12 +123,6 @@ def test_a_missing_field_is_named(field: str) -> None:
     config = {key: value for key, value in LLAMA2_7B.items() if key != field}
     with pytest.raises(ConfigError, match=field):
         flops.shape_from_config(config, num_params=1)
-
-
-def test_an_unknown_policy_has_no_formula() -> None:
-    shape = flops.shape_from_config(LLAMA2_7B, num_params=LLAMA2_7B_PARAMS)
-    with pytest.raises(ValueError, match="checkpointing=block"):
-        flops.recompute_flops_per_token(shape, 128, "block")
 
 
 def test_the_formula_is_stated() -> None:

@@ -69,9 +69,11 @@ def test_row_by_hand(clock: Clock) -> None:
         device=CPU,
         world_size=4,
         model_flops_per_token=6e9,
-        hardware_flops_per_token=8e9,
+        hardware_flops_per_token=7e9,
+        layers_forward_flops_per_token=2e9,
         peak_tflops=2.0,
     )
+    window.recomputes(0.5)
     window.start()
     for _ in range(2):
         spend(clock, timer, data=1, forward=2, backward=4, optimizer=2)
