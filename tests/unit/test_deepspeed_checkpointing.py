@@ -11,8 +11,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import layers
-from remat.activation_checkpointing.counts import Counts
+from remat.activation_checkpointing.counts import Counts, Scope
 from remat.activation_checkpointing.deepspeed_engine import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
+from remat.activation_checkpointing.watch import Watch
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 from tests.pool import RankPool
 
@@ -144,6 +145,31 @@ def test_partition_over_replicas_is_bit_equal_to_none(
 def test_partition_without_reentrance(two_ranks: RankPool, cfg: DeepSpeedCheckpointingConfig) -> None:
     for sliced in two_ranks.run(both, model_type="qwen2", cfg=cfg, reentrant=False, grouped=True):
         assert sliced == [HIDDEN_BYTES // 2] * LAYERS * STEPS
+
+
+def kept_bytes(cfg: DeepSpeedCheckpointingConfig, reentrant: bool) -> int:
+    """What lives between forward and backward of the layers."""
+    net = build("llama")
+    engine, _ = put_in_place(net, cfg, reentrant=reentrant, group=AllRanks)
+    try:
+        body: Any = net.get_submodule("model")
+        with Watch(Scope(), torch.device("cpu")) as live:
+            output = body(input_ids=batch(0), use_cache=False).last_hidden_state
+        assert output.requires_grad
+        return live.live_bytes
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cfg", [PARTITION, CONTIGUOUS], ids=["partition", "contiguous"])
+def test_half_of_each_input_is_really_freed(
+    two_ranks: RankPool, cfg: DeepSpeedCheckpointingConfig, reentrant: bool
+) -> None:
+    plain = two_ranks.run(kept_bytes, cfg=PLAIN, reentrant=reentrant)
+    sliced = two_ranks.run(kept_bytes, cfg=cfg, reentrant=reentrant)
+    for before, after in zip(plain, sliced, strict=True):
+        assert before - after == pytest.approx(LAYERS * HIDDEN_BYTES // 2, abs=LAYERS * 64)
 
 
 def gradients_of_different_data(check: bool) -> str | float:
