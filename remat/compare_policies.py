@@ -140,6 +140,6 @@ def caption(cfg: RunConfig) -> str:
     return (
         f"{decided.facts.class_name}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
         f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "
-        "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those of "
-        "the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
+        "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those "
+        "of the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
     )

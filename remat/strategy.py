@@ -11,7 +11,7 @@ import torch
 from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight, tensor_parallel
 from remat.activation_checkpointing import layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
-from remat.config import ConfigError, LossKind, PeftConfig, PeftMethod, Precision, RunConfig
+from remat.config import ConfigError, LossKind, PeftMethod, Precision, RunConfig
 from remat.planning import states
 
 

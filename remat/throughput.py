@@ -65,8 +65,9 @@ class Window:
     """Steps and tokens between two logged rows, and over the run.
 
     Token counts are of one optimizer step over all ranks. FLOPs per token are of the whole model, forward and
-    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what always runs again;
-    `recomputes` adds what the policy does, as a share of `layers_forward_flops_per_token`. Without them, or without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and hfu are left out.
+    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what always runs
+    again; `recomputes` adds what the policy does, a share of `layers_forward_flops_per_token`. Without them, or
+    without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and hfu are left out.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         lambda d: d.mechanism is Mechanism.selective_ops,
         lambda c: c.reused_outputs,
         f"checkpointing.selective_ops: nothing on the lists save={cfg.selective_ops.save} and "
-        f"save_linears={cfg.selective_ops.save_linears} ran (eager attention, and attention with dropout on a CPU, have "
-        "no fused operation)",
+        f"save_linears={cfg.selective_ops.save_linears} ran (eager attention, and attention with dropout on a "
+        "CPU, have no fused operation)",
     )
     found += _missing(
         layers,
