@@ -103,11 +103,18 @@ def test_partitioned_activations_change_nothing(name: str, two_ranks_runs: Path)
 
 
 def test_the_proof_tells_what_was_partitioned(two_ranks_runs: Path) -> None:
-    proof = json.loads((two_ranks_runs / "zero2_contiguous" / "run" / "proof.json").read_text())
+    proofs = {
+        name: json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())
+        for name in ("zero2_full", "zero2_partition")
+    }
+    proof = proofs["zero2_partition"]
     half = 2 * 192 * 32 * 4 // 2  # micro-batch x sequence x hidden x fp32, and half of it
     micro_batches = 2
     assert [layer["partitioned_bytes"] for layer in proof["layers"]] == [half * micro_batches] * 2
     assert [layer["recomputations"] for layer in proof["layers"]] == [micro_batches] * 2
+    kept = {name: found["layers"][0]["kept_bytes"] for name, found in proofs.items()}
+    assert kept["zero2_full"] == pytest.approx(2 * half, abs=512)
+    assert kept["zero2_partition"] == pytest.approx(half, abs=512)
 
 
 def test_evaluation_counts_every_held_out_block_once(two_ranks_runs: Path) -> None:
