@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from remat.activation_checkpointing.counts import Counts, Scope
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.activation_checkpointing.modules import recompute_inside
-from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError
+from remat.config import CheckpointingConfig, ConfigError, Policy
 from tests.pool import RankPool
 from tests.small_models import build, gradients, same
 
@@ -29,20 +27,14 @@ ROLES = {
 }
 
 
-def put_in_place(net: Any, roles: list[str], *, layers: Any = None) -> tuple[list[Counts], Scope, Any]:
-    """`roles` of every layer (or of those given) are recomputed; the third result undoes it."""
-    counts, undo, scope = [], [], Scope()
-    for index, layer in enumerate(layers or decoder_layers(net)):
-        counts.append(Counts())
-        undo.append(recompute_inside(layer, roles, Recompute(CheckpointingConfig()), index, counts[-1], scope))
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_inside, scope, index)
-    return counts, scope, lambda: [one() for one in undo]
-
-
-def _inside(scope: Scope, index: int, fn: Any, *args: Any) -> Any:
-    with scope.inside(index):
-        return fn(*args)
+def put_in_place(net: Any, roles: list[str], *, only: int | None = None, zero_stage: int = 0) -> Applied:
+    """`roles` of every layer, or of layer `only`, are recomputed; without roles nothing is."""
+    kind = Policy.selective_modules if roles else Policy.none
+    cfg = CheckpointingConfig(policy=kind, recompute_modules=roles)
+    if only is not None:
+        cfg = CheckpointingConfig(policy=Policy.none, layers={only: kind}, recompute_modules=roles)
+    decisions = policy.plan(cfg, len(decoder_layers(net)), zero_stage=zero_stage)
+    return apply.apply(net, decisions, cfg, zero_stage=zero_stage)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -52,12 +44,13 @@ def test_bit_equal_to_none(model_type: str, name: str, attention: str) -> None:
     expected = gradients(build(model_type, attention=attention))
     net = build(model_type, attention=attention)
     roles, regions = ROLES[name]
-    counts, _, undo = put_in_place(net, roles)
+    applied = put_in_place(net, roles)
+    counts = applied.counts
     assert same(gradients(net), expected)
     for layer in counts:
         assert layer.expected == layer.recomputations > 0
         assert regions is None or layer.expected == regions
-    undo()
+    applied.remove()
     before = [layer.recomputations for layer in counts]
     assert same(gradients(net), expected)
     assert [layer.recomputations for layer in counts] == before
@@ -72,14 +65,14 @@ def test_parts_of_a_sparse_block(model_type: str, roles: list[str]) -> None:
         with pytest.raises(ConfigError, match="MixtralDecoderLayer has no shared_experts"):
             put_in_place(net, roles)
         return
-    counts, _, _ = put_in_place(net, roles)
+    counts = put_in_place(net, roles).counts
     assert same(gradients(net), expected)
     assert all(layer.expected == layer.recomputations > 0 for layer in counts)
 
 
 def test_the_outer_module_wins() -> None:
     net = build("llama")
-    counts, _, _ = put_in_place(net, ["activation", "mlp", "core_attention", "attention"])
+    counts = put_in_place(net, ["activation", "mlp", "core_attention", "attention"]).counts
     gradients(net)
     assert [layer.recomputations for layer in counts] == [2, 2, 2]
 
@@ -90,11 +83,11 @@ def test_undo_leaves_nothing() -> None:
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     layer = net.model.layers[0]
     config, hidden = layer.self_attn.config, layer.mlp.forward
-    _, _, undo = put_in_place(net, ["mlp", "norm", "core_attention"])
+    applied = put_in_place(net, ["mlp", "norm", "core_attention"])
     assert layer.self_attn.config is not config and net.config is config
     assert len(dict(ALL_ATTENTION_FUNCTIONS.items())) == len(before) + 3
     assert [name for name, _ in net.named_modules()] == names
-    undo()
+    applied.remove()
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == before
     assert layer.self_attn.config is config and config._attn_implementation == "sdpa"
     assert layer.mlp.forward == hidden
@@ -104,18 +97,17 @@ def test_undo_leaves_nothing() -> None:
 def test_undo_restores_a_forward_that_someone_else_put_there() -> None:
     net = build("llama")
     mine = net.model.layers[0].mlp.forward = net.model.layers[0].mlp.forward
-    _, _, undo = put_in_place(net, ["mlp"])
-    undo()
+    put_in_place(net, ["mlp"]).remove()
     assert net.model.layers[0].mlp.__dict__["forward"] is mine
 
 
 def test_only_the_layer_asked_for() -> None:
     net = build("llama")
-    counts, _, _ = put_in_place(net, ["core_attention", "mlp"], layers=[net.model.layers[1]])
+    counts = put_in_place(net, ["core_attention", "mlp"], only=1).counts
     others = [net.model.layers[0], net.model.layers[2]]
     assert all(layer.self_attn.config is net.config and "forward" not in layer.mlp.__dict__ for layer in others)
     gradients(net)
-    assert counts[0].recomputations == 2
+    assert [layer.recomputations for layer in counts] == [0, 2, 0]
 
 
 def test_attention_code_reads_the_true_name() -> None:
@@ -124,7 +116,7 @@ def test_attention_code_reads_the_true_name() -> None:
         build("gpt2", attention="eager", reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
     )
     net = build("gpt2", attention="eager", reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
-    counts, _, _ = put_in_place(net, ["core_attention"])
+    counts = put_in_place(net, ["core_attention"]).counts
     assert same(gradients(net), expected)
     assert [layer.expected for layer in counts] == [
         0,
@@ -157,7 +149,7 @@ def test_falcon_is_refused() -> None:
 
 def test_a_frozen_model_and_no_grad_expect_nothing() -> None:
     net = build("llama")
-    counts, _, _ = put_in_place(net, ["mlp", "core_attention"])
+    counts = put_in_place(net, ["mlp", "core_attention"]).counts
     with torch.no_grad():
         net(input_ids=torch.arange(32).reshape(2, 16))
     net.requires_grad_(False)
@@ -169,7 +161,7 @@ def test_saved_tensor_hooks_around_the_layer_see_every_input() -> None:
     """The mask and rotary tables come by keyword, in tuples; parameters stay out."""
     net = build("llama", attention="eager")
     layer = net.model.layers[0]
-    put_in_place(net, ["attention"], layers=[layer])
+    put_in_place(net, ["attention"], only=0)
     seen: list[torch.Tensor] = []
 
     def run(fn: Any, *args: Any) -> Any:
@@ -199,7 +191,7 @@ def test_kept_bytes(role: str) -> None:
     """Of a Llama-shaped layer, in hidden states of 2 x 128 x 256 fp32; nothing recomputed keeps 20.04."""
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
     net = build("llama", **sizes)
-    _, scope, _ = put_in_place(net, [role])
+    scope = put_in_place(net, [role]).scope
     ids = torch.randint(0, 64, (2, 128))
     with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
@@ -213,7 +205,7 @@ def steps(model_type: str, roles: list[str]) -> dict[str, Any]:
     import deepspeed
 
     net = build(model_type)
-    counts, _, undo = put_in_place(net, roles) if roles else ([], None, lambda: None)
+    applied = put_in_place(net, roles, zero_stage=3)
     zero = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -237,12 +229,9 @@ def steps(model_type: str, roles: list[str]) -> dict[str, Any]:
         engine.step()
         found += [loss.item(), float(engine.get_global_grad_norm())]
     engine.destroy()
-    undo()
-    return {
-        "values": found,
-        "again": [c.recomputations for c in counts],
-        "expected": [c.expected for c in counts],
-    }
+    applied.remove()
+    again = [counts.recomputations for counts in applied.counts]
+    return {"values": found, "again": again, "expected": [counts.expected for counts in applied.counts]}
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "mixtral"])

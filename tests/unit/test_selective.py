@@ -10,13 +10,14 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import operators, selective
-from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing import apply, operators, policy, selective
+from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError, SelectiveOpsConfig
+from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 from tests.pool import RankPool
 from tests.small_models import build, gradients, same
 
@@ -62,30 +63,23 @@ class FakeOffload:
 
 
 def put_in_place(
-    net: Any, cfg: SelectiveOpsConfig | None, *, offload: Any = None, stock: bool = False
-) -> tuple[list[Counts], Scope]:
+    net: Any, cfg: SelectiveOpsConfig | None, *, zero_stage: int = 0, offload: OffloadConfig | None = None
+) -> Applied:
     """`cfg` on every layer; None: nothing is recomputed."""
-    counts, scope = [], Scope()
-    for index, layer in enumerate(decoder_layers(net)):
-        counts.append(Counts())
-        if stock:
-            run: Any = Recompute(CFG, context_fn=STOCK)
-        elif cfg is not None:
-            run = Recompute(CFG, context_fn=KeptResults(layer, cfg, counts[-1], offload).contexts)
-        else:
-            run = _call
+    whole = CheckpointingConfig(policy=Policy.none)
+    if cfg is not None:
+        whole = CheckpointingConfig(
+            policy=Policy.selective_ops, selective_ops=cfg, offload=offload or OffloadConfig()
+        )
+    decisions = policy.plan(whole, len(decoder_layers(net)), zero_stage=zero_stage)
+    return apply.apply(net, decisions, whole, zero_stage=zero_stage)
+
+
+def put_stock_in_place(net: Any, context_fn: Any = STOCK) -> None:
+    """torch's own contexts, or others."""
+    for layer in decoder_layers(net):
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_run, run, index, counts[-1], scope)
-    return counts, scope
-
-
-def _call(fn: Any, *args: Any) -> Any:
-    return fn(*args)
-
-
-def _run(run: Any, index: int, counts: Counts, scope: Scope, fn: Any, *args: Any) -> Any:
-    with scope.inside(index):
-        return run(counted(fn, index, counts, scope), *args)
+        layer._gradient_checkpointing_func = Recompute(CFG, context_fn=context_fn)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -94,7 +88,7 @@ def _run(run: Any, index: int, counts: Counts, scope: Scope, fn: Any, *args: Any
 def test_bit_equal_to_none(model_type: str, save: str, attention: str) -> None:
     expected = gradients(build(model_type, attention=attention))
     net = build(model_type, attention=attention)
-    counts, _ = put_in_place(net, LISTS[save])
+    counts = put_in_place(net, LISTS[save]).counts
     assert same(gradients(net), expected)
     nothing = attention == "eager" and save == "attention"  # eager attention has no fused operation
     for layer in counts:
@@ -103,13 +97,12 @@ def test_bit_equal_to_none(model_type: str, save: str, attention: str) -> None:
 
 
 def test_each_linear_is_reused_once() -> None:
-    counts, _ = put_in_place(net := build("llama"), LISTS["matmul"])
+    counts = put_in_place(net := build("llama"), LISTS["matmul"]).counts
     gradients(net)
     # q k v o gate up down and attention; backward needs no result of down, where early stop ends the recomputation
     assert [(c.kept_outputs, c.reused_outputs) for c in counts] == [(8, 7)] * 3
-    counts, _ = put_in_place(
-        net := build("llama"), SelectiveOpsConfig(save=[], save_linears=["q", "up", "o_proj"])
-    )
+    net = build("llama")
+    counts = put_in_place(net, SelectiveOpsConfig(save=[], save_linears=["q", "up", "o_proj"])).counts
     gradients(net)
     assert [(c.kept_outputs, c.reused_outputs) for c in counts] == [(3, 3)] * 3
 
@@ -123,7 +116,7 @@ def test_a_second_backward_recomputes_everything() -> None:
         return [loss.detach(), *(p.grad.clone() for p in net.parameters())]
 
     expected = twice(build("qwen2"))
-    counts, _ = put_in_place(net := build("qwen2"), LISTS["matmul"])
+    counts = put_in_place(net := build("qwen2"), LISTS["matmul"]).counts
     assert same(twice(net), expected)
     assert [(c.recomputations, c.reused_outputs) for c in counts] == [(2, 7)] * 3
 
@@ -143,12 +136,28 @@ def test_two_forwards_before_their_backwards() -> None:
 
 def test_offload_holds_what_it_takes() -> None:
     expected = gradients(build("qwen2"))
+    net = build("qwen2")
     offload = FakeOffload()
-    put_in_place(net := build("qwen2"), LISTS["matmul"], offload=offload)
+    put_stock_in_place(net, None)
+    for layer in decoder_layers(net):
+        kept = KeptResults(layer, LISTS["matmul"], Counts(), offload)
+        layer._gradient_checkpointing_func = Recompute(CFG, context_fn=kept.contexts)
     assert same(gradients(net), expected)
     assert len(offload.moved) == offload.asked // 2 > 9
     # two per layer are never asked back: the last Linear's, behind early stop, and the sums attention keeps
     assert sum(tensor is not None for tensor in offload.moved) <= 6
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "mixtral"])
+def test_bit_equal_with_everything_kept_on_the_host(model_type: str) -> None:
+    expected = gradients(build(model_type))
+    net = build(model_type)
+    applied = put_in_place(
+        net, LISTS["linears"], offload=OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=0)
+    )
+    with applied.micro_batch():
+        assert same(gradients(net), expected)
+    assert all(count.moved_bytes > 4 * 2 * 16 * 32 * 4 and count.reused_outputs for count in applied.counts)
 
 
 def test_an_interrupted_forward_leaves_no_trace() -> None:
@@ -412,7 +421,7 @@ def test_kept_bytes_and_recomputed_flops(name: str) -> None:
     net = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", **(sizes | {"vocab_size": 64, "num_hidden_layers": 3}))
     ).train()
-    _, scope = put_in_place(net, cfg)
+    scope = put_in_place(net, cfg).scope
     ids = torch.randint(0, 64, (2, 128))
     with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
@@ -435,28 +444,26 @@ def test_kept_bytes_and_recomputed_flops(name: str) -> None:
 
 
 def test_stock_contexts_refuse_what_mixtral_does_to_topk() -> None:
-    net = build("mixtral")
-    put_in_place(net, None, stock=True)
+    put_stock_in_place(net := build("mixtral"))
     with pytest.raises(RuntimeError, match="mutated"):
         gradients(net)
     expected = gradients(build("mixtral"))
-    counts, _ = put_in_place(
-        net := build("mixtral"), SelectiveOpsConfig(save=["aten::topk", "matmul", "attention"])
-    )
+    net = build("mixtral")
+    counts = put_in_place(net, SelectiveOpsConfig(save=["aten::topk", "matmul", "attention"])).counts
     assert same(gradients(net), expected)
     assert all(c.reused_outputs == 8 for c in counts)  # 4 of attention, itself, the router, two of the experts
 
 
-def steps(
-    model_type: str, cfg: SelectiveOpsConfig | None, *, stock: bool = False, stage: int = 3, number: int = 4
-) -> dict[str, Any]:
+def steps(model_type: str, cfg: SelectiveOpsConfig | None, *, stock: bool = False) -> dict[str, Any]:
     """Losses and gradient norms of a ZeRO engine on different data per rank; or how it failed."""
     import deepspeed
 
     net = build(model_type)
-    counts, _ = put_in_place(net, cfg, stock=stock)
+    applied = put_in_place(net, cfg, zero_stage=3)
+    if stock:
+        put_stock_in_place(net)
     zero = {
-        "stage": stage,
+        "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 20_000,
         "stage3_max_reuse_distance": 20_000,
@@ -473,7 +480,7 @@ def steps(
     found: list[float] = []
     error = ""
     try:
-        for _ in range(number):
+        for _ in range(4):
             ids = torch.randint(0, 64, (2, 16), generator=draw)
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)
@@ -483,7 +490,8 @@ def steps(
         error = str(raised)
     finally:
         engine.destroy()
-    reused = [count.reused_outputs for count in counts]
+        applied.remove()
+    reused = [count.reused_outputs for count in applied.counts]
     return {"values": found, "error": error, "reused": reused}
 
 
