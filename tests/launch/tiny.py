@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,10 +90,13 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
     return overrides(workshop / "model", workshop / "data.jsonl", workshop / "out", name, *more)
 
 
-def plain_loop(words: list[str]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits."""
+def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) -> list[tuple[float, float]]:
+    """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits.
+
+    `adapt` is applied to the model before training, for example to freeze parts of it.
+    """
     cfg = compose.compose_run(words).run
-    net = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
+    net = adapt(AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32))
     tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
     blocks = open_blocks(
         cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
@@ -106,9 +111,10 @@ def plain_loop(words: list[str]) -> list[tuple[float, float]]:
         seed=cfg.train.seed,
         shuffle=cfg.data.shuffle,
     )
+    trained = [p for p in net.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": cfg.optim.weight_decay},
-        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.optim.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(cfg.optim.beta1, cfg.optim.beta2), eps=cfg.optim.eps)
     history = []
