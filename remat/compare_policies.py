@@ -60,7 +60,12 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     applied = apply.apply(net, _without_engine(decided.decisions), cfg.checkpointing, device=META)
     watch = applied.watch(META)
     try:
-        with simulate.gpu_kernels(), GatherReplay(net) as gathers, applied.micro_batch(), watch:
+        with (
+            simulate.as_on_a_gpu(decided.zero_stage),
+            GatherReplay(net) as gathers,
+            applied.micro_batch(),
+            watch,
+        ):
             simulate.step(
                 net,
                 micro_batch_size=cfg.train.micro_batch_size,

@@ -79,7 +79,7 @@ def broken_promises(
 
 
 def line(found: Mapping[str, Any]) -> str:
-    """`parameters 12 of 12 sharded, cpu 1.2 GiB; optimizer state cpu 4.8 GiB`, of this rank."""
+    """`12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`."""
     parameters, state = found["parameters"], found["optimizer_state"]
     return (
         f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
@@ -111,4 +111,11 @@ def _swapped_numel(engine: Any) -> int:
 
 
 def _places(bytes_on: Mapping[str, int]) -> str:
-    return ", ".join(f"{place} {size / 2**30:.3g} GiB" for place, size in sorted(bytes_on.items())) or "nothing"
+    return ", ".join(f"{_size(size)} on {place}" for place, size in sorted(bytes_on.items())) or "nothing"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 2**10:.3g} KiB"

@@ -1,14 +1,14 @@
 """Run a real model forward and backward on `meta` tensors, as it would run on a GPU: shapes and operations, no memory.
 
-Two things differ on meta and are set right while `gpu_kernels` is entered: torch would pick its slow attention, so
-the kernel that a GPU picks is called by name; and Hugging Face's masks ask whether sequences are packed, which needs
-a value, so the answer is given: they are not.
+What differs from a run is set right while `as_on_a_gpu` is entered: on meta torch would pick its slow attention, so the
+kernel that a GPU picks is called by name; Hugging Face's masks ask whether sequences are packed, which needs a value,
+so the answer is given: they are not; and under ZeRO-3 a Linear is DeepSpeed's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,9 +21,16 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """What F.scaled_dot_product_attention calls on a recent NVIDIA GPU: flash; efficient with a mask or in fp32."""
-    with mock.patch.object(F, "scaled_dot_product_attention", _attention), _Answers():
+def as_on_a_gpu(zero_stage: int) -> Iterator[None]:
+    """The attention that a recent NVIDIA GPU runs (flash; efficient with a mask or in fp32), and ZeRO-3's Linear."""
+    with linear_of(zero_stage), mock.patch.object(F, "scaled_dot_product_attention", _attention), _Answers():
+        yield
+
+
+@contextmanager
+def linear_of(zero_stage: int) -> Iterator[None]:
+    """Under ZeRO-3 F.linear is a function of DeepSpeed's, with other operations and saved tensors than torch's."""
+    with mock.patch.object(F, "linear", _Zero3Linear.apply) if zero_stage == 3 else nullcontext():
         yield
 
 
@@ -36,6 +43,33 @@ def step(model: nn.Module, *, micro_batch_size: int, seq_len: int, forward_done:
     logits = model(input_ids=ids, use_cache=False).logits
     forward_done()
     logits.backward(torch.empty_like(logits))
+
+
+class _Zero3Linear(torch.autograd.Function):
+    """The operations of deepspeed/runtime/zero/linear.py:77-135 (0.19.8).
+
+    Its input is saved when the product is there, so a recomputation runs also a layer's last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias)
+        if rows.dim() == 2 and bias is not None:
+            return torch.addmm(bias, rows, weight.t())
+        output = rows.matmul(weight.t())
+        if bias is not None:
+            output += bias
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight, bias = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad.matmul(weight) if ctx.needs_input_grad[0] else None,
+            flat.t().matmul(rows.reshape(-1, rows.shape[-1])) if ctx.needs_input_grad[1] else None,
+            flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
+        )
 
 
 class _Answers(TorchDispatchMode):

@@ -10,6 +10,7 @@ import torch
 from remat import compose, ds_config
 from remat.activation_checkpointing import apply, policy
 from remat.config import CheckpointingConfig, Policy, Precision
+from remat.planning import simulate
 from remat.planning.gathers import GatherReplay
 from tests import small_models
 from tests.pool import RankPool
@@ -40,8 +41,8 @@ def model() -> Any:
     return small_models.build("llama", num_hidden_layers=LAYERS, num_key_value_heads=2)
 
 
-def gathered_bytes(name: str) -> int:
-    """By the engine's all-gathers, of one micro-batch; the second one, because the first also learns the order."""
+def engine_counts(name: str) -> tuple[int, int]:
+    """(gathered bytes, recomputed FLOPs) of one micro-batch; the second one, because the first also learns the order."""
     import deepspeed
 
     values = ds_config.RunValues(
@@ -60,38 +61,43 @@ def gathered_bytes(name: str) -> int:
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     optimizer = torch.optim.AdamW(net.parameters())
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds, dist_init_required=False)
-    total = 0
+    counts = (0, 0)
     for _ in range(2):
         with applied.micro_batch(), applied.watch(torch.device("cpu")) as watch:
             loss = engine(input_ids=IDS, use_cache=False).logits.sum()
             watch.forward_done()
             engine.backward(loss)
         engine.step()
-        total = sum(watch.gathered_bytes.values())
+        counts = sum(watch.gathered_bytes.values()), watch.total_flops("recompute")
     engine.destroy()
     applied.remove()
-    return total
+    return counts
 
 
-def replayed_elements(name: str) -> int:
+def replayed(name: str) -> tuple[int, int]:
+    """(gathered elements, recomputed FLOPs) without an engine."""
     net, cfg = model(), POLICIES[name]
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg)
-    with GatherReplay(net) as gathers, applied.micro_batch():
+    watch = applied.watch(torch.device("cpu"))
+    with simulate.linear_of(3), GatherReplay(net) as gathers, applied.micro_batch(), watch:
         net(input_ids=IDS, use_cache=False).logits.sum().backward()
     applied.remove()
     assert not any(module._forward_hooks for module in net.modules())
-    return gathers.elements
+    return gathers.elements, watch.total_flops("recompute")
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_the_replay_gathers_what_the_engine_gathers(name: str, two_ranks: RankPool) -> None:
-    norms_again = 2 * LAYERS * 32 if name == "discard_output" else 0  # only an engine's norms have weights to gather
-    assert two_ranks.run(gathered_bytes, name=name)[0] == 4 * (replayed_elements(name) + norms_again)
+def test_the_replay_gathers_and_recomputes_what_the_engine_does(name: str, two_ranks: RankPool) -> None:
+    norms_again = (
+        2 * LAYERS * 32 if name == "discard_output" else 0
+    )  # only an engine's norms have weights to gather
+    elements, flops = replayed(name)
+    assert two_ranks.run(engine_counts, name=name)[0] == (4 * (elements + norms_again), flops)
 
 
 def test_policies_differ_as_advised() -> None:
     size = sum(p.numel() for p in model().parameters())
-    volume = {name: replayed_elements(name) / size for name in POLICIES}
+    volume = {name: replayed(name)[0] / size for name in POLICIES}
     assert volume["none"] == volume["core_attention"] == volume["discard_output"] == 2
     assert (
         2
