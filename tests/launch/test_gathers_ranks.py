@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def engine_counts(name: str) -> tuple[int, int]:
-    """(gathered bytes, recomputed FLOPs) of one micro-batch; the second one, because the first also learns the order."""
+    """(gathered bytes, recomputed FLOPs) of one micro-batch; of the second, because the first also learns the order."""
     import deepspeed
 
     values = ds_config.RunValues(
