@@ -15,6 +15,10 @@ from remat.activation_checkpointing import deepspeed_engine, policy, roles, sele
 from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
+NO_ATTENTION_OPERATION = {
+    Attention.eager: "has no fused attention operation",
+    Attention.flex_attention: "is compiled by transformers into a kernel that is no operation",
+}
 RANDOM_FIELDS = (
     "drop",
     "router_jitter_noise",
@@ -51,10 +55,10 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.selective_ops in asked:
         found += selective.problems(cfg.selective_ops)
-        if setting.attention is Attention.eager and _only_attention(cfg):
+        if setting.attention in NO_ATTENTION_OPERATION and _only_attention(cfg):
             found.append(
-                "checkpointing.selective_ops.save keeps attention, but model.attention=eager has no fused attention "
-                "operation: use model.attention=sdpa, or add matmul to the list"
+                f"checkpointing.selective_ops.save keeps attention, but model.attention={setting.attention} "
+                f"{NO_ATTENTION_OPERATION[setting.attention]}: use model.attention=sdpa, or add matmul to the list"
             )
     if Policy.deepspeed in asked:
         found += deepspeed_engine.problems(

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, operators, policy, selective
+from remat.activation_checkpointing import apply, limits, operators, policy, selective
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
+from remat.config import Attention, CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 from tests.pool import RankPool
 from tests.small_models import build, gradients, same
 
@@ -179,6 +180,38 @@ def test_close_removes_the_hooks() -> None:
     assert linear._forward_hooks and linear._forward_pre_hooks
     kept.close()
     assert not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_bit_equal_under_lora_with_dropout(by_name: bool) -> None:
+    def lora() -> Any:
+        torch.manual_seed(4)
+        targets = ["q_proj", "up_proj", "down_proj"]
+        net = get_peft_model(
+            build("qwen2"), LoraConfig(r=2, target_modules=targets, lora_dropout=0.2, init_lora_weights=False)
+        )
+        return net.train()
+
+    expected = gradients(lora())
+    net = lora()
+    cfg = SelectiveOpsConfig(save=["attention"], save_linears=["q", "up"]) if by_name else LISTS["matmul"]
+    counts = put_in_place(net, cfg).counts
+    assert same(gradients(net), expected)
+    assert len(expected) == 1 + 2 * 3 * 3  # the loss, two matrices per target and layer
+    # 7 Linears, 3 adapters of two and attention; early stop ends before the last adapter's second matrix
+    assert all(count.reused_outputs == (3 if by_name else 13) for count in counts)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_bit_equal_in_bf16_with_autocast(attention: str) -> None:
+    def run(cfg: SelectiveOpsConfig | None) -> list[torch.Tensor]:
+        put_in_place(net := build("phi", attention=attention), cfg)
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(net)
+
+    expected = run(None)
+    assert same(run(LISTS["matmul"]), expected)
+    assert same(run(LISTS["linears"]), expected)
 
 
 # What is written to after it was made.
@@ -366,6 +399,26 @@ def test_groups(name: str) -> None:
 def test_flex_attention_is_a_higher_order_operator_with_a_name() -> None:
     described = operators.describe(torch.ops.higher_order.flex_attention)
     assert described.name == "flex_attention" and described.writes == ()
+
+
+@pytest.mark.parametrize("attention", [Attention.eager, Attention.flex_attention])
+def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attention) -> None:
+    def problems(save: list[str], kind: Attention) -> list[str]:
+        cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=save))
+        setting = limits.Setting(
+            zero_stage=0,
+            tensor_parallel_size=1,
+            has_gpu=True,
+            attention=kind,
+            lora_dropout=0.0,
+            fields={},
+            activation_elements=1024,
+        )
+        return limits.problems(cfg, decoder_layers(build("llama")), setting)
+
+    (text,) = problems(["attention"], attention)
+    assert f"model.attention={attention}" in text
+    assert problems(["attention", "matmul"], attention) == problems(["attention"], Attention.sdpa) == []
 
 
 @pytest.mark.parametrize(
