@@ -57,7 +57,9 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
-    applied = apply.apply(net, _without_engine(decided.decisions), cfg.checkpointing, device=META)
+    applied = apply.apply(
+        net, _without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
+    )
     watch = applied.watch(META)
     try:
         with (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from remat.activation_checkpointing.discard import DiscardedOutputs
 from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
+from remat.activation_checkpointing.postpone import SparedProduct
 from remat.activation_checkpointing.recompute import Recompute, carries_gradient
 from remat.activation_checkpointing.saved_tensors import SavedTensors
 from remat.activation_checkpointing.segments import Segment
@@ -89,23 +90,32 @@ def apply(
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
     applied = Applied(decisions, model, [Counts() for _ in decisions])
-    if any(decision.offload for decision in decisions):
-        applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
-    calls = sum(decision.mechanism is Mechanism.deepspeed for decision in decisions)
-    if calls:
-        applied.deepspeed = DeepSpeedCheckpointing(
-            cfg.deepspeed,
-            num_calls=calls,
-            reentrant=cfg.reentrant is not False,
-            tensor_parallel=tensor_parallel,
-        )
-        applied.cleanup.callback(applied.deepspeed.close)
-    builder = _Builder(applied, cfg, zero_stage)
-    for index, layer in enumerate(layers):
-        _hook(layer, builder.runner(index, layer), applied.cleanup)
-    if any(decision.reentrant for decision in decisions):
-        _let_embeddings_carry_gradient(model, applied.cleanup)
+    try:
+        if any(decision.offload for decision in decisions):
+            applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
+        applied.deepspeed = _deepspeed(decisions, cfg, tensor_parallel, applied.cleanup)
+        builder = _Builder(applied, cfg, zero_stage)
+        for index, layer in enumerate(layers):
+            _hook(layer, builder.runner(index, layer), applied.cleanup)
+        if any(decision.reentrant for decision in decisions):
+            _let_embeddings_carry_gradient(model, applied.cleanup)
+    except BaseException:
+        applied.remove()
+        raise
     return applied
+
+
+def _deepspeed(
+    decisions: Sequence[LayerDecision], cfg: CheckpointingConfig, tensor_parallel: Any, cleanup: ExitStack
+) -> DeepSpeedCheckpointing | None:
+    calls = sum(decision.mechanism is Mechanism.deepspeed for decision in decisions)
+    if not calls:
+        return None
+    engine = DeepSpeedCheckpointing(
+        cfg.deepspeed, num_calls=calls, reentrant=cfg.reentrant is not False, tensor_parallel=tensor_parallel
+    )
+    cleanup.callback(engine.close)
+    return engine
 
 
 class _Builder:
@@ -156,7 +166,7 @@ class _Builder:
         if kind is Mechanism.recompute:
             recompute = Recompute(self._cfg, reentrant=decision.reentrant)
             if decision.first == decision.last:
-                return self._expecting(index, index, recompute)
+                return self._expecting(index, index, self._sparing(layer, recompute))
             segment = self._segments.setdefault(
                 decision.first, Segment(decision.first, decision.last, recompute)
             )
@@ -164,10 +174,23 @@ class _Builder:
             return self._expecting(decision.first, decision.last, run) if index == decision.last else run
         if kind is Mechanism.selective_modules:
             undo = modules.recompute_inside(
-                layer, self._cfg.recompute_modules, Recompute(self._cfg), index, counts, self._applied.scope
+                layer,
+                self._cfg.recompute_modules,
+                lambda region: self._sparing(region, Recompute(self._cfg)),
+                index,
+                counts,
+                self._applied.scope,
             )
             self._applied.cleanup.callback(undo)
         return _call
+
+    def _sparing(self, region: nn.Module, recompute: Recompute) -> Recompute:
+        """Under ZeRO-3 a recomputation would run its last product for nothing; below it, torch stops before that."""
+        if self._zero_stage < 3 or recompute.reentrant:
+            return recompute
+        spared = SparedProduct(region)
+        self._applied.cleanup.callback(spared.close)
+        return replace(recompute, context_fn=spared.contexts)
 
     def _expecting(self, first: int, last: int, run: LayerForward) -> LayerForward:
         """Count that backward will come to layers `first` to `last` once for this forward."""

@@ -21,25 +21,35 @@ Region = Callable[..., Any]
 
 
 def recompute_inside(
-    layer: nn.Module, roles: list[str], recompute: Recompute, index: int, counts: Counts, scope: Scope
+    layer: nn.Module,
+    roles: list[str],
+    recompute_of: Callable[[nn.Module], Recompute],
+    index: int,
+    counts: Counts,
+    scope: Scope,
 ) -> Callable[[], None]:
     """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
 
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
-    def region(fn: Region, args: Any, kwargs: Any) -> Any:
-        return _run(fn, args, kwargs, recompute, index, counts, scope)
+    def region_of(module: nn.Module) -> Callable[[Region, Any, Any], Any]:
+        recompute = recompute_of(module)
+
+        def region(fn: Region, args: Any, kwargs: Any) -> Any:
+            return _run(fn, args, kwargs, recompute, index, counts, scope)
+
+        return region
 
     found = {role: layer_roles.find(layer, role) for role in roles}
     core = found.pop(layer_roles.CORE_ATTENTION, [])
     whole = layer_roles.outermost([one for several in found.values() for one in several])
     undo = ExitStack()
     for _, module in whole:
-        undo.callback(_wrap_forward(module, region))
+        undo.callback(_wrap_forward(module, region_of(module)))
     for name, module in core:
         if name not in {outer for outer, _ in whole}:
-            undo.callback(_wrap_core_attention(module, region))
+            undo.callback(_wrap_core_attention(module, region_of(nn.Module())))  # no Linear inside
     return undo.close
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from remat.activation_checkpointing import operators, roles
 from remat.activation_checkpointing.counts import Counts
+from remat.activation_checkpointing.postpone import PRODUCTS, Postponed
 from remat.config import ConfigError, SelectiveOpsConfig
 
 Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
@@ -152,6 +153,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.entries: dict[Key, _Entry] = {}
+        self.products = 0  # that ran in forward
         self._by_storage: dict[int, Key] = {}
 
     def add(self, key: Key, entry: _Entry) -> None:
@@ -213,6 +215,7 @@ class _Keep(_Mode):
         operator = operators.describe(func)
         key = self._results.key(operator, self._ran)
         before = operators.random_state((args, kwargs)) if key and operator.random else None
+        self._store.products += operator.name in PRODUCTS
         result = func(*args, **kwargs)
         if operator.writes:
             self._note_writes(operator, args, kwargs)
@@ -278,20 +281,27 @@ class _HandBack(_Mode):
     def __init__(self, results: KeptResults, store: _Store) -> None:
         super().__init__(results, store)
         self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
+        self._products = 0
+        self._postponed = Postponed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = operators.describe(func)
         key = self._results.key(operator, self._ran)
+        self._products += operator.name in PRODUCTS
         entry = self._store.entries.pop(key, None) if key else None
         if entry is not None and entry.untouched():
             return self._reuse(entry)
         if self._complete and operator.name == ABSORBED and self._already_added(args[0]):
             return args[0]
+        self._postponed.before(func, operator, args, kwargs)
+        if operator.name in PRODUCTS and self._products == self._store.products:
+            return self._postponed.put_off(func, operator, args, kwargs)
         return func(*args, **kwargs)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        self._postponed.forget()
         self._complete.clear()
         self._store.clear()
 

@@ -77,7 +77,7 @@ def engine_counts(name: str) -> tuple[int, int]:
 def replayed(name: str) -> tuple[int, int]:
     """(gathered elements, recomputed FLOPs) without an engine."""
     net, cfg = model(), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg)
+    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     watch = applied.watch(torch.device("cpu"))
     with simulate.linear_of(3), GatherReplay(net) as gathers, applied.micro_batch(), watch:
         net(input_ids=IDS, use_cache=False).logits.sum().backward()

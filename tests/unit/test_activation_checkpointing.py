@@ -91,6 +91,17 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not net.get_input_embeddings()._forward_hooks
 
 
+def test_a_failure_on_the_way_leaves_nothing_behind() -> None:
+    net = llama()
+    net.model.layers[3].mlp = torch.nn.Identity()
+    cfg = CheckpointingConfig(policy=Policy.selective_modules)
+    with pytest.raises(ConfigError, match="has no mlp"):
+        apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    for layer in layers.decoder_layers(net):
+        assert "_gradient_checkpointing_func" not in layer.__dict__
+    assert all("forward" not in module.__dict__ for module in net.modules())
+
+
 def test_an_evaluation_recomputes_nothing() -> None:
     net = llama()
     applied = apply.apply(net, policy.plan(CheckpointingConfig(), LAYERS), CheckpointingConfig())
