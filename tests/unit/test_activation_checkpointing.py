@@ -93,9 +93,9 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_a_failure_on_the_way_leaves_nothing_behind() -> None:
     net = llama()
-    net.model.layers[3].mlp = torch.nn.Identity()
-    cfg = CheckpointingConfig(policy=Policy.selective_modules)
-    with pytest.raises(ConfigError, match="has no mlp"):
+    net.model.layers[3].input_layernorm = net.model.layers[3].post_attention_layernorm = torch.nn.Identity()
+    cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["norm"])
+    with pytest.raises(ConfigError, match="has no norm"):
         apply.apply(net, policy.plan(cfg, LAYERS), cfg)
     for layer in layers.decoder_layers(net):
         assert "_gradient_checkpointing_func" not in layer.__dict__
