@@ -132,10 +132,12 @@ class Watch(TorchDispatchMode):
             for tensor in _tensors(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._gathered.add(tensor.untyped_storage()._cdata)
-        elif func is torch.ops.aten.cat.default and self._gathered:
+        elif func is aten.cat.default and self._are_gathered(args[0]):
             # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
-            if all(tensor.untyped_storage()._cdata in self._gathered for tensor in args[0]):
-                self._gathered.add(result.untyped_storage()._cdata)
+            self._gathered.add(result.untyped_storage()._cdata)
+
+    def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
