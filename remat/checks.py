@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from remat.config import (
+    CheckpointingConfig,
     ConfigError,
     DataConfig,
     DataSource,
@@ -39,6 +40,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_optim(cfg.optim, cfg.train),
         *_peft(cfg.peft),
         *_tensor_parallel(cfg),
+        *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
         *_top(cfg),
     ]
@@ -95,6 +97,11 @@ def _train(train: TrainConfig) -> list[str]:
 
 
 def _model(model: ModelConfig) -> list[str]:
+    if model.architecture.get("use_cache"):
+        return [
+            "model.architecture.use_cache=true: a key-value cache is for generation, and a recomputation "
+            "would fill it twice; leave it out"
+        ]
     if model.init is ModelInit.pretrained and not model.path:
         return ["model.init=pretrained needs model.path=FOLDER_OR_HUB_NAME (or model.init=random)"]
     if not model.path and not model.architecture:
@@ -182,6 +189,22 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
             "layers; use train.tensor_parallel_size=1"
         )
     return found
+
+
+def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
+    return [
+        *_at_least(
+            1,
+            checkpointing__interval=cfg.interval,
+            checkpointing__segment_layers=cfg.segment_layers,
+            checkpointing__block_layers=cfg.block_layers,
+        ),
+        *_at_least(
+            0,
+            checkpointing__offload__min_bytes=cfg.offload.min_bytes,
+            checkpointing__offload__keep_last_layers=cfg.offload.keep_last_layers,
+        ),
+    ]
 
 
 def _save(save: SaveConfig) -> list[str]:

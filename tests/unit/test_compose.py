@@ -106,6 +106,24 @@ def test_contradictions_are_collected() -> None:
     assert len(text.splitlines()) >= 5
 
 
+def test_bad_granularity_is_refused_before_anything_is_built() -> None:
+    text = message(
+        "checkpointing.interval=0",
+        "checkpointing.segment_layers=0",
+        "checkpointing.block_layers=-1",
+        "checkpointing.offload.min_bytes=-1",
+        "model.architecture.use_cache=true",
+    )
+    for option in (
+        "interval=0",
+        "segment_layers=0",
+        "block_layers=-1",
+        "offload.min_bytes=-1",
+        "use_cache=true",
+    ):
+        assert option in text
+
+
 def test_multirun_is_refused_with_the_reason() -> None:
     assert "one process group" in message("-m", "train.steps=1,2")
 
