@@ -1,0 +1,25 @@
+"""Generated tables of the documentation are what their generators write now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import granularity_table
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+
+
+def test_the_granularity_page_is_up_to_date() -> None:
+    page = granularity_table.PAGE.read_text()
+    assert granularity_table.renewed(page) == page, "run python scripts/granularity_table.py"
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_named_files_exist(path: Path) -> None:
+    """Paths into the repository, in backticks, as the docs name them."""
+    root = DOCS.parent
+    for word in path.read_text().replace("\n", " ").split("`")[1::2]:
+        if word.startswith(("tests/", "remat/", "benchmarks/", "scripts/", "conf/")) and " " not in word:
+            assert (root / word).exists(), word
