@@ -29,7 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CONF_DIR = ROOT / "conf"
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
-OPEN_DICTS = ("deepspeed.overrides.", "model.architecture.", "meta.measured.", "checkpointing.layers=")
+OPEN_DICTS = (
+    "deepspeed.overrides.",
+    "model.architecture.",
+    "meta.measured.",
+    "checkpointing.layers=",
+    "hardware.gpu_rates.",
+)
 
 USAGE = """\
 usage: deepspeed train.py recipe=NAME [group=choice] [option=value] ...

@@ -267,6 +267,18 @@ class HardwareConfig:
     num_nodes: int = 1
     host_memory_gib: float | None = None
     nvme_path: str | None = None  # folder on a fast local disk, for zero3_nvme
+    pcie_h2d_gbs: float | None = None  # host to one GPU, pinned memory; GB = 1e9 bytes, None: unknown
+    pcie_d2h_gbs: float | None = None
+    gpus_per_pcie_link: int = 1  # GPUs that share such a link
+    gpu_link_gbs: float | None = None  # bus bandwidth of collectives inside a node, per GPU and direction
+    nic_gbs: float | None = None  # all network ports of a node together, one direction
+    dram_gbs: float | None = None  # host memory of a node
+    cpu_adam_gparams_s: float | None = None  # 1e9 parameters per second, all ranks of a node together
+    nvme_read_gbs: float | None = None
+    nvme_write_gbs: float | None = None
+    nvme_gib: float | None = None
+    gpu_rates: dict[str, float] = field(default_factory=dict)  # measured ones, instead of remat.hardware's
+    sources: dict[str, str] = field(default_factory=dict)  # where each figure above is from
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from remat.config import HardwareConfig, Precision
-from remat.hardware import GPUS, find_gpu
+from remat import compose
+from remat.config import ConfigError, HardwareConfig, Precision
+from remat.hardware import GPUS, LAUNCH_US, find_gpu, machine, share
 
 MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))
 
@@ -24,7 +25,7 @@ MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").gl
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312.0),
         ("NVIDIA A100-PCIE-40GB", "A100 40GB", 312.0),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", "A100 80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 312.0),
         ("NVIDIA H100 80GB HBM3", "H100 SXM", 989.4),
         ("NVIDIA H100 PCIe", "H100 PCIe", 756.0),
         ("NVIDIA H200", "H200", 989.4),
@@ -95,6 +96,86 @@ def test_machines_agree_with_the_table(path: Path) -> None:
     assert machine.host_memory_gib
 
 
+FIGURES = (
+    "pcie_h2d_gbs",
+    "pcie_d2h_gbs",
+    "gpu_link_gbs",
+    "nic_gbs",
+    "dram_gbs",
+    "cpu_adam_gparams_s",
+    "nvme_read_gbs",
+    "nvme_write_gbs",
+    "nvme_gib",
+)
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda p: p.stem)
+def test_every_figure_of_a_machine_has_a_source_that_says_how_it_was_had(path: Path) -> None:
+    cfg = HardwareConfig(**yaml.safe_load(path.read_text()))
+    given = {name for name in FIGURES if getattr(cfg, name) is not None}
+    assert given == set(cfg.sources) - {"gpus_per_pcie_link"}
+    assert ("gpus_per_pcie_link" in cfg.sources) == (cfg.gpus_per_pcie_link > 1)
+    for name in given:
+        assert getattr(cfg, name) > 0
+        assert cfg.sources[name].startswith(("measured: ", "data sheet: ", "derived: "))
+    if cfg.gpus_per_node and cfg.gpus_per_node > 1:
+        assert cfg.gpu_link_gbs, "several GPUs exchange gradients over something"
+
+
+def test_achievable_rates_are_below_the_peak_or_measured() -> None:
+    for gpu in GPUS:
+        assert (gpu.matmul is None) == (gpu.peak_bf16_tflops is None)
+        for rate in (gpu.matmul, gpu.attention):
+            if rate is None:
+                continue
+            assert gpu.peak_bf16_tflops is not None
+            assert len(rate.source) > 20
+            assert rate.measured or rate.value < gpu.peak_bf16_tflops
+            assert 0.3 < rate.value / gpu.peak_bf16_tflops < 1.15  # consumer cards boost above their data sheet
+        assert gpu.memory is None or 500 < gpu.memory.value < 8000
+
+
+def test_a_share_states_its_fraction_and_reason() -> None:
+    rate = share(200.0, 0.25, "somebody saw it")
+    assert rate.value == 50.0
+    assert rate.source == "data sheet: 25.0% of 200; somebody saw it"
+    assert not rate.measured
+
+
+def test_a_machine_takes_what_it_does_not_say_from_its_gpu() -> None:
+    h100 = find_gpu("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    assert h100.matmul is not None
+    cfg = compose.compose_run(["hardware=8xh100-80"]).run.hardware
+    found = machine(cfg)
+    assert found.matmul_tflops == h100.matmul.value == 792.1
+    assert found.launch_us == LAUNCH_US.value
+    assert (found.gpus_per_node, found.gpu_link_gbs, found.pcie_d2h_gbs) == (8, 370, 52.8)
+    assert found.cpu_adam_gparams_s == pytest.approx(491.5 / 28)
+    assert found.sources["matmul_tflops"].startswith("measured: ")
+    assert found.sources["memory_gbs"].startswith("data sheet: ")
+    mine = machine(compose.compose_run(["hardware=1x3090", "hardware.gpu_rates.matmul_tflops=66"]).run.hardware)
+    assert mine.matmul_tflops == 66
+    assert mine.sources["matmul_tflops"] == "hardware.gpu_rates"
+    assert mine.attention_tflops == pytest.approx(0.615 * 71)
+
+
+def test_what_has_no_source_is_unknown() -> None:
+    assert machine(HardwareConfig()).matmul_tflops is None
+    assert machine(HardwareConfig()).launch_us is None
+    assert machine(HardwareConfig(gpu="NVIDIA B200")).attention_tflops is None
+    assert machine(HardwareConfig(gpu="A card of tomorrow")).memory_gbs is None
+
+
+def test_a_rate_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gpu_rates has matmul_gflops"):
+        machine(HardwareConfig(gpu_rates={"matmul_gflops": 1.0}))
+
+
 def test_the_machines_that_ship() -> None:
-    names = {path.stem for path in MACHINES}
-    assert names == {"this_machine", "1x4090", "1x3090", "8xa100-80", "8xh100-80", "1xh100-80", "1xh200"}
+    assert {path.stem for path in MACHINES} == {
+        "this_machine",
+        *("1x3090", "1x4090", "2x4090", "1x5090", "1xl40s"),
+        *("1xa100-40", "8xa100-40", "8xa100-80", "1xh100-80", "8xh100-80"),
+        *("1xh200", "8xh200", "1xgh200", "8xb200"),
+    }
