@@ -12,8 +12,8 @@ from remat import compose, model, strategy
 from remat.activation_checkpointing import apply, layers
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.config import ConfigError, RunConfig
-from remat.planning import simulate
-from remat.planning.gathers import GatherReplay
+from remat.planning import simulate, zero3, zero3_events
+from remat.planning.zero3_events import Event, Parameters
 
 META = torch.device("meta")
 MIB = 2**20
@@ -60,11 +60,11 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     applied = apply.apply(
         net, _without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
     )
-    watch = applied.watch(META)
+    watch, events = applied.watch(META), list[Event]()
     try:
         with (
             simulate.as_on_a_gpu(decided.zero_stage),
-            GatherReplay(net) as gathers,
+            zero3_events.recorded(net, events.append),
             applied.micro_batch(),
             watch,
         ):
@@ -86,7 +86,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         moved_bytes=sum(c.moved_bytes for c in applied.counts) / depth,
         discarded_bytes=sum(c.discarded_bytes for c in applied.counts) / depth,
         recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),
-        zero3_gathers=gathers.elements / sum(p.numel() for p in net.parameters()),
+        zero3_gathers=zero3.elements_without_reuse(Parameters.of(net), events)
+        / sum(p.numel() for p in net.parameters()),
     )
 
 

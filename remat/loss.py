@@ -12,7 +12,7 @@ vocabulary of 5000).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from remat.config import ConfigError, LossKind
 
 IGNORED = -100
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [rows, vocab], targets [rows] -> the sum over rows
 CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16, 256 MiB as fp32
 
 
@@ -47,12 +48,21 @@ class TokenLoss:
     """Calls a Hugging Face causal language model and returns the summed loss of its labels.
 
     `model` is the bare transformers model, `kind` the form. Only the instance of the output layer is touched, only
-    while a forward runs.
+    while a forward runs. Meta tensors have no values to compare (`verify=False`) and want another `cross_entropy`
+    in the chunked form.
     """
 
-    def __init__(self, model: nn.Module, kind: LossKind) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: LossKind,
+        *,
+        verify: bool = True,
+        cross_entropy: CrossEntropy | None = None,
+    ) -> None:
         self.kind = kind
-        self.verified = False  # compared once, on the first call: a host synchronisation
+        self.verified = not verify  # compared once, on the first call: a host synchronisation
+        self.cross_entropy = cross_entropy or fused_cross_entropy
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if self.head is None:
             raise ConfigError(
@@ -93,7 +103,7 @@ class TokenLoss:
         returned: list[Tensor] = []
 
         def forward(hidden: Tensor) -> Tensor:
-            returned.append(chunked_loss(hidden, self.head.weight, self.head.bias, targets))
+            returned.append(chunked_loss(hidden, self.head.weight, self.head.bias, targets, self.cross_entropy))
             return returned[0]
 
         self.head.forward = forward
@@ -124,17 +134,27 @@ class LossWindow:
         return mean
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """DeepSpeed's: keeps the logits and one number per row."""
+    from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
+
+    return chunked_cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    cross_entropy: CrossEntropy = fused_cross_entropy,
+) -> Tensor:
     """Sum over tokens of cross entropy(hidden @ weight.T + bias, targets), float32 scalar.
 
     `hidden` [batch, seq, dim], `weight` [vocab, dim], `targets` [batch, seq] with -100 for no loss.
     """
-    from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 
     def one(rows: Tensor, wanted: Tensor) -> Tensor:
-        return chunked_cross_entropy(
-            F.linear(rows, weight, bias), wanted, ignore_index=IGNORED, reduction="sum"
-        )
+        return cross_entropy(F.linear(rows, weight, bias), wanted)
 
     size = chunk_tokens(weight.shape[0])
     rows, wanted = hidden.flatten(0, 1), targets.flatten()

@@ -15,8 +15,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from remat import op_flops
 from remat.activation_checkpointing.counts import Scope
 
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
@@ -124,15 +124,14 @@ class Watch(TorchDispatchMode):
         self._gathered.discard(key)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = getattr(func, "_overloadpacket", func)
-        formula = flop_registry.get(packet) or MORE_FLOPS.get(packet)
+        formula = op_flops.formula(func)
         if formula is not None:
             self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
             for tensor in _tensors(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._gathered.add(tensor.untyped_storage()._cdata)
-        elif func is aten.cat.default and self._are_gathered(args[0]):
+        elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
             # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
             self._gathered.add(result.untyped_storage()._cdata)
 
@@ -142,24 +141,3 @@ class Watch(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """[tokens, k] x [experts, k, n] forward, [k, tokens] x [tokens, n] for the weights' gradient."""
-    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
-
-
-aten = torch.ops.aten
-MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    aten._grouped_mm: _grouped_mm,
-}

@@ -84,6 +84,7 @@ class ZeroSettings:
     max_reuse_distance: int = 0
     offload_optimizer: bool = False
     offload_param: bool = False
+    accumulating: bool = False  # the gradients of an earlier micro-batch are there
 
     @classmethod
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
@@ -100,4 +101,5 @@ class ZeroSettings:
             max_reuse_distance=int(zero.get("stage3_max_reuse_distance", 0)),
             offload_optimizer=ds_config.optimizer_offload_device(ds) is not None,
             offload_param=ds_config.param_offload_device(ds) is not None,
+            accumulating=ds["gradient_accumulation_steps"] > 1,
         )

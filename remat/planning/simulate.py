@@ -7,8 +7,9 @@ so the answer is given: they are not; and under ZeRO-3 a Linear is DeepSpeed's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,13 +18,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.planning import peaks, zero3_events
+from remat.planning.records import Phase, Simulation, ZeroSettings
+from remat.planning.timeline import Scope, Timeline
+from remat.planning.zero3_events import Parameters
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def as_on_a_gpu(zero_stage: int) -> Iterator[None]:
-    """The attention that a recent NVIDIA GPU runs (flash; efficient with a mask or in fp32), and ZeRO-3's Linear."""
-    with linear_of(zero_stage), mock.patch.object(F, "scaled_dot_product_attention", _attention), _Answers():
+def as_on_a_gpu(zero_stage: int, assumptions: list[str] | None = None) -> Iterator[None]:
+    """The attention that a recent NVIDIA GPU runs (flash; efficient with a mask or in fp32), and ZeRO-3's Linear.
+
+    What had to be assumed is appended to `assumptions`, once for every time.
+    """
+    assumed: list[str] = [] if assumptions is None else assumptions
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        return _attention(assumed, *args, **kwargs)
+
+    with (
+        linear_of(zero_stage),
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
+        _Answers(assumed),
+    ):
         yield
 
 
@@ -32,6 +51,94 @@ def linear_of(zero_stage: int) -> Iterator[None]:
     """Under ZeRO-3 F.linear is a function of DeepSpeed's, with other operations and saved tensors than torch's."""
     with mock.patch.object(F, "linear", _Zero3Linear.apply) if zero_stage == 3 else nullcontext():
         yield
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One micro-batch as it happened, whatever the sizes that ZeRO is given: `under` lays them over it."""
+
+    timeline: Timeline
+    parameters: Parameters
+    assumptions: list[str]
+
+    def under(self, zero: ZeroSettings) -> Simulation:
+        """`zero` may differ from the recorded one in all but the question whether it is stage 3."""
+        timeline = self.timeline
+        found = peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero)
+        depth = max(timeline.kept_bytes, default=-1) + 1
+        return Simulation(
+            forward_peak=found.forward,
+            backward_peak=found.backward,
+            kept_bytes=[timeline.kept_bytes.get(layer, 0) for layer in range(depth)],
+            host_bytes=timeline.host_bytes,
+            flops={phase: timeline.flops.get(phase, 0) for phase in Phase},
+            ops=timeline.ops,
+            gathered_elements=found.gathered_elements,
+            assumptions=self.assumptions,
+        )
+
+
+def run(
+    model: nn.Module,
+    *,
+    loss: Loss,
+    scope: Scope,
+    around: Callable[[], AbstractContextManager[Any]],
+    zero: ZeroSettings,
+    micro_batch_size: int,
+    seq_len: int,
+    ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+) -> Simulation:
+    """Forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
+
+    `loss(model, {"input_ids", "labels"})` is the scalar that is trained on, `around` what surrounds a micro-batch of
+    the run, `scope` says where the computation is, `ignored` names host memory. Bytes come on top of the model
+    states, of which gradients and buckets below ZeRO-3 are not part: they are counted here, from moment to moment.
+    """
+    recording = record(
+        model,
+        loss=loss,
+        scope=scope,
+        around=around,
+        stage_3=zero.stage == 3,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        ignored=ignored,
+    )
+    return recording.under(zero)
+
+
+def record(
+    model: nn.Module,
+    *,
+    loss: Loss,
+    scope: Scope,
+    around: Callable[[], AbstractContextManager[Any]],
+    stage_3: bool,
+    micro_batch_size: int,
+    seq_len: int,
+    ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+    workspaces: bool = True,
+) -> Recording:
+    """As `run`, for any number of ZeRO settings. `workspaces`: with what attention kernels allocate within."""
+    timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
+    assumptions: list[str] = []
+    batch = {
+        name: torch.zeros(micro_batch_size, seq_len, dtype=torch.long, device="meta")
+        for name in ("input_ids", "labels")
+    }
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_gpu(3 if stage_3 else 0, assumptions))
+        if stage_3:
+            stack.enter_context(zero3_events.recorded(model, timeline.cut))
+        stack.enter_context(timeline.gradients_taken())
+        stack.enter_context(around())
+        stack.enter_context(timeline)
+        value = loss(model, batch)
+        timeline.forward_done()
+        value.backward()
+        del value
+    return Recording(timeline, Parameters.of(model), sorted(set(assumptions)))
 
 
 def step(model: nn.Module, *, micro_batch_size: int, seq_len: int, forward_done: Callable[[], None]) -> None:
@@ -75,6 +182,10 @@ class _Zero3Linear(torch.autograd.Function):
 class _Answers(TorchDispatchMode):
     """A value is asked for that meta tensors do not have: `are these sequences whole?` Yes."""
 
+    def __init__(self, assumed: list[str]) -> None:
+        super().__init__()
+        self._assumed = assumed
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -85,11 +196,13 @@ class _Answers(TorchDispatchMode):
                 raise ValueError(
                     f"the model reads a {args[0].dtype} value from its data, which a plan does not have"
                 )
+            self._assumed.append("sequences are not packed: attention needs no mask of its own")
             return True
         return func(*args, **(kwargs or {}))
 
 
 def _attention(
+    assumed: list[str],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,11 +214,13 @@ def _attention(
 ) -> Tensor:
     """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, head_dim up to 256."""
     if attn_mask is None and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256:
+        assumed.append("attention runs torch's flash kernel")
         padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
         flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5
         )[0]
         return flash[..., : query.shape[-1]]
+    assumed.append("attention runs torch's memory-efficient kernel: there is a mask, or it is fp32")
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -10,8 +10,8 @@ import torch
 from remat import compose, ds_config
 from remat.activation_checkpointing import apply, policy
 from remat.config import CheckpointingConfig, Policy, Precision
-from remat.planning import simulate
-from remat.planning.gathers import GatherReplay
+from remat.planning import simulate, zero3, zero3_events
+from remat.planning.zero3_events import Event, Parameters
 from tests import small_models
 from tests.pool import RankPool
 
@@ -78,12 +78,12 @@ def replayed(name: str) -> tuple[int, int]:
     """(gathered elements, recomputed FLOPs) without an engine."""
     net, cfg = model(), POLICIES[name]
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
-    watch = applied.watch(torch.device("cpu"))
-    with simulate.linear_of(3), GatherReplay(net) as gathers, applied.micro_batch(), watch:
+    watch, events = applied.watch(torch.device("cpu")), list[Event]()
+    with simulate.linear_of(3), zero3_events.recorded(net, events.append), applied.micro_batch(), watch:
         net(input_ids=IDS, use_cache=False).logits.sum().backward()
     applied.remove()
     assert not any(module._forward_hooks for module in net.modules())
-    return gathers.elements, watch.total_flops("recompute")
+    return zero3.elements_without_reuse(Parameters.of(net), events), watch.total_flops("recompute")
 
 
 @pytest.mark.parametrize("name", list(POLICIES))

@@ -34,6 +34,7 @@ LEVELS = [
         "export",
         "hf_files",
         "rng",
+        "op_flops",
         "frozen",
         "adapter_files",
         "lora",
@@ -58,7 +59,7 @@ LEVELS = [
     },
     {"train", "cli"},
 ]
-EVERYWHERE_IN_L2 = {"distributed"}
+EVERYWHERE_IN_L2 = {"distributed", "op_flops"}
 ONE_ROOM = [
     {"saving", "manifest", "export", "hf_files", "adapter_files", "rng", "frozen", "nvme_state"},
 ]
