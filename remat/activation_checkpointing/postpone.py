@@ -19,6 +19,7 @@ from remat.activation_checkpointing import operators
 
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}  # position of the left matrix
 ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does not say that it is a view
+SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
 
 
 class Postponed:
@@ -39,7 +40,8 @@ class Postponed:
 
     def before(self, func: Any, operator: operators.Operator, args: Any, kwargs: Any) -> None:
         """`func` runs next: compute what it reads."""
-        if self._compute is None or operator.name in ONLY_VIEWS or getattr(func, "is_view", False):
+        is_view = operator.name in ONLY_VIEWS or (getattr(func, "is_view", False) and operator.name != SAVES)
+        if self._compute is None or is_view:
             return
         if self._storage in operators.storages((args, kwargs)):
             compute, self._compute = self._compute, None
