@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from remat.planning.records import ZeroSettings
 from remat.planning.zero3_events import Parameters
 
+IN_BACKWARD = {"gradients", "reduction buckets"}  # items of planning.states below stage 3 that are counted here
 ALLREDUCE_ELEMENTS = 500_000_000  # runtime/engine.py:3921
 
 

@@ -83,7 +83,7 @@ def run(
     *,
     loss: Loss,
     scope: Scope,
-    around: Callable[[], AbstractContextManager[Any]],
+    around: AbstractContextManager[Any],
     zero: ZeroSettings,
     micro_batch_size: int,
     seq_len: int,
@@ -113,7 +113,7 @@ def record(
     *,
     loss: Loss,
     scope: Scope,
-    around: Callable[[], AbstractContextManager[Any]],
+    around: AbstractContextManager[Any],
     stage_3: bool,
     micro_batch_size: int,
     seq_len: int,
@@ -132,7 +132,7 @@ def record(
         if stage_3:
             stack.enter_context(zero3_events.recorded(model, timeline.cut))
         stack.enter_context(timeline.gradients_taken())
-        stack.enter_context(around())
+        stack.enter_context(around)
         stack.enter_context(timeline)
         value = loss(model, batch)
         timeline.forward_done()

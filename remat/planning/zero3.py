@@ -53,6 +53,8 @@ class Coordinator:
         self._persistent = [n <= settings.param_persistence_threshold for n in parameters.elements]
         self._gathered: dict[int, int] = {}  # available or in flight: bytes of the parameter itself
         self._in_flight: dict[int, _Bucket] = {}
+        self._left_over: dict[int, int] = {}  # bytes that autograd held on to when their parameter was released
+        self._pinned: frozenset[int] = frozenset()
         self._users: list[set[int]] = [set() for _ in range(count)]
         self._in_backward: dict[int, None] = {}  # modules, in the order their backward began
         self._left_by_recompute: dict[int, set[int]] = defaultdict(set)
@@ -66,6 +68,9 @@ class Coordinator:
         self._available = 0  # elements, as DeepSpeed counts them
 
     def handle(self, event: Event) -> None:
+        self._pinned = event.pinned
+        for p in [p for p in self._left_over if p not in event.pinned]:
+            self._change(-self._left_over.pop(p))
         if event.kind is Kind.start:
             self._reset()
         elif event.kind is Kind.fetch:
@@ -242,7 +247,11 @@ class Coordinator:
     def _free(self, p: int) -> None:
         bucket = self._in_flight.get(p)
         if p in self._gathered and not self._users[p] and (bucket is None or bucket.arrived):
-            self._change(-self._gathered.pop(p))
+            size = self._gathered.pop(p)
+            if p in self._pinned and p not in self._left_over:
+                self._left_over[p] = size
+            else:
+                self._change(-size)
             self._available -= self._of.elements[p]
 
     def _change(self, size: int) -> None:

@@ -25,12 +25,16 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """`module` is an index into Parameters.owned; `again`: a forward inside of backward."""
+    """`module` is an index into Parameters.owned; `again`: a forward inside of backward.
+
+    `pinned` parameters have aliases: autograd would go on holding their memory if they were released now.
+    """
 
     kind: Kind
     module: int = 0
     forward: bool = True
     again: bool = False
+    pinned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -59,35 +63,66 @@ class Parameters:
 @contextmanager
 def recorded(model: nn.Module, on_event: Callable[[Event], None]) -> Iterator[None]:
     """Calls `on_event` at every fetch and release while entered, over any number of micro-batches."""
-    handles = [model.register_forward_pre_hook(lambda *_: on_event(Event(Kind.start)))]
-    for index, module in enumerate(model.modules()):
-        handles += _hooks(module, index, on_event)
+    recorder = _Recorder(model, on_event)
     try:
         yield
     finally:
-        for handle in handles:
+        recorder.close()
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self._parameters = list(model.parameters())
+        self._owned = Parameters.of(model).owned
+        self._uses = [_uses(p) for p in self._parameters]
+        self._pinned: frozenset[int] = frozenset()
+        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._tell(Event(Kind.start)))]
+        for index, module in enumerate(model.modules()):
+            self._hook(module, index)
+
+    def close(self) -> None:
+        for handle in self._handles:
             handle.remove()
 
+    def _tell(self, event: Event) -> None:
+        """A new alias of a parameter was made by the module that used it; an old one may have died anywhere."""
+        candidates = {*self._pinned, *self._owned[event.module]}
+        pinned = {p for p in candidates if _uses(self._parameters[p]) > self._uses[p]}
+        if pinned != self._pinned:
+            self._pinned = frozenset(pinned)
+        self._on_event(event._replace(pinned=self._pinned))
 
-def _hooks(module: nn.Module, index: int, on_event: Callable[[Event], None]) -> list[Any]:
-    waiting = [0]  # inputs whose gradient is still to come
+    def _hook(self, module: nn.Module, index: int) -> None:
+        waiting = [0]  # inputs whose gradient is still to come
 
-    def before_forward(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        on_event(Event(Kind.fetch, index, again=torch._C._current_graph_task_id() != -1))
-        waiting[0] = 0
-        marked: tuple[Any, ...] = tree_map(lambda x: _mark(x, gradient_of_input, waiting), args)
-        return marked
+        def before_forward(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            self._tell(Event(Kind.fetch, index, again=torch._C._current_graph_task_id() != -1))
+            waiting[0] = 0
+            marked: tuple[Any, ...] = tree_map(lambda x: _mark(x, gradient_of_input, waiting), args)
+            return marked
 
-    def gradient_of_input() -> None:
-        waiting[0] -= 1
-        if waiting[0] == 0:
-            on_event(Event(Kind.release, index, forward=False))
+        def gradient_of_input() -> None:
+            waiting[0] -= 1
+            if waiting[0] == 0:
+                self._tell(Event(Kind.release, index, forward=False))
 
-    def after_forward(_: nn.Module, args: Any, output: Any) -> Any:
-        on_event(Event(Kind.release, index))
-        return tree_map(lambda x: _mark(x, lambda: on_event(Event(Kind.fetch, index, forward=False))), output)
+        def gradient_of_output() -> None:
+            self._tell(Event(Kind.fetch, index, forward=False))
 
-    return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
+        def after_forward(_: nn.Module, args: Any, output: Any) -> Any:
+            self._tell(Event(Kind.release, index))
+            return tree_map(lambda x: _mark(x, gradient_of_output), output)
+
+        self._handles += [
+            module.register_forward_pre_hook(before_forward),
+            module.register_forward_hook(after_forward),
+        ]
+
+
+def _uses(parameter: torch.Tensor) -> int:
+    """How many tensors share the parameter's memory, and a constant."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
 class _Mark(torch.autograd.Function):
