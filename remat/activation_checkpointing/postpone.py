@@ -1,4 +1,4 @@
-"""The last matrix product of a recomputation, put off until something reads it. Nothing does, most often.
+"""The last matrix product of a recomputation, put off until another operation runs. None does, most often.
 
 torch ends a recomputation when it has the last tensor that backward needs. ZeRO-3's Linear saves its input only after
 its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last one for nothing: a fifth of a
@@ -23,10 +23,12 @@ SAVES = "aten::detach"  # torch's recomputation takes what backward needs by thi
 
 
 class Postponed:
-    """At most one product at a time: its memory is there, its value comes with the first operation that reads it."""
+    """At most one product at a time: its memory is there, its value comes before the next operation, whatever that is.
+
+    Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is.
+    """
 
     def __init__(self) -> None:
-        self._storage = 0
         self._compute: Callable[[], Any] | None = None
 
     def put_off(self, func: Any, operator: operators.Operator, args: Any, kwargs: Any) -> torch.Tensor:
@@ -34,21 +36,18 @@ class Postponed:
         left = args[PRODUCTS[operator.name]]
         right = args[PRODUCTS[operator.name] + 1]
         result = left.new_empty(left.shape[0], right.shape[1])
-        self._storage = operators.storage(result)
         self._compute = lambda: result.copy_(func(*args, **kwargs))
         return result
 
-    def before(self, func: Any, operator: operators.Operator, args: Any, kwargs: Any) -> None:
-        """`func` runs next: compute what it reads."""
+    def before(self, func: Any, operator: operators.Operator) -> None:
+        """`func` runs next: compute, unless it is a view."""
         is_view = operator.name in ONLY_VIEWS or (getattr(func, "is_view", False) and operator.name != SAVES)
-        if self._compute is None or is_view:
-            return
-        if self._storage in operators.storages((args, kwargs)):
+        if self._compute is not None and not is_view:
             compute, self._compute = self._compute, None
             compute()
 
     def forget(self) -> None:
-        self._storage, self._compute = 0, None
+        self._compute = None
 
 
 class SparedProduct:
@@ -114,5 +113,5 @@ class _PutOff(TorchDispatchMode):
         if operator.name in PRODUCTS and not self._done:
             self._done = True
             return self._postponed.put_off(func, operator, args, kwargs)
-        self._postponed.before(func, operator, args, kwargs)
+        self._postponed.before(func, operator)
         return func(*args, **kwargs)

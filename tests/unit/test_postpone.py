@@ -1,0 +1,85 @@
+"""ZeRO-3's last product is put off, and computed when anything needs it: also when backward itself is what needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from remat.activation_checkpointing import apply, policy
+from remat.config import CheckpointingConfig, Policy
+from remat.planning import simulate
+
+WIDTH = 16
+
+
+class Mlp(nn.Module):
+    """Ends in a learned gate: backward needs the last product."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gate = nn.Parameter(torch.randn(WIDTH)) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.down_proj(nn.functional.silu(self.up(x)))
+        return product if self.gate is None else self.gate * product
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(gated)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x[:, None]
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+        return x + self.mlp(self.norm(x + attended))
+
+
+class Model(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(Layer(gated) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(kind: Policy, zero_stage: int, gated: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients and recomputed FLOPs, with ZeRO-3's Linear where that is asked for."""
+    torch.manual_seed(0)
+    net: Any = Model(gated).train()
+    cfg = CheckpointingConfig(policy=kind)
+    applied = apply.apply(net, policy.plan(cfg, 2, zero_stage=zero_stage), cfg, zero_stage=zero_stage)
+    dirty = [torch.full((14, WIDTH), 1e3) for _ in range(50)]  # so that memory that is never written is noticed
+    del dirty
+    watch = applied.watch(torch.device("cpu"))
+    with simulate.linear_of(zero_stage), applied.micro_batch(), watch:
+        (net(torch.arange(14).view(2, 7) % 10) ** 2).sum().backward()
+    applied.remove()
+    assert not any(module._forward_pre_hooks for module in net.modules())
+    return {name: p.grad for name, p in net.named_parameters()}, watch.total_flops("recompute")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("kind", [Policy.full, Policy.selective_ops, Policy.selective_modules])
+def test_gradients_are_those_of_none(kind: Policy, zero_stage: int, gated: bool) -> None:
+    expected, _ = run(Policy.none, zero_stage, gated)
+    found, _ = run(kind, zero_stage, gated)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", [Policy.full, Policy.selective_ops, Policy.selective_modules])
+def test_the_product_is_computed_only_when_it_is_needed(kind: Policy) -> None:
+    product = 2 * 2 * 14 * 2 * WIDTH * WIDTH  # of both layers
+    spared, needed = run(kind, 3, gated=False)[1], run(kind, 3, gated=True)[1]
+    assert needed - spared == product
