@@ -29,6 +29,7 @@ class Postponed:
     """
 
     def __init__(self) -> None:
+        self._storage = 0
         self._compute: Callable[[], Any] | None = None
 
     def put_off(self, func: Any, operator: operators.Operator, args: Any, kwargs: Any) -> torch.Tensor:
@@ -36,18 +37,22 @@ class Postponed:
         left = args[PRODUCTS[operator.name]]
         right = args[PRODUCTS[operator.name] + 1]
         result = left.new_empty(left.shape[0], right.shape[1])
+        self._storage = operators.storage(result)
         self._compute = lambda: result.copy_(func(*args, **kwargs))
         return result
 
-    def before(self, func: Any, operator: operators.Operator) -> None:
-        """`func` runs next: compute, unless it is a view."""
-        is_view = operator.name in ONLY_VIEWS or (getattr(func, "is_view", False) and operator.name != SAVES)
-        if self._compute is not None and not is_view:
+    def before(self, func: Any, operator: operators.Operator, args: Any) -> None:
+        """`func` runs next: compute, unless it only makes a view, or takes another tensor for backward."""
+        if self._compute is None:
+            return
+        is_view = operator.name in ONLY_VIEWS or getattr(func, "is_view", False)
+        is_taken = operator.name == SAVES and operators.storage(args[0]) == self._storage
+        if is_taken or not is_view:
             compute, self._compute = self._compute, None
             compute()
 
     def forget(self) -> None:
-        self._compute = None
+        self._storage, self._compute = 0, None
 
 
 class SparedProduct:
@@ -113,5 +118,5 @@ class _PutOff(TorchDispatchMode):
         if operator.name in PRODUCTS and not self._done:
             self._done = True
             return self._postponed.put_off(func, operator, args, kwargs)
-        self._postponed.before(func, operator)
+        self._postponed.before(func, operator, args)
         return func(*args, **kwargs)

@@ -294,7 +294,7 @@ class _HandBack(_Mode):
             return self._reuse(entry)
         if self._complete and operator.name == ABSORBED and self._already_added(args[0]):
             return args[0]
-        self._postponed.before(func, operator)
+        self._postponed.before(func, operator, args)
         if operator.name in PRODUCTS and self._products == self._store.products:
             return self._postponed.put_off(func, operator, args, kwargs)
         return func(*args, **kwargs)
