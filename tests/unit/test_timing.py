@@ -1,0 +1,230 @@
+"""Step times by hand: every term alone, what hides it, and what happens when a rate is not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remat.config import Precision
+from remat.hardware import Machine
+from remat.planning.records import Moment, OpCost, Phase, Simulation, ZeroSettings
+from remat.planning.timing import StepTime, step_time
+
+MACHINE = Machine(
+    name="round",
+    gpus_per_node=4,
+    num_nodes=2,
+    matmul_tflops=100,
+    attention_tflops=50,
+    memory_gbs=1000,
+    launch_us=10,
+    pcie_h2d_gbs=20,
+    pcie_d2h_gbs=10,
+    gpu_link_gbs=200,
+    nic_gbs=50,
+    cpu_adam_gparams_s=2,
+    nvme_read_gbs=4,
+    nvme_write_gbs=2,
+)
+ZERO = ZeroSettings(stage=0, world_size=1, reduce_bucket_size=1, overlap_comm=False)
+FORWARD = OpCost("matmul", 10**12, 10**6, Phase.forward)  # 10 ms
+RECOMPUTE = replace(FORWARD, phase=Phase.recompute)
+BACKWARD = OpCost("matmul", 2 * 10**12, 10**6, Phase.backward)  # 20 ms
+LAUNCH = 1e-5
+
+
+def simulation(*ops: OpCost, gathered: int = 0) -> Simulation:
+    nothing = Moment(0, {}, Phase.forward, None, "")
+    return Simulation(nothing, nothing, [], 0, {}, list(ops), gathered, [])
+
+
+def time_of(*ops: OpCost, gathered: int = 0, zero: ZeroSettings = ZERO, **more: Any) -> StepTime:
+    given: dict[str, Any] = {
+        "machine": MACHINE,
+        "num_params": 0,
+        "num_trained": 0,
+        "accumulation": 1,
+        "moved_bytes": 0,
+    }
+    return step_time(simulation(*ops, gathered=gathered), zero=zero, tokens=1000, **{**given, **more})
+
+
+def zero(stage: int, ranks: int, **more: Any) -> ZeroSettings:
+    return replace(ZERO, stage=stage, world_size=ranks, **more)
+
+
+def with_rate(name: str, value: float | None) -> Machine:
+    changed: dict[str, Any] = {name: value}
+    return replace(MACHINE, **changed)
+
+
+@pytest.mark.parametrize(
+    ("op", "seconds"),
+    [
+        (FORWARD, 0.01 + LAUNCH),
+        (OpCost("matmul", 10**6, 10**9, Phase.forward), 0.001 + LAUNCH),  # bound by memory
+        (OpCost("elementwise", 10**13, 2 * 10**9, Phase.forward), 0.002 + LAUNCH),
+        (OpCost("attention", 10**12, 1, Phase.forward), 0.01 + LAUNCH),  # half of the square at 50 TFLOP/s
+        (OpCost("elementwise", 0, 0, Phase.forward), 0.0),  # a view launches nothing
+        (OpCost("elementwise", 0, 10**9, Phase.step), 0.0),
+    ],
+)
+def test_an_operation_takes_the_longer_of_its_flops_and_its_bytes(op: OpCost, seconds: float) -> None:
+    assert time_of(op).compute_s == pytest.approx(seconds)
+
+
+def test_phases_are_told_apart_and_add_up() -> None:
+    found = time_of(FORWARD, RECOMPUTE, BACKWARD, accumulation=3)
+    assert found.compute_s == pytest.approx(3 * (0.03 + 2 * LAUNCH))
+    assert found.recompute_s == pytest.approx(3 * (0.01 + LAUNCH))
+    assert found.total_s == pytest.approx(found.compute_s + found.recompute_s)
+    assert found.tokens_per_s == pytest.approx(3000 / found.total_s)
+    assert found.unknown == []
+
+
+def test_attention_over_the_whole_square() -> None:
+    op = OpCost("attention", 10**12, 1, Phase.forward)
+    assert time_of(op, attention_share=1.0).compute_s == pytest.approx(0.02 + LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "passes"),
+    [(0, 1, 2), (0, 4, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 1), (3, 4, 4)],
+)
+def test_gradients_and_weights_on_the_ring(stage: int, accumulation: int, passes: int) -> None:
+    """4 ranks of a node: 10^9 16-bit gradients take 2e9 * 3/4 / 200e9 s a pass; ZeRO-3 gathers count apart."""
+    found = time_of(zero=zero(stage, 4), num_trained=10**9, accumulation=accumulation)
+    assert found.collectives_s == pytest.approx(passes * 0.0075)
+
+
+def test_zero_3_gathers_as_counted_and_the_network_between_nodes() -> None:
+    one_node = time_of(zero=zero(3, 4), gathered=3 * 10**9)
+    assert one_node.collectives_s == pytest.approx(6e9 * 3 / 4 / 200e9)
+    two_nodes = time_of(zero=zero(3, 8), gathered=3 * 10**9)
+    assert two_nodes.collectives_s == pytest.approx(6e9 * 7 / 8 / 50e9)
+
+
+def test_overlap_hides_collectives_behind_compute_but_not_the_all_gather_after_the_step() -> None:
+    wide = zero(2, 4, overlap_comm=True)
+    found = time_of(FORWARD, BACKWARD, zero=wide, num_trained=10**9)
+    assert found.collectives_s == pytest.approx(0.0075)
+    assert found.hidden_s["collectives"] == pytest.approx(0.0075)
+    longer = time_of(FORWARD, zero=wide, num_trained=4 * 10**9)
+    assert longer.collectives_s == pytest.approx(0.03 - 0.01 - LAUNCH + 0.03)
+
+
+def test_optimizer_on_the_gpu_streams_its_shard_through_memory() -> None:
+    assert time_of(zero=zero(2, 4), num_trained=10**9).optimizer_s == pytest.approx(0.25e9 * 30 / 1e12)
+    assert time_of(zero=zero(0, 4), num_trained=10**9).optimizer_s == pytest.approx(1e9 * 30 / 1e12)
+
+
+def test_optimizer_on_the_cpu_is_shared_by_the_ranks_of_a_node() -> None:
+    offload = zero(2, 8, offload_optimizer=True)
+    found = time_of(zero=offload, num_trained=8 * 10**9)
+    assert found.optimizer_s == pytest.approx(4 / 2)
+    # 2 GB of gradients leave at 10 GB/s, the same size of weights returns at 20 GB/s
+    assert found.pcie_s == pytest.approx(0.2 + 0.1)
+    shared = time_of(zero=offload, num_trained=8 * 10**9, machine=replace(MACHINE, gpus_per_pcie_link=2))
+    assert shared.pcie_s == pytest.approx(2 * (0.2 + 0.1))
+
+
+def test_gradients_leave_beside_backward() -> None:
+    offload = zero(2, 1, offload_optimizer=True)
+    found = time_of(FORWARD, BACKWARD, zero=offload, num_trained=10**8)  # 20 ms out, 10 ms back
+    assert found.pcie_s == pytest.approx(0.02 - 0.02 - LAUNCH + 0.01, abs=2e-5)
+    assert found.hidden_s["pcie"] == pytest.approx(0.02, abs=2e-5)
+
+
+def test_offloaded_weights_come_with_each_gather_and_do_not_return_after_the_step() -> None:
+    offload = zero(3, 4, offload_optimizer=True, offload_param=True)
+    found = time_of(zero=offload, gathered=4 * 10**9)
+    assert found.pcie_s == pytest.approx(2e9 / 20e9)
+
+
+def test_activations_are_hidden_as_long_as_they_are_faster_than_compute() -> None:
+    hidden = time_of(FORWARD, BACKWARD, moved_bytes=9 * 10**7)  # 9 ms out of 10, 4.5 ms back
+    assert hidden.pcie_s == 0
+    assert hidden.hidden_s["pcie"] == pytest.approx(0.0135)
+    exposed = time_of(FORWARD, BACKWARD, moved_bytes=3 * 10**8)  # 30 ms out, 15 ms back
+    assert exposed.pcie_s == pytest.approx(0.02 - LAUNCH)
+
+
+def test_nvme_is_read_and_written_by_all_ranks_of_a_node() -> None:
+    offload = zero(3, 4, offload_optimizer=True, offload_param=True)
+    states = time_of(zero=offload, num_trained=10**9, num_params=10**9, optimizer_on_nvme=True)
+    assert states.nvme_s == pytest.approx(16e9 / 4e9 + 16e9 / 2e9)
+    weights = time_of(
+        zero=offload,
+        num_trained=10**9,
+        num_params=10**9,
+        gathered=2 * 10**9,
+        params_on_nvme=True,
+        accumulation=2,
+    )
+    assert weights.nvme_s == pytest.approx(2 * 4e9 / 4e9 + 2e9 / 2e9)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        *("matmul_tflops", "attention_tflops", "memory_gbs", "launch_us", "pcie_h2d_gbs", "pcie_d2h_gbs"),
+        *("gpu_link_gbs", "nic_gbs", "cpu_adam_gparams_s", "nvme_read_gbs", "nvme_write_gbs"),
+    ],
+)
+def test_a_rate_that_is_not_known_is_named_and_a_faster_one_never_slows_a_step(rate: str) -> None:
+    ops = (FORWARD, RECOMPUTE, BACKWARD, replace(FORWARD, kind="attention"))
+    case: dict[str, Any] = {
+        "zero": zero(3, 8, overlap_comm=True, offload_optimizer=True, offload_param=True),
+        "gathered": 3 * 10**9,
+        "num_params": 10**9,
+        "num_trained": 10**9,
+        "moved_bytes": 10**9,
+        "optimizer_on_nvme": True,
+        "params_on_nvme": True,
+    }
+    known = time_of(*ops, **case)
+    assert known.unknown == []
+    without = time_of(*ops, **case, machine=with_rate(rate, None))
+    assert without.unknown == [f"{rate} of round"]
+    factor = 0.5 if rate == "launch_us" else 2.0
+    faster = time_of(*ops, **case, machine=with_rate(rate, factor * getattr(MACHINE, rate)))
+    assert faster.total_s <= known.total_s
+
+
+def test_what_is_not_needed_is_not_missed() -> None:
+    lonely = Machine(name="lonely", matmul_tflops=100, memory_gbs=1000, launch_us=10)
+    assert time_of(FORWARD, num_trained=10**9, machine=lonely).unknown == []
+
+
+def test_without_any_rate_there_is_no_throughput() -> None:
+    found = time_of(FORWARD, machine=Machine(name="dark"))
+    assert found.tokens_per_s is None
+    assert found.unknown == ["launch_us of dark", "matmul_tflops of dark", "memory_gbs of dark"]
+
+
+def test_fp32_has_no_rate_and_moves_twice_the_bytes() -> None:
+    found = time_of(FORWARD, zero=zero(2, 4), num_trained=10**9, precision=Precision.fp32)
+    assert found.unknown == ["matmul_tflops in fp32: it depends on whether TF32 is allowed"]
+    assert found.collectives_s == pytest.approx(2 * 0.015)
+
+
+def test_copies_and_collectives_run_beside_one_another() -> None:
+    case: dict[str, Any] = {"gathered": 4 * 10**9, "moved_bytes": 0}
+    offload = zero(3, 4, overlap_comm=True, offload_param=True)  # 30 ms of gathers, 100 ms of copies
+    found = time_of(FORWARD, RECOMPUTE, BACKWARD, zero=offload, **case)
+    assert found.collectives_s == 0
+    assert found.hidden_s["collectives"] == pytest.approx(0.03)
+    assert found.pcie_s == pytest.approx(0.1 - 0.04 - 3 * LAUNCH)
+    serial = time_of(FORWARD, RECOMPUTE, BACKWARD, zero=replace(offload, overlap_comm=False), **case)
+    assert serial.collectives_s == pytest.approx(0.03)
+    assert serial.pcie_s == found.pcie_s
+
+
+def test_assumptions_say_what_overlaps() -> None:
+    serial = time_of(FORWARD).assumptions
+    assert any("overlap_comm=false" in text for text in serial)
+    wide = time_of(FORWARD, zero=zero(3, 4, overlap_comm=True), moved_bytes=1).assumptions
+    assert any("reductions and gathers" in text for text in wide)
+    assert any("PCIe" in text for text in wide)
