@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing import modules
 from remat.activation_checkpointing.counts import Counts, Scope, counted
@@ -147,7 +148,7 @@ class _Builder:
             counts.forwards += 1
             with scope.inside(index), saved.hooks():
                 output = mechanism(counted(layer_forward, index, counts, scope), *args)
-            counts.output_bytes = output.nbytes if isinstance(output, torch.Tensor) else 0
+            counts.output_bytes = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, torch.Tensor))
             return output
 
         return run

@@ -87,7 +87,7 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
     )
     found += _missing(
         layers,
-        lambda d: d.offload and d.first == d.last,
+        lambda d: d.offload,
         lambda c: c.moved_bytes,
         f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved; lower it",
     )
@@ -111,12 +111,13 @@ def _counts(layers: list[tuple[LayerDecision, Counts]]) -> list[str]:
             f"{[layers[i][1].recomputations for i in wrong]}"
         )
     keep = Mechanism.keep
-    unasked = [i for i, (d, c) in enumerate(layers) if d.mechanism is not keep and c.expected == 0]
-    if unasked:
-        found.append(
-            f"checkpointing is not in effect in layers {spans(unasked)}: "
-            f"{layers[unasked[0]][0].policy} has nothing to recompute there, because no gradient passes through"
-        )
+    for policy in {d.policy for d, _ in layers if d.mechanism is not keep}:
+        asked = [i for i, (d, _) in enumerate(layers) if d.policy is policy and d.mechanism is not keep]
+        if all(layers[i][1].expected == 0 for i in asked):  # some may be frozen down to the embedding
+            found.append(
+                f"checkpointing is not in effect in layers {spans(asked)}: {policy} has nothing to recompute there, "
+                "because no gradient passes through"
+            )
     return found
 
 
@@ -126,8 +127,9 @@ def _missing(
     count: Callable[[Counts], int],
     text: str,
 ) -> list[str]:
-    without = [index for index, (d, c) in enumerate(layers) if promised(d) and count(c) == 0]
-    return [f"{text} (layers {spans(without)})"] if without else []
+    """A promise that none of the layers kept that made it. One alone may have nothing that a gradient needs."""
+    asked = [index for index, (d, _) in enumerate(layers) if promised(d)]
+    return [f"{text} (layers {spans(asked)})"] if asked and not any(count(layers[i][1]) for i in asked) else []
 
 
 def _kept_too_much(layers: list[tuple[LayerDecision, Counts]], watch: Watch) -> list[str]:

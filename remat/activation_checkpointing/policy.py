@@ -64,7 +64,7 @@ def plan(cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int = 0) -> l
                     first=start,
                     last=end,
                     reentrant=_reentrant(cfg, mechanism, end - start + 1, zero_stage),
-                    offload=cfg.offload.enabled and index < num_layers - cfg.offload.keep_last_layers,
+                    offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
                 )
                 for index in range(start, end + 1)
             ]

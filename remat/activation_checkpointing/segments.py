@@ -24,13 +24,22 @@ class Segment:
         self.first, self.last = first, last
         self._recompute = recompute
         self._waiting: list[tuple[LayerForward, tuple[Any, ...]]] = []
+        self._passed_on: tuple[int, int, int] | None = (
+            None  # the hidden state between two layers, as it was given
+        )
 
     def __call__(self, index: int, layer_forward: LayerForward, hidden: torch.Tensor, *rest: Any) -> Any:
         """Layer `index` of the segment; the hidden state [batch, seq, hidden] comes first."""
         if index == self.first:
             self._waiting = []  # what an interrupted forward left behind
+        elif len(self._waiting) == index - self.first and self._passed_on != _identity(hidden):
+            raise ConfigError(
+                f"checkpointing: this model edits the hidden state between layers {index - 1} and {index}, so they "
+                "cannot be recomputed in one segment; use checkpointing=full"
+            )
         self._waiting.append((layer_forward, rest))
         if index < self.last:
+            self._passed_on = _identity(hidden)
             return hidden
         layers, self._waiting = self._waiting, []
         if len(layers) != self.last - self.first + 1:
@@ -51,3 +60,8 @@ class Segment:
             return state
 
         return self._recompute(run, hidden)
+
+
+def _identity(hidden: torch.Tensor) -> tuple[int, int, int]:
+    """Memory and version: ZeRO-3's hooks wrap the tensor in new ones, which share both."""
+    return hidden.untyped_storage()._cdata, int(hidden.storage_offset()), hidden._version

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, evidence, layers, policy
@@ -191,6 +192,51 @@ def test_reentrant_with_frozen_embeddings_trains_what_follows() -> None:
     net.get_input_embeddings().requires_grad_(False)
     kept = watched.run(net, CheckpointingConfig(policy=Policy.none))
     assert watched.differences(watched.run(net, CheckpointingConfig(reentrant=True)), kept) == []
+
+
+def test_a_model_that_edits_hidden_states_between_layers_is_refused() -> None:
+    """As models with visual features in deep layers do."""
+    net = llama()
+
+    cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
+    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    first, second = net.model.layers[:2]
+    hidden = torch.randn(1, 4, 32, requires_grad=True)
+    passed_on = first(hidden, position_embeddings=None)
+    with pytest.raises(ConfigError, match="edits the hidden state between layers 0 and 1"):
+        second(passed_on + 1, position_embeddings=None)
+    applied.remove()
+
+
+def test_layers_that_return_tuples_prove_themselves_above_the_slack() -> None:
+    config = AutoConfig.for_model(
+        "bloom", hidden_size=512, n_layer=2, n_head=8, vocab_size=64, use_cache=False, attention_dropout=0.0
+    )
+    net = AutoModelForCausalLM.from_config(config).train()
+    result = watched.run(net, CheckpointingConfig(), torch.zeros(2, 600, dtype=torch.long))
+    assert 2 * 600 * 512 * 4 > evidence.SLACK_BYTES
+    assert evidence.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
+
+
+def test_a_frozen_first_layer_is_no_broken_promise() -> None:
+    """As with LoRA on the last projections only: nothing before the first adapter carries a gradient."""
+    net = llama()
+    net.requires_grad_(False)
+    for layer in net.model.layers:
+        layer.mlp.down_proj.requires_grad_(True)
+    cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["attention"])
+    result = watched.run(net, cfg)
+    assert result.applied.counts[0].expected == 0 < result.applied.counts[1].expected
+    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+
+
+def test_a_segment_moves_its_input_unless_it_reaches_the_last_layers() -> None:
+    offload = OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=1)
+    cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2, offload=offload)
+    assert [d.offload for d in policy.plan(cfg, LAYERS)] == [True, True, False, False]
+    result = watched.run(llama(), cfg)
+    assert [counts.moved_bytes for counts in result.applied.counts] == [0, HIDDEN, 0, 0]
+    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
 
 
 def test_a_model_without_layers_is_refused() -> None:
