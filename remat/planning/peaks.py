@@ -5,7 +5,7 @@ A record is replayed in a fraction of a second, so one simulation answers for an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.planning import zero3
 from remat.planning.gradients import Gradients
@@ -30,6 +30,8 @@ class _Replay:
     def __init__(self, parts: list[Part], parameters: Parameters, zero: ZeroSettings) -> None:
         self._parts = parts
         self._gathered = self._gathered_at_most = 0
+        if zero.stage < 3:  # its thresholds mean nothing
+            zero = replace(zero, param_persistence_threshold=-1)
         events = [part.cut for part in parts if isinstance(part.cut, Event)]
         self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._on_change)
         self._gathered = self._coordinator.bytes

@@ -59,7 +59,7 @@ class Simulation:
     forward_peak: Moment
     backward_peak: Moment
     kept_bytes: list[int]
-    host_bytes: int  # activations in host memory at the end of forward
+    host_bytes: int  # host memory that was allocated for activations, at the end of forward
     flops: Mapping[Phase, int]
     ops: list[OpCost] = field(repr=False)
     gathered_elements: int  # by ZeRO-3, over forward and backward, with reuse as configured

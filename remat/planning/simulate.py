@@ -65,11 +65,10 @@ class Recording:
         """`zero` may differ from the recorded one in all but the question whether it is stage 3."""
         timeline = self.timeline
         found = peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero)
-        depth = max(timeline.kept_bytes, default=-1) + 1
         return Simulation(
             forward_peak=found.forward,
             backward_peak=found.backward,
-            kept_bytes=[timeline.kept_bytes.get(layer, 0) for layer in range(depth)],
+            kept_bytes=[timeline.kept_bytes.get(layer, 0) for layer in range(timeline.num_layers)],
             host_bytes=timeline.host_bytes,
             flops={phase: timeline.flops.get(phase, 0) for phase in Phase},
             ops=timeline.ops,

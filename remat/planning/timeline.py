@@ -123,6 +123,11 @@ class Timeline(TorchDispatchMode):
             self.flops[phase] += cost.flops
         return result
 
+    @property
+    def num_layers(self) -> int:
+        """That were seen to use weights of their own."""
+        return max((layer for layer in self._weights.values() if layer is not None), default=-1) + 1
+
     def forward_done(self) -> None:
         """Call it between forward and backward."""
         self._settle()

@@ -20,13 +20,15 @@ FAMILIES = {
     "qwen2": {},
     "gemma": {},
     "phi": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "mixtral": {"experts_implementation": "grouped_mm"},
 }
 LAYERS = 4
 NEEDS_PROCESS_GROUP = {"deepspeed"}
 NAMES = sorted(set(compose.group_choices()["checkpointing"]) - NEEDS_PROCESS_GROUP)
 PHILOX_BYTES = 32  # seed and offset of a GPU's attention dropout, which a CPU has not
-STATISTICS_BYTES = {"phi": 2 * 32 * 2}  # LayerNorm's mean and deviation of 32 tokens: fp32 on a GPU, bf16 on a CPU
+# LayerNorm's mean and deviation of 32 tokens: fp32 on a GPU, bf16 on a CPU
+STATISTICS_BYTES = {"phi": 2 * 32 * 2, "gpt2": 2 * 2 * 32 * 2}
 
 
 def counted(
