@@ -131,6 +131,31 @@ def doctor(
         raise typer.Exit(3)
 
 
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path, typer.Option(help="DIR/hardware/NAME.yaml, to use it by --config-dir DIR hardware=NAME")
+    ] = Path("hardware/mine.yaml"),
+    nvme_path: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; needs 2 GiB.")
+    ] = None,
+) -> None:
+    """Measure this machine's rates in under a minute and write them as a hardware file for plans."""
+    from remat import calibrate as calibrating
+    from remat import console, ops
+
+    console.quiet_libraries(debug=False)
+    calibrating.check_out(out)
+    try:
+        found = calibrating.measure(nvme_path=nvme_path, say=lambda text: print(text, flush=True))
+    except ops.OpError as error:
+        raise ConfigError(str(error)) from error
+    options = calibrating.write(found, out, nvme_path)
+    for line in calibrating.table(found):
+        print(line)
+    print(f"{out}: use it with {options}")
+
+
 def main() -> None:
     """Entry point of the console command: user errors are one message and exit code 2."""
     share_cores()

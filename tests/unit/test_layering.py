@@ -54,6 +54,7 @@ LEVELS = [
         "doctor",
         "report",
         "compare_policies",
+        "calibrate",
         "report_page",
         "report_charts",
     },
