@@ -22,7 +22,7 @@ CAUSAL = (
 )
 ROOFLINE = (
     "each operation takes the longer of its FLOPs and its bytes at achievable rates, plus a launch; the host launches "
-    "ahead of the GPU"
+    "ahead of the GPU and nothing else delays it: a best case"
 )
 OVERLAP = (
     "reductions{gathers} run beside the compute and the copies of their micro-batch, on links of their own, and cost "
