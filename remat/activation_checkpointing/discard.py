@@ -29,13 +29,37 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Place = int | tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset from the output's own
 RANDOM = (nn.RReLU, nn.modules.dropout._DropoutNd)
+DISCARDABLE = (
+    "norm",
+    "activation",
+)  # they draw no random numbers through functions, where nothing could see it
+
+
+def problems(asked: list[str]) -> list[str]:
+    """Why the outputs of these roles cannot be discarded. Needs no model."""
+    option = "checkpointing.discard_modules"
+    if not asked:
+        return [
+            f"{option}=[]: nothing is discarded; name {' or '.join(DISCARDABLE)}, or use checkpointing=none"
+        ]
+    others = [role for role in asked if role not in DISCARDABLE]
+    if not others:
+        return []
+    return [
+        f"{option}={asked}: the output of {', '.join(others)} cannot be discarded, only that of "
+        f"{' and '.join(DISCARDABLE)}: a region runs again without its random state; leave it out, or name it in "
+        "checkpointing.recompute_modules with checkpointing=selective_modules"
+    ]
 
 
 class DiscardedOutputs:
     """The norms and activations of one layer. `pack` what autograd saves, `unpack` it in backward."""
 
     def __init__(self, layer: nn.Module, roles_: list[str], index: int, counts: Counts, scope: Scope) -> None:
-        """Raises ConfigError where a module of these roles draws random numbers."""
+        """Raises ConfigError for other roles than norm and activation, and where their modules draw random numbers."""
+        found = problems(roles_)
+        if found:
+            raise ConfigError("\n".join(found))
         self.index, self.counts, self.scope = index, counts, scope
         self.forward: _LayerForward | None = None  # while the layer runs
         self.capture: Pack | None = None  # while a region runs again
