@@ -57,10 +57,12 @@ def describe(func: Any) -> Operator:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return Operator(name=func.name(), writes=(), random=False)
+    undeclared = schema.name.startswith("c10d::")  # an all-reduce in place, say; their schemas name no write
     writes = tuple(
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (undeclared and "Tensor" in str(argument.type))
+        or (argument.alias_info is not None and argument.alias_info.is_write)
     )
     aten = schema.name.startswith("aten::")
     return Operator(schema.name, writes, random=not aten or torch.Tag.nondeterministic_seeded in func.tags)
