@@ -67,8 +67,10 @@ def broken_promises(
         "offload_param": (ds_config.param_offload_device(ds) if stage == 3 else None, parameters["bytes_on"]),
     }
     for section, (wanted, bytes_on) in places.items():
-        # NVMe keeps what is too small to be swapped in host memory; persistent parameters stay on the device
+        # NVMe keeps what is too small to be swapped in host memory
         allowed = {wanted or device_type} | ({"cpu"} if wanted == NVME else set())
+        if section == "offload_optimizer" and _keeps_part_on_device(ds):
+            allowed.add(device_type)
         elsewhere = {place: size for place, size in bytes_on.items() if place not in allowed and size}
         if elsewhere:
             problems.append(
@@ -85,6 +87,11 @@ def line(found: Mapping[str, Any]) -> str:
         f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
         f"{_places(parameters['bytes_on'])}; optimizer state {_places(state['bytes_on'])}"
     )
+
+
+def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
+    """Twin-Flow: the first (1 - ratio) of the sub-groups are updated where the model computes."""
+    return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
 
 
 def _is_moment(value: Any) -> bool:
