@@ -9,31 +9,19 @@ anything writes to its memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing import operators, roles
 from remat.activation_checkpointing.counts import Counts
+from remat.activation_checkpointing.kept import Entry, Key, Mover, Store, detached, finished, finishes
 from remat.activation_checkpointing.postpone import PRODUCTS, Postponed
 from remat.config import ConfigError, SelectiveOpsConfig
-
-Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
-ABSORBED = "aten::add_"  # ZeRO-3's Linear adds its bias in place (deepspeed/runtime/zero/linear.py)
-
-
-class Mover(Protocol):
-    """Where kept results may live until backward."""
-
-    def pack(self, tensor: torch.Tensor) -> Any | None: ...
-
-    def unpack(self, handle: Any) -> torch.Tensor: ...
 
 
 def problems(cfg: SelectiveOpsConfig) -> list[str]:
@@ -74,7 +62,7 @@ class KeptResults:
                 self._follow(path, module)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        store = _Store()
+        store = Store()
         return _Keep(self, store), _HandBack(self, store)
 
     def close(self) -> None:
@@ -121,70 +109,6 @@ class KeptResults:
         self._hooks.callback(module.register_forward_hook(leave).remove)
 
 
-@dataclass
-class _Entry:
-    """The result of one operation, as leaves: detached tensors, handles of moved ones, anything else."""
-
-    call: int  # of a Linear; 0: outside of them
-    leaves: list[Any]
-    spec: TreeSpec
-    random_state: torch.Tensor | None
-    device: torch.device | None
-    storages: set[int]
-    versions: list[int] = field(default_factory=list)
-    moved: set[int] = field(default_factory=set)
-    read: bool = False  # used by another operation of the same call: a later write may not be absorbed
-    absorbed: int = 0  # writes whose result this value already contains
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        return (
-            leaf
-            for index, leaf in enumerate(self.leaves)
-            if isinstance(leaf, torch.Tensor) and index not in self.moved
-        )
-
-    def untouched(self) -> bool:
-        """False when something wrote to it after the layer's forward."""
-        return [tensor._version for tensor in self.tensors()] == self.versions
-
-
-class _Store:
-    """What one forward keeps for its recomputation. While it holds a tensor, its storage's address is its identity."""
-
-    def __init__(self) -> None:
-        self.entries: dict[Key, _Entry] = {}
-        self.products = 0  # that ran in forward
-        self._by_storage: dict[int, Key] = {}
-
-    def add(self, key: Key, entry: _Entry) -> None:
-        self.entries[key] = entry
-        self._by_storage |= dict.fromkeys(entry.storages, key)
-
-    def owner(self, tensor: torch.Tensor) -> tuple[Key, _Entry] | None:
-        """The entry that holds `tensor`'s memory."""
-        key = self._by_storage.get(operators.storage(tensor))
-        return None if key is None or key not in self.entries else (key, self.entries[key])
-
-    def drop(self, key: Key) -> None:
-        self.entries.pop(key, None)
-        self._by_storage = {storage: other for storage, other in self._by_storage.items() if other != key}
-
-    def clear(self) -> None:
-        self.entries.clear()
-        self._by_storage.clear()
-
-    def forward_done(self, offload: Mover | None) -> None:
-        """Nothing in the layer writes any more: only now may results be moved."""
-        self._by_storage.clear()
-        for entry in self.entries.values():
-            for index, leaf in enumerate(entry.leaves):
-                handle = offload.pack(leaf) if offload and isinstance(leaf, torch.Tensor) else None
-                if handle is not None:
-                    entry.leaves[index] = handle
-                    entry.moved.add(index)
-            entry.versions = [tensor._version for tensor in entry.tensors()]
-
-
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
@@ -192,7 +116,7 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, results: KeptResults, store: _Store) -> None:
+    def __init__(self, results: KeptResults, store: Store) -> None:
         super().__init__()
         self._results, self._store = results, store
         self._ran: Counter[tuple[str, str]] = Counter()
@@ -242,9 +166,9 @@ class _Keep(_Mode):
         drew = before is not None and after is not None and not torch.equal(before, after)
         self._store.add(
             key,
-            _Entry(
+            Entry(
                 call=self._results.current_call(),
-                leaves=[_detached(leaf) for leaf in leaves],
+                leaves=[detached(leaf) for leaf in leaves],
                 spec=spec,
                 random_state=after if drew else None,
                 device=operators.device_of(given),
@@ -259,26 +183,32 @@ class _Keep(_Mode):
                 continue
             key, entry = owned
             same_call = entry.call > 0 and entry.call == self._results.current_call()
-            if operator.name == ABSORBED and same_call and not entry.read and len(entry.storages) == 1:
+            if (
+                finishes(operator, args) is not None
+                and same_call
+                and not entry.read
+                and len(entry.storages) == 1
+            ):
                 entry.absorbed += 1
             else:
                 self._store.drop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """A view is no use of the value; neither is being the target of the absorbed addition."""
+        """A view is no use of the value; neither is being the target of the absorbed addition, or sum."""
         made = operators.storages(result)
-        used = args[1:] if operator.name == ABSORBED else args
+        finishing = finishes(operator, args) is not None
+        used = args[1:] if finishing else args
         for tensor in tree_leaves((used, kwargs)):
             owned = self._store.owner(tensor) if isinstance(tensor, torch.Tensor) else None
             if owned is not None and owned[1].call == self._results.current_call():
-                is_view = operator.name != ABSORBED and made == owned[1].storages
+                is_view = not finishing and made == owned[1].storages
                 owned[1].read |= not is_view
 
 
 class _HandBack(_Mode):
     """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
 
-    def __init__(self, results: KeptResults, store: _Store) -> None:
+    def __init__(self, results: KeptResults, store: Store) -> None:
         super().__init__(results, store)
         self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
         self._products = 0
@@ -292,8 +222,9 @@ class _HandBack(_Mode):
         entry = self._store.entries.pop(key, None) if key else None
         if entry is not None and entry.untouched():
             return self._reuse(entry)
-        if self._complete and operator.name == ABSORBED and self._already_added(args[0]):
-            return args[0]
+        target = finishes(operator, args) if self._complete else None
+        if target is not None and self._already_in(target):
+            return finished(operator, target)
         self._postponed.before(func, operator, args)
         if operator.name in PRODUCTS and self._products == self._store.products:
             return self._postponed.put_off(func, operator, args, kwargs)
@@ -305,7 +236,7 @@ class _HandBack(_Mode):
         self._complete.clear()
         self._store.clear()
 
-    def _reuse(self, entry: _Entry) -> Any:
+    def _reuse(self, entry: Entry) -> Any:
         offload = self._results.offload
         for index in entry.moved:
             assert offload is not None
@@ -318,18 +249,10 @@ class _HandBack(_Mode):
         self._results.counts.reused_outputs += 1
         return tree_unflatten(entry.leaves, entry.spec)
 
-    def _already_added(self, target: torch.Tensor) -> bool:
+    def _already_in(self, target: torch.Tensor) -> bool:
         storage = operators.storage(target)
         value, writes, call = self._complete.get(storage, (target, 0, 0))
         if writes == 0 or call != self._results.current_call():
             return False
         self._complete[storage] = (value, writes - 1, call)
         return True
-
-
-def _detached(leaf: Any) -> Any:
-    """Without this guard the alias would have a version counter of its own, and hide later writes."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return leaf.detach()
