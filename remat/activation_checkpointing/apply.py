@@ -159,7 +159,9 @@ class _Builder:
         """fn(layer_forward, *args) -> output, for what happens inside one layer."""
         kind, counts = decision.mechanism, self._applied.counts[index]
         if kind is Mechanism.deepspeed:
-            return self._expecting(index, index, partial(self._applied.deepspeed.run, counts=counts))  # type: ignore[union-attr]
+            assert self._applied.deepspeed is not None
+            run = partial(self._applied.deepspeed.run, counts=counts, layer=index)
+            return self._expecting(index, index, run)
         if kind is Mechanism.selective_ops:
             results = KeptResults(layer, self._cfg.selective_ops, counts, offload)
             self._applied.cleanup.callback(results.close)
@@ -171,8 +173,8 @@ class _Builder:
             segment = self._segments.setdefault(
                 decision.first, Segment(decision.first, decision.last, recompute)
             )
-            run = partial(segment, index)
-            return self._expecting(decision.first, decision.last, run) if index == decision.last else run
+            part = partial(segment, index)
+            return self._expecting(decision.first, decision.last, part) if index == decision.last else part
         if kind is Mechanism.selective_modules:
             undo = modules.recompute_inside(
                 layer,

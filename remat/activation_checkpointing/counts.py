@@ -24,6 +24,7 @@ class Counts:
     discarded_bytes: int = 0
     moved_bytes: int = 0  # to host memory
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
+    contiguous_bytes: int = 0  # kept in DeepSpeed's list of buffers
     output_bytes: int = 0  # of the layer's own result, in its last forward
 
     def clear(self) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.counts import Counts
+from remat.activation_checkpointing.recompute import carries_gradient
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
 OPTION = "checkpointing.deepspeed"
@@ -170,16 +172,28 @@ class DeepSpeedCheckpointing:
         checkpointing.timers = self._profile
 
     def run(
-        self, fn: Callable[..., Any], hidden: torch.Tensor, *rest: Any, counts: Counts | None = None
+        self,
+        fn: Callable[..., Any],
+        hidden: torch.Tensor,
+        *rest: Any,
+        counts: Counts | None = None,
+        layer: int | None = None,
     ) -> Any:
         """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
 
         Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
         Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
-        and to host memory.
+        and to host memory. Raises ConfigError, naming `layer` and the position, when `rest` does carry a gradient.
         """
         if not torch.is_grad_enabled():
             return fn(hidden, *rest)
+        for position, argument in enumerate(rest, start=1):
+            if carries_gradient(tree_leaves(argument)):
+                raise ConfigError(
+                    f"checkpointing=deepspeed: layer {'?' if layer is None else layer} is given a tensor that carries "
+                    f"a gradient as argument {position}, and DeepSpeed's function passes one back to the hidden state "
+                    "(argument 0) only; use checkpointing=full"
+                )
         self._check_same_on_all_ranks(hidden)
         alias = self._alias(hidden)
         variant = self._module.checkpoint if self._reentrant else self._module.non_reentrant_checkpoint
@@ -189,7 +203,7 @@ class DeepSpeedCheckpointing:
             self._previous.moved_bytes += self._offloaded_bytes() - before
         self._previous = counts
         if counts is not None:
-            _count(hidden, alias, counts)
+            _count(hidden, alias, counts, self._newest_buffers())
         return output
 
     def reset(self) -> None:
@@ -214,6 +228,11 @@ class DeepSpeedCheckpointing:
     def _offloaded_bytes(self) -> int:
         engine = self._module._cpu_offload_engine
         return 0 if engine is None else int(engine.stats.offloaded_bytes)
+
+    def _newest_buffers(self) -> set[int]:
+        """Addresses of the contiguous buffers that the last call filled."""
+        filled = zip(self._module.contiguous_data_buffers, self._module.data_offsets, strict=True)
+        return {buffers[offset - 1].data_ptr() for buffers, offset in filled if offset}
 
     def _restore(self) -> None:
         for name, value in FRESH.items():
@@ -283,12 +302,13 @@ class _Profile:
             timer.reset()
 
 
-def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts) -> None:
+def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts, buffers: set[int]) -> None:
     """What DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
     kept: torch.Tensor | None = getattr(alias, "saved_data", None)
     if kept is not None:
         counts.moved_bytes += kept.nbytes if kept.device != hidden.device else 0
         counts.partitioned_bytes += hidden.nbytes - kept.nbytes
+        counts.contiguous_bytes += kept.nbytes if kept.data_ptr() in buffers else 0
 
 
 def _group_size(tensor_parallel: Any | None) -> int:

@@ -29,6 +29,7 @@ def rows(applied: Applied, watch: Watch) -> list[dict[str, Any]]:
             "output_bytes": counts.output_bytes,
             "moved_bytes": counts.moved_bytes,
             "partitioned_bytes": counts.partitioned_bytes,
+            "contiguous_bytes": counts.contiguous_bytes,
             "discarded_bytes": counts.discarded_bytes,
             "kept_results": counts.kept_outputs,
             "reused_results": counts.reused_outputs,
@@ -91,14 +92,35 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         lambda c: c.moved_bytes,
         f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved; lower it",
     )
-    if cfg.deepspeed.partition_activations:
-        found += _missing(
-            layers,
-            lambda d: d.mechanism is Mechanism.deepspeed,
-            lambda c: c.partitioned_bytes,
-            "checkpointing.deepspeed.partition_activations: nothing was partitioned",
-        )
-    return found + _kept_too_much(layers, watch)
+    return found + _switches(layers, cfg) + _kept_too_much(layers, watch)
+
+
+def _switches(layers: list[tuple[LayerDecision, Counts]], cfg: CheckpointingConfig) -> list[str]:
+    """Of DeepSpeed's function: it treats every layer alike, but its side stream keeps the last one on the device."""
+    ds = cfg.deepspeed
+    calls = [index for index, (d, _) in enumerate(layers) if d.mechanism is Mechanism.deepspeed]
+    leaving = calls if ds.partition_activations else calls[:-1]
+    promised = (
+        (
+            ds.partition_activations,
+            calls,
+            "partitioned_bytes",
+            "partition_activations: nothing was partitioned",
+        ),
+        (ds.cpu_checkpointing, leaving, "moved_bytes", "cpu_checkpointing: nothing was moved to host memory"),
+        (
+            ds.contiguous_memory_optimization,
+            calls,
+            "contiguous_bytes",
+            "contiguous_memory_optimization: nothing was kept in the list of buffers",
+        ),
+    )
+    found = []
+    for wanted, asked, name, text in promised:
+        without = [index for index in asked if getattr(layers[index][1], name) == 0]
+        if wanted and without:
+            found.append(f"checkpointing.deepspeed.{text} (layers {spans(without)})")
+    return found
 
 
 def _counts(layers: list[tuple[LayerDecision, Counts]]) -> list[str]:

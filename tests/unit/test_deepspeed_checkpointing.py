@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import layers
+from remat.activation_checkpointing import apply, evidence, layers, policy
+from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.counts import Counts, Scope
 from remat.activation_checkpointing.deepspeed_engine import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
+from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig, Policy
 from tests.pool import RankPool
 
 LAYERS, STEPS = 3, 3
@@ -244,6 +245,75 @@ def forwards_without_backward() -> dict[str, int]:
 def test_forwards_without_backward_need_a_reset(two_ranks: RankPool) -> None:
     expected = {"no_grad": 0, "filled": LAYERS, "after_reset": 0, "overfilled": 1}
     assert two_ranks.run(forwards_without_backward) == [expected, expected]
+
+
+def bytes_by_kind() -> list[tuple[int, int]]:
+    """(partitioned, in the list of buffers) of each layer."""
+    net = build("llama")
+    cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=CONTIGUOUS)
+    plan = policy.plan(cfg, LAYERS)
+    applied = apply.apply(net, plan, cfg, tensor_parallel=AllRanks)
+    try:
+        with applied.micro_batch(), applied.watch(torch.device("cpu")) as watch:
+            loss = net(input_ids=batch(0), labels=batch(0), use_cache=False).loss
+            watch.forward_done()
+            loss.backward()
+        assert evidence.broken_promises(applied, watch, cfg) == []
+        return [(c.partitioned_bytes, c.contiguous_bytes) for c in applied.counts]
+    finally:
+        applied.remove()
+
+
+def test_the_list_of_buffers_is_counted(two_ranks: RankPool) -> None:
+    half = HIDDEN_BYTES // 2
+    assert two_ranks.run(bytes_by_kind) == [[(half, half)] * LAYERS] * 2
+
+
+def proof(counts: list[Counts], **switches: bool) -> list[str]:
+    cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=DeepSpeedCheckpointingConfig(**switches))
+    applied = Applied(policy.plan(cfg, len(counts)), counts=counts)
+    return evidence.broken_promises(applied, Watch(Scope(), torch.device("cpu")), cfg)
+
+
+def ran(**more: int) -> Counts:
+    return Counts(forwards=1, expected=1, recomputations=1, **more)
+
+
+def test_switches_are_proven() -> None:
+    """On what a GPU would count: the engine keeps the last layer's input, a partition leaves with every layer."""
+    every = {"partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True}
+    whole = {"partitioned_bytes": 8, "moved_bytes": 8, "contiguous_bytes": 8}
+    assert proof([ran(moved_bytes=8), ran(moved_bytes=8), ran()], cpu_checkpointing=True) == []
+    assert proof([ran(**whole)] * 3, **every) == []
+    (text,) = proof([ran(moved_bytes=8), ran(), ran()], cpu_checkpointing=True)
+    assert text == "checkpointing.deepspeed.cpu_checkpointing: nothing was moved to host memory (layers 1)"
+    for switch, name in zip(every, whole, strict=True):
+        (text,) = proof([ran(**whole), ran(**whole), ran(**(whole | {name: 0}))], **every)
+        assert text.startswith(f"checkpointing.deepspeed.{switch}:") and text.endswith("(layers 2)")
+
+
+def a_second_argument_with_a_gradient() -> list[str]:
+    engine = DeepSpeedCheckpointing(PLAIN, num_calls=1, reentrant=True, tensor_parallel=None)
+    hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    texts = []
+    try:
+        for rest in ((torch.ones(4), weight), ((torch.ones(4), weight * 1), None)):
+            try:
+                engine.run(lambda state, *_: state, hidden, *rest, counts=Counts(), layer=7)
+            except ConfigError as error:
+                texts.append(str(error))
+        engine.run(lambda state, *_: state, hidden, torch.ones(4), None, counts=Counts(), layer=7)
+        with torch.no_grad():
+            engine.run(lambda state, *_: state, hidden, weight, counts=Counts(), layer=7)
+    finally:
+        engine.close()
+    return texts
+
+
+def test_a_second_argument_with_a_gradient_is_refused(one_rank: RankPool) -> None:
+    ((second, nested),) = one_rank.run(a_second_argument_with_a_gradient)
+    assert "layer 7" in second and "as argument 2" in second and "checkpointing=full" in second
+    assert "layer 7" in nested and "as argument 1" in nested
 
 
 def profile_figures() -> dict[str, float]:
