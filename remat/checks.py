@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 
 from remat.config import (
     CheckpointingConfig,
@@ -15,6 +16,7 @@ from remat.config import (
     OptimConfig,
     PeftConfig,
     PeftMethod,
+    Policy,
     RunConfig,
     SaveConfig,
     Schedule,
@@ -153,10 +155,10 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 def _peft(peft: PeftConfig) -> list[str]:
     if peft.method is PeftMethod.none:
-        if not peft.target_modules:
-            return []
         return [
-            f"peft.target_modules={peft.target_modules} has no effect with peft.method=none: choose peft=lora"
+            f"peft.{item.name}={getattr(peft, item.name)} has no effect with peft.method=none: choose peft=lora"
+            for item in fields(peft)
+            if item.name != "method" and getattr(peft, item.name) != getattr(PeftConfig(), item.name)
         ]
     found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
     if not 0 <= peft.dropout < 1:
@@ -191,8 +193,31 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
     return found
 
 
+OPTIONS_OF = {  # what only some policies read
+    "interval": Policy.interval,
+    "segment_layers": Policy.uniform,
+    "block_layers": Policy.block,
+    "selective_ops": Policy.selective_ops,
+    "recompute_modules": Policy.selective_modules,
+    "discard_modules": Policy.discard_output,
+    "deepspeed": Policy.deepspeed,
+}
+
+
+def _idle_options(cfg: CheckpointingConfig) -> list[str]:
+    """Options that were set for a policy that no layer has: a promise that nothing would keep."""
+    default, asked = CheckpointingConfig(), {cfg.policy, *cfg.layers.values()}
+    return [
+        f"checkpointing.{name} is set, but has no effect with checkpointing={cfg.policy}: it belongs to "
+        f"checkpointing={owner}; choose that, or leave the option out"
+        for name, owner in OPTIONS_OF.items()
+        if owner not in asked and getattr(cfg, name) != getattr(default, name)
+    ]
+
+
 def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
     return [
+        *_idle_options(cfg),
         *_at_least(
             1,
             checkpointing__interval=cfg.interval,

@@ -52,7 +52,7 @@ def compare_policies_command(
 
     from remat import compare_policies, compose
 
-    cfg = compose.from_command_line(ctx.args).run
+    cfg = compose.from_command_line(compare_policies.without_policy(ctx.args)).run
     found = compare_policies.rows(ctx.args)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))

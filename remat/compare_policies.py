@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
 
-from remat import compose, model, strategy
+from remat import checks, compose, lora, model, strategy
 from remat.activation_checkpointing import apply, layers
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
-from remat.config import ConfigError, RunConfig
+from remat.config import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.planning import simulate, zero3, zero3_events
 from remat.planning.zero3_events import Event, Parameters
 
@@ -39,20 +39,39 @@ class PolicyRow:
 
 def rows(overrides: list[str]) -> Iterator[PolicyRow]:
     """One row per choice of `conf/checkpointing`, over the run that `overrides` ask for. Raises ConfigError."""
-    compose.compose_run(overrides)  # a bad override is one message, not one per policy
+    compose.compose_run(without_policy(overrides))  # a bad override is one message, not one per policy
     for name in compose.group_choices()["checkpointing"]:
-        others = [word for word in overrides if not word.startswith("checkpointing=")]
         try:
-            cfg = compose.compose_run([*others, f"checkpointing={name}"]).run
+            chosen = compose.compose_run(
+                [*without_policy(overrides), f"checkpointing={name}"]
+            ).run.checkpointing
+            own = [word for word in overrides if _belongs(word, chosen)]
+            cfg = compose.compose_run([*without_policy(overrides), f"checkpointing={name}", *own]).run
             yield count(cfg, name)
         except ConfigError as error:
             yield PolicyRow(name, refused=" ".join(str(error).split()))
 
 
+def without_policy(overrides: list[str]) -> list[str]:
+    """Without the choice of a policy and without what only some policies read."""
+    prefixes = ("checkpointing=", *(f"checkpointing.{name}" for name in checks.OPTIONS_OF))
+    return [word for word in overrides if not word.startswith(prefixes)]
+
+
+def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
+    owners = {owner for name, owner in checks.OPTIONS_OF.items() if word.startswith(f"checkpointing.{name}")}
+    return bool(owners & {chosen.policy, *chosen.layers.values()})
+
+
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = model.shape_config(cfg.model)
-    net: nn.Module = model.skeleton(config, cfg.model)
+    net: Any = model.skeleton(config, cfg.model)
+    if cfg.train.tensor_parallel_size > 1:
+        raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
+    if cfg.peft.method is PeftMethod.lora:
+        with META:
+            net = lora.wrap(net, cfg.peft, layers.decoder_layers(net))
     net = net.to(model.DTYPES[cfg.train.precision]).train()
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
@@ -146,7 +165,7 @@ def caption(cfg: RunConfig) -> str:
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     train = cfg.train
     return (
-        f"{decided.facts.class_name}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
+        f"{decided.facts.class_name}{', LoRA' if cfg.peft.method is PeftMethod.lora else ''}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
         f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "
         "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those "
         "of the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."

@@ -86,6 +86,7 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
         activation_elements=cfg.train.micro_batch_size
         * cfg.train.seq_len
         * skeleton.config.get_text_config().hidden_size,
+        element_bytes=model.DTYPES[cfg.train.precision].itemsize,
     )
     problems = limits.problems(cfg.checkpointing, list(found), setting)
     if problems:

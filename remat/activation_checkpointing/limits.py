@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from remat.activation_checkpointing import deepspeed_engine, policy, roles, selective
+from remat.activation_checkpointing import deepspeed_engine, discard, policy, roles, selective
 from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
+KEEP_INPUTS_ONLY = {Policy.full, Policy.uniform, Policy.sqrt}
 NO_ATTENTION_OPERATION = {
     Attention.eager: "has no fused attention operation",
     Attention.flex_attention: "is compiled by transformers into a kernel that is no operation",
@@ -36,6 +37,7 @@ class Setting:
     lora_dropout: float
     fields: Mapping[str, Any]
     activation_elements: int  # of one layer's input: micro-batch x sequence x hidden
+    element_bytes: int
 
 
 def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
@@ -43,11 +45,8 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
     found = policy.range_problems(cfg, len(layers))
     asked = policy.policies(cfg)
     found += _variants(cfg, asked, setting)
-    found += _offload(cfg, asked, len(layers))
-    if Policy.block in asked and cfg.block_layers > len(layers):
-        found.append(
-            f"checkpointing.block_layers={cfg.block_layers}: the model has {len(layers)} layers; give at most that"
-        )
+    found += _offload(cfg, asked, len(layers), setting)
+    found += _sizes(cfg, asked, len(layers))
     if asked & {Policy.uniform, Policy.sqrt} and _returns_tuple(layers[0]):
         found.append(
             f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be "
@@ -55,10 +54,11 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.selective_ops in asked:
         found += selective.problems(cfg.selective_ops)
-        if setting.attention in NO_ATTENTION_OPERATION and _only_attention(cfg):
+        if setting.attention in NO_ATTENTION_OPERATION and "attention" in cfg.selective_ops.save:
             found.append(
                 f"checkpointing.selective_ops.save keeps attention, but model.attention={setting.attention} "
-                f"{NO_ATTENTION_OPERATION[setting.attention]}: use model.attention=sdpa, or add matmul to the list"
+                f"{NO_ATTENTION_OPERATION[setting.attention]}: use model.attention=sdpa, or leave attention off the "
+                "list and add matmul or save_linears"
             )
     if Policy.deepspeed in asked:
         found += deepspeed_engine.problems(
@@ -66,9 +66,11 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
             zero_stage=setting.zero_stage,
             tensor_parallel_size=setting.tensor_parallel_size,
             has_gpu=setting.has_gpu,
-            num_calls=len(layers),
+            num_calls=_deepspeed_calls(cfg, len(layers)),
             activation_elements=setting.activation_elements,
         )
+    if Policy.discard_output in asked:
+        found += discard.problems(cfg.discard_modules)
     if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
         found.append(
             f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
@@ -89,12 +91,32 @@ def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
     return [f"{text} (layers {policy.spans(indices)})" for text, indices in by_text.items()]
 
 
+def _deepspeed_calls(cfg: CheckpointingConfig, num_layers: int) -> int:
+    if policy.range_problems(cfg, num_layers):
+        return num_layers
+    return sum(d.policy is Policy.deepspeed for d in policy.plan(cfg, num_layers))
+
+
+def _sizes(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> list[str]:
+    given = {
+        Policy.interval: ("interval", cfg.interval),
+        Policy.uniform: ("segment_layers", cfg.segment_layers),
+        Policy.block: ("block_layers", cfg.block_layers),
+    }
+    return [
+        f"checkpointing.{name}={value}: the model has {num_layers} layers; give at most that"
+        for kind, (name, value) in given.items()
+        if kind in asked and value > num_layers
+    ]
+
+
 def _variants(cfg: CheckpointingConfig, asked: set[Policy], setting: Setting) -> list[str]:
     found = []
     if cfg.reentrant and asked & NEEDS_NON_REENTRANT:
         names = ", ".join(sorted(asked & NEEDS_NON_REENTRANT))
         found.append(f"checkpointing.reentrant=true: {names} needs the non-reentrant variant; leave it out")
-    if not cfg.early_stop and setting.zero_stage == 3:
+    stops_early = bool(asked - {Policy.none, Policy.deepspeed, Policy.discard_output}) and not cfg.reentrant
+    if not cfg.early_stop and stops_early and setting.zero_stage == 3:
         found.append(
             "checkpointing.early_stop=false under ZeRO-3: the recomputation would release weights that backward "
             "is about to use; leave it true"
@@ -117,7 +139,7 @@ def _random_fields(setting: Setting) -> list[str]:
     return drawn + ([f"peft.dropout={setting.lora_dropout}"] if setting.lora_dropout else [])
 
 
-def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> list[str]:
+def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int, setting: Setting) -> list[str]:
     if not cfg.offload.enabled:
         if cfg.offload.dtype is StorageDtype.same:
             return []
@@ -130,16 +152,23 @@ def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> l
             "checkpointing.offload.enabled=true with checkpointing=deepspeed: it has its own, "
             "checkpointing.deepspeed.cpu_checkpointing; use one of the two"
         )
+    if cfg.offload.dtype is not StorageDtype.same and Policy.selective_ops in asked:
+        found.append(
+            f"checkpointing.offload.dtype={cfg.offload.dtype} with checkpointing=selective_ops: kept results stay "
+            "exact, so it would only touch the layer's input; set it to same"
+        )
     if cfg.offload.keep_last_layers >= num_layers:
         found.append(
             f"checkpointing.offload.keep_last_layers={cfg.offload.keep_last_layers} keeps all {num_layers} layers "
             "on the device: lower it"
         )
+    size = setting.activation_elements * setting.element_bytes
+    if asked <= KEEP_INPUTS_ONLY and size < cfg.offload.min_bytes:
+        found.append(
+            f"checkpointing.offload.min_bytes={cfg.offload.min_bytes}: all that checkpointing={cfg.policy} keeps of a "
+            f"layer is its input of {size} bytes, so nothing would be moved; give at most {size}"
+        )
     return found
-
-
-def _only_attention(cfg: CheckpointingConfig) -> bool:
-    return not cfg.selective_ops.save_linears and set(cfg.selective_ops.save) <= {"attention", "communication"}
 
 
 def _returns_tuple(layer: nn.Module) -> bool:

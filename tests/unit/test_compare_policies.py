@@ -26,6 +26,7 @@ FAMILIES = {
 LAYERS = 4
 NEEDS_PROCESS_GROUP = {"deepspeed"}
 NAMES = sorted(set(compose.group_choices()["checkpointing"]) - NEEDS_PROCESS_GROUP)
+SMALL = "checkpointing.offload.min_bytes=0"
 PHILOX_BYTES = 32  # seed and offset of a GPU's attention dropout, which a CPU has not
 # LayerNorm's mean and deviation of 32 tokens: fp32 on a GPU, bf16 on a CPU
 STATISTICS_BYTES = {"phi": 2 * 32 * 2, "gpt2": 2 * 2 * 32 * 2}
@@ -72,7 +73,7 @@ def test_meta_counts_what_a_cpu_run_does(family: str, name: str, zero_stage: int
 
 def test_the_table_of_a_llama() -> None:
     """What follows from the policies alone, whatever the sizes."""
-    rows = {row.name: row for row in compare_policies.rows(["train.micro_batch_size=2"])}
+    rows = {row.name: row for row in compare_policies.rows(["train.micro_batch_size=2", SMALL])}
     assert not any(row.refused for row in rows.values())
     assert rows["none"].recomputed_of_forward == rows["discard_output"].recomputed_of_forward == 0
     assert (
@@ -90,7 +91,18 @@ def test_the_table_of_a_llama() -> None:
 def test_a_policy_that_cannot_work_is_a_row_with_its_reason() -> None:
     rows = {row.name: row for row in compare_policies.rows(["checkpointing.recompute_modules=[moe]"])}
     assert "has no moe" in rows["selective_modules"].refused
+    assert "nothing would be moved" in rows["offload"].refused
     assert not rows["full"].refused
+
+
+def test_adapters_are_counted() -> None:
+    full, adapted = (
+        {row.name: row for row in compare_policies.rows([SMALL, *more])}
+        for more in ([], ["peft=lora", "peft.r=8"])
+    )
+    assert adapted["none"].kept_bytes != full["none"].kept_bytes
+    assert adapted["none"].zero3_gathers == 0, "not held to an engine with frozen weights, so not shown"
+    assert "are not counted" in next(compare_policies.rows(["train.tensor_parallel_size=2"])).refused
 
 
 def test_the_command_prints_a_table_and_json() -> None:
