@@ -58,7 +58,8 @@ class Postponed:
 class SparedProduct:
     """Of one region (a layer, or a module in it): a recomputation puts off the product of its last Linear.
 
-    `contexts()` is a context_fn for torch's non-reentrant checkpoint. The region is watched only from its last Linear on.
+    `contexts()` is a context_fn for torch's non-reentrant checkpoint. The region is watched only from its last
+    Linear on.
     """
 
     def __init__(self, region: nn.Module) -> None:
@@ -66,11 +67,15 @@ class SparedProduct:
         self._calls = 0  # of Linears in this pass
         self._last = 0  # which of them is the last; 0: this is a forward
         self._mode: _PutOff | None = None
-        for module in region.modules():
-            if isinstance(module, nn.Linear):
-                self._hooks.callback(module.register_forward_pre_hook(self._before_linear).remove)
+        self._to_watch: nn.Module | None = region
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        region, self._to_watch = self._to_watch, None
+        for module in (
+            region.modules() if region else ()
+        ):  # now: AutoTP replaces Linears after the policy is in place
+            if isinstance(module, nn.Linear):
+                self._hooks.callback(module.register_forward_pre_hook(self._before_linear).remove)
         calls: list[int] = []
         return self._forward(calls), self._again(calls)
 

@@ -57,11 +57,13 @@ class KeptResults:
         self._listed: dict[str, bool] = {}
         self._hooks = ExitStack()
         matmuls = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
-        for path, module in layer.named_modules():
-            if path in self._kept_linears or (matmuls and roles.is_linear(module)):
-                self._follow(path, module)
+        self._to_follow: nn.Module | None = layer if matmuls or self._kept_linears else None
+        self._follow_all = matmuls
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        layer, self._to_follow = self._to_follow, None
+        if layer is not None:  # now, and not earlier: AutoTP replaces Linears after the policy is in place
+            self._follow_linears(layer)
         store = Store()
         return _Keep(self, store), _HandBack(self, store)
 
@@ -96,6 +98,11 @@ class KeptResults:
         if name not in self._listed:
             self._listed[name] = name in self._names or any(group(name) for group in self._groups)
         return self._listed[name]
+
+    def _follow_linears(self, layer: nn.Module) -> None:
+        for path, module in layer.named_modules():
+            if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
+                self._follow(path, module)
 
     def _follow(self, path: str, module: nn.Module) -> None:
         def enter(*_: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing import apply, policy, postpone
 from remat.config import CheckpointingConfig, Policy
 from remat.planning import simulate
 
@@ -83,3 +83,15 @@ def test_the_product_is_computed_only_when_it_is_needed(kind: Policy) -> None:
     product = 2 * 2 * 14 * 2 * WIDTH * WIDTH  # of both layers
     spared, needed = run(kind, 3, gated=False)[1], run(kind, 3, gated=True)[1]
     assert needed - spared == product
+
+
+def test_a_linear_that_replaced_another_after_the_policy_was_in_place_is_spared_too() -> None:
+    torch.manual_seed(0)
+    region = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    spared = postpone.SparedProduct(region)
+    old, region[2] = region[2], nn.Linear(WIDTH, WIDTH)
+    spared.contexts()
+    spared.contexts()
+    assert [len(module._forward_pre_hooks) for module in (region[0], old, region[2])] == [1, 0, 1]
+    spared.close()
+    assert not any(module._forward_pre_hooks for module in region.modules())

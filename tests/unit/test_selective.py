@@ -177,9 +177,41 @@ def test_close_removes_the_hooks() -> None:
     net = build("llama")
     kept = KeptResults(net.model.layers[0], LISTS["matmul"], Counts(), None)
     linear = net.model.layers[0].mlp.up_proj
-    assert linear._forward_hooks and linear._forward_pre_hooks
+    assert not linear._forward_hooks  # before the first forward
+    kept.contexts()
+    kept.contexts()
+    assert len(linear._forward_hooks) == len(linear._forward_pre_hooks) == 1
     kept.close()
     assert not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def test_linears_that_are_replaced_after_the_policy_is_in_place_are_kept() -> None:
+    class LinearLayer(torch.nn.Module):
+        """As AutoTP's: it takes the weights of the Linear whose place it takes."""
+
+        def __init__(self, linear: Any) -> None:
+            super().__init__()
+            self.weight, self.bias = linear.weight, linear.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.matmul(x, self.weight.transpose(-1, -2))
+            return y if self.bias is None else y + self.bias
+
+    def replace_linears(net: Any) -> Any:
+        for layer in decoder_layers(net):
+            for path, module in list(layer.named_modules()):
+                if isinstance(module, torch.nn.Linear):
+                    layer.set_submodule(path, LinearLayer(module))
+        return net
+
+    expected = gradients(replace_linears(build("qwen2")))
+    applied = put_in_place(
+        net := build("qwen2"), SelectiveOpsConfig(save=["attention"], save_linears=["q", "gate"])
+    )
+    assert same(gradients(replace_linears(net)), expected)
+    assert [c.reused_outputs for c in applied.counts] == [3] * 3
+    applied.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
 @pytest.mark.parametrize("by_name", [False, True])
