@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from remat.activation_checkpointing import low_precision
-from remat.config import CheckpointingConfig, StorageDtype
+from remat.activation_checkpointing import limits, low_precision
+from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
 from tests import small_models, watched
 
 EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]
@@ -84,3 +86,25 @@ def test_a_nan_in_an_activation_reaches_the_gradient(dtype: StorageDtype) -> Non
     ids = torch.full((1, 4), 3)
     result = watched.run(net, CheckpointingConfig(offload=watched.offload_all(dtype=dtype)), ids)
     assert result.gradients["model.layers.0.mlp.up_proj.weight"].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "policies", [{}, {"policy": Policy.selective_ops}, {"layers": {1: Policy.selective_ops}}]
+)
+def test_results_that_an_operator_list_keeps_stay_exact(policies: dict[str, Any]) -> None:
+    net = small_models.build("llama")
+    setting = limits.Setting(
+        zero_stage=0,
+        tensor_parallel_size=1,
+        has_gpu=True,
+        attention=Attention.sdpa,
+        lora_dropout=0.0,
+        fields={},
+        activation_elements=1 << 20,
+        element_bytes=2,
+    )
+    cfg = CheckpointingConfig(offload=watched.offload_all(dtype=StorageDtype.fp8), **policies)
+    found = limits.problems(cfg, list(net.model.layers), setting)
+    assert [text.split(":")[0] for text in found] == (
+        ["checkpointing.offload.dtype=fp8 with checkpointing=selective_ops"] if policies else []
+    )
