@@ -22,12 +22,17 @@ class Peaks:
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:
-    """The peaks of forward and of backward under `zero`; `parts` are a Timeline's."""
-    return _Replay(parts, parameters, zero).run(backward_begins_at)
+    """The peaks of forward and of backward under `zero`, on the rank that has the worst; `parts` are a Timeline's.
+
+    Below stage 3 the last rank owns the gradients that come first, the first rank those that come last.
+    """
+    ranks = {0, zero.world_size - 1} if zero.stage in (1, 2) else {0}
+    found = [_Replay(parts, parameters, zero, rank).run(backward_begins_at) for rank in sorted(ranks)]
+    return max(found, key=lambda peaks: peaks.backward.total_bytes)
 
 
 class _Replay:
-    def __init__(self, parts: list[Part], parameters: Parameters, zero: ZeroSettings) -> None:
+    def __init__(self, parts: list[Part], parameters: Parameters, zero: ZeroSettings, rank: int) -> None:
         self._parts = parts
         self._gathered = self._gathered_at_most = 0
         if zero.stage < 3:  # its thresholds mean nothing
@@ -35,7 +40,7 @@ class _Replay:
         events = [part.cut for part in parts if isinstance(part.cut, Event)]
         self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._on_change)
         self._gathered = self._coordinator.bytes
-        self._gradients = Gradients(parameters, zero)
+        self._gradients = Gradients(parameters, zero, rank=rank)
         self._best: dict[Phase, Moment] = {}
 
     def _on_change(self, gathered: int) -> None:
@@ -43,30 +48,20 @@ class _Replay:
         self._gathered_at_most = max(self._gathered_at_most, gathered)
 
     def run(self, backward_begins_at: int) -> Peaks:
-        phase = Phase.forward
+        phase, gradients = Phase.forward, self._gradients
         for index, part in enumerate(self._parts):
             if index == backward_begins_at:
                 phase = Phase.backward
-                self._gradients.backward_begins()
-            kept, bucket = self._gradients.kept_bytes, self._gradients.bucket_bytes
+            held = gradients.kept_bytes, gradients.bucket_bytes
             self._gathered_at_most = self._gathered
-            during = 0
             if isinstance(part.cut, Event):
                 self._coordinator.handle(part.cut)
             elif isinstance(part.cut, Ready):
-                during = self._gradients.ready(part.cut.parameter)
-            self._offer(phase, part.at_cut, self._gathered_at_most, kept, bucket + during)
-            self._offer(
-                phase,
-                part.peak,
-                self._gathered,
-                self._gradients.kept_bytes,
-                self._gradients.bucket_bytes,
-            )
-        during = self._gradients.backward_ends()
-        kept, bucket = self._gradients.kept_bytes, self._gradients.bucket_bytes
-        end = Snapshot(0, (0, 0, 0), Phase.backward, None, "reduction of gradients")
-        self._offer(Phase.backward, end, self._gathered, kept, bucket + during)
+                held = gradients.ready(part.cut.parameter)
+            self._offer(phase, part.at_cut, self._gathered_at_most, *held)
+            self._offer(phase, part.peak, self._gathered, gradients.kept_bytes, gradients.bucket_bytes)
+        end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
+        self._offer(Phase.backward, end, self._gathered, *gradients.backward_ends())
         return Peaks(self._best[Phase.forward], self._best[Phase.backward], self._coordinator.elements)
 
     def _offer(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:

@@ -136,7 +136,7 @@ def record(
         value = loss(model, batch)
         timeline.forward_done()
         value.backward()
-        del value
+        timeline.cut(None)
     return Recording(timeline, Parameters.of(model), sorted(set(assumptions)))
 
 
