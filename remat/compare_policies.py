@@ -24,7 +24,7 @@ class PolicyRow:
     """One policy on one micro-batch. Bytes are means per layer; FLOPs are matrix products and attention.
 
     `hidden_states` is kept bytes in units of one hidden state [micro batch, seq, hidden]; `zero3_gathers` the volume
-    that ZeRO-3 gathers in units of the model, without reuse. A policy that cannot work here has only `refused`.
+    that ZeRO-3 gathers in units of the model, without reuse (0: not known, with adapters). A policy that cannot work here has only `refused`.
     """
 
     name: str
@@ -69,7 +69,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     net: Any = model.skeleton(config, cfg.model)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
-    if cfg.peft.method is PeftMethod.lora:
+    adapted = cfg.peft.method is PeftMethod.lora
+    if adapted:
         with META:
             net = lora.wrap(net, cfg.peft, layers.decoder_layers(net))
     net = net.to(model.DTYPES[cfg.train.precision]).train()
@@ -95,6 +96,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
             )
     finally:
         applied.remove()
+    gathered = zero3.elements_without_reuse(Parameters.of(net), events)
     depth = len(layers.decoder_layers(net))
     hidden = cfg.train.micro_batch_size * cfg.train.seq_len * config.get_text_config().hidden_size
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
@@ -105,8 +107,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         moved_bytes=sum(c.moved_bytes for c in applied.counts) / depth,
         discarded_bytes=sum(c.discarded_bytes for c in applied.counts) / depth,
         recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),
-        zero3_gathers=zero3.elements_without_reuse(Parameters.of(net), events)
-        / sum(p.numel() for p in net.parameters()),
+        zero3_gathers=0.0 if adapted else gathered / sum(p.numel() for p in net.parameters()),
     )
 
 
@@ -140,7 +141,7 @@ def cells(row: PolicyRow) -> list[str]:
         f"{row.moved_bytes / MIB:.4g}" if row.moved_bytes else "-",
         f"{row.discarded_bytes / MIB:.4g}" if row.discarded_bytes else "-",
         f"{row.recomputed_of_forward:.1%}",
-        f"{row.zero3_gathers:.2f}",
+        f"{row.zero3_gathers:.2f}" if row.zero3_gathers else "-",
     ]
 
 
@@ -164,8 +165,9 @@ def caption(cfg: RunConfig) -> str:
     """What the figures are of."""
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     train = cfg.train
+    adapters = ", LoRA" if cfg.peft.method is PeftMethod.lora else ""
     return (
-        f"{decided.facts.class_name}{', LoRA' if cfg.peft.method is PeftMethod.lora else ''}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
+        f"{decided.facts.class_name}{adapters}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
         f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "
         "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those "
         "of the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
