@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing.recompute import Recompute
+from remat.activation_checkpointing.recompute import Recompute, carries_gradient
 from remat.config import ConfigError
 
 LayerForward = Callable[..., Any]
@@ -36,6 +37,12 @@ class Segment:
             raise ConfigError(
                 f"checkpointing: this model edits the hidden state between layers {index - 1} and {index}, so they "
                 "cannot be recomputed in one segment; use checkpointing=full"
+            )
+        if self._recompute.reentrant and carries_gradient(tree_leaves(rest)):
+            raise ConfigError(
+                f"checkpointing: layer {index} is given a tensor besides the hidden state that carries a gradient, and "
+                "a segment of the reentrant variant (the default under ZeRO-3) passes one back to its input only; use "
+                "checkpointing=full"
             )
         self._waiting.append((layer_forward, rest))
         if index < self.last:
