@@ -69,6 +69,11 @@ class Parts:
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 
     @property
+    def record_folder(self) -> Path:
+        """Where this launch writes what it is and proves: a resume does not overwrite the first launch's."""
+        return _record_folder(self.folder, self.resumed)
+
+    @property
     def held_out(self) -> Blocks | None:
         return self.splits.held_out
 
@@ -303,8 +308,12 @@ def _write_records(
     folder: Path, yaml: str, rendered: dict[str, Any], world: World, resumed: dict[str, Any] | None
 ) -> None:
     """What ran. A resume writes its own folder, so that the first launch's record stays."""
-    target = folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder
+    target = _record_folder(folder, resumed)
     target.mkdir(exist_ok=True)
     (target / "config.yaml").write_text(yaml)
     run_dir.write_json(target / "ds_config.json", rendered)
     run_dir.write_json(target / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
+
+
+def _record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
+    return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder

@@ -191,7 +191,9 @@ def _prove(parts: Parts) -> None:
     mine, broken = proof.collect(parts)
     everyone = distributed.gather((mine, broken))
     if parts.world.is_main:
-        run_dir.write_json(parts.folder / "proof.json", proof.record(parts, [found for found, _ in everyone]))
+        run_dir.write_json(
+            parts.record_folder / "proof.json", proof.record(parts, [found for found, _ in everyone])
+        )
     problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
     if problems:
         raise NotInEffect("\n".join(problems))

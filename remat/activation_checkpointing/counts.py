@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -21,6 +21,7 @@ class Counts:
     recomputations: int = 0
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
+    kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
     discarded_bytes: int = 0
     moved_bytes: int = 0  # to host memory
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
@@ -28,8 +29,9 @@ class Counts:
     output_bytes: int = 0  # of the layer's own result, in its last forward
 
     def clear(self) -> None:
+        fresh = Counts()
         for item in fields(self):
-            setattr(self, item.name, 0)
+            setattr(self, item.name, getattr(fresh, item.name))
 
 
 class Scope:

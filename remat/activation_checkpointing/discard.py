@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from remat.activation_checkpointing import roles
 from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope
+from remat.activation_checkpointing.version import Version
 from remat.config import ConfigError
 
 Pack = Callable[[torch.Tensor], Any]
@@ -63,6 +64,7 @@ class DiscardedOutputs:
         self.index, self.counts, self.scope = index, counts, scope
         self.forward: _LayerForward | None = None  # while the layer runs
         self.capture: Pack | None = None  # while a region runs again
+        self.again: nn.Module | None = None  # the module of that region
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for role in roles_:
             for name, module in roles.find(layer, role, "checkpointing.discard_modules"):
@@ -106,8 +108,11 @@ class DiscardedOutputs:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The tensor, made again by the first call for any of its region."""
+        region = handle.region
+        self.counts.expected += not region.wanted  # what only a dead branch saved is never asked for
+        region.wanted = True
         if handle.value is None:
-            handle.region.run_again()
+            region.run_again()
         assert handle.value is not None
         return handle.value
 
@@ -127,6 +132,7 @@ class DiscardedOutputs:
 
     def _call(self, name: str, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.capture:
+            self.counts.recomputations += module is self.again
             with saved_tensors_hooks(self.capture, _never):
                 return run(*args, **kwargs)
         forward = self.forward
@@ -190,8 +196,9 @@ class Region:
         ]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._elsewhere = {t.untyped_storage()._cdata for t in [*tensors, *module.parameters()]}
-        self._versions = [_Version(tensor) for tensor in tensors]
+        self._versions = [Version(tensor) for tensor in tensors]
         self._autocast = _autocast(tensors[0].device.type) if tensors else nullcontext
+        self.wanted = False  # by backward
         self._saves = 0
         self._handles: list[weakref.ref[Handle]] = []
         self._gone: dict[int, tuple[StorageWeakRef, int]] = {}  # storages that autograd would have kept
@@ -210,7 +217,7 @@ class Region:
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in self._elsewhere:
             return False
         self._output = StorageWeakRef(output.untyped_storage()), output.dtype, int(output.storage_offset())
-        self._versions = [_Version(output)]
+        self._versions = [Version(output)]
         return True
 
     def of_output(self, tensor: torch.Tensor) -> Handle | None:
@@ -251,13 +258,12 @@ class Region:
                 handle.value = tensor.detach()
 
         owner = self._owner
-        owner.counts.recomputations += 1
-        owner.capture = capture
+        owner.capture, owner.again = capture, self._module
         try:
             with torch.enable_grad(), self._autocast(), owner.scope.inside(owner.index, recomputing=True):
                 output = self._callable()(*args, **kwargs)
         finally:
-            owner.capture = None
+            owner.capture = owner.again = None
         if saves != self._saves:
             raise RuntimeError(
                 f"checkpointing.discard_modules: layer {owner.index}'s {self.name} saved {self._saves} tensors "
@@ -275,7 +281,6 @@ class Region:
         return self._restore(leaf.kept).detach().requires_grad_(leaf.requires_grad)
 
     def _handle(self, place: Place) -> Handle:
-        self._owner.counts.expected += not self._handles
         handle = Handle(self, place)
         self._handles.append(weakref.ref(handle))
         return handle
@@ -304,18 +309,6 @@ class Region:
 class _Input:
     kept: Any
     requires_grad: bool
-
-
-class _Version:
-    """Tells whether a tensor was edited in place, without holding its memory: an alias shares the version counter."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias = tensor.detach()
-        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._version = tensor._version
-
-    def changed(self) -> bool:
-        return self._alias._version != self._version
 
 
 def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

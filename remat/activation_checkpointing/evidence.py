@@ -80,6 +80,7 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         f"save_linears={cfg.selective_ops.save_linears} ran (eager attention, and attention with dropout on a "
         "CPU, have no fused operation)",
     )
+    found += _linears(layers, cfg.selective_ops.save_linears)
     found += _missing(
         layers,
         lambda d: d.mechanism is Mechanism.discard_output,
@@ -93,6 +94,22 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved; lower it",
     )
     return found + _switches(layers, cfg) + _kept_too_much(layers, watch)
+
+
+def _linears(layers: list[tuple[LayerDecision, Counts]], listed: list[str]) -> list[str]:
+    """Of the named Linears: that some ran, and that of each that did something was kept (an expert may not run)."""
+    asked = [i for i, (d, _) in enumerate(layers) if listed and d.mechanism is Mechanism.selective_ops]
+    lost = {i: [path for path, kept in layers[i][1].kept_linears.items() if not kept] for i in asked}
+    without = [index for index in asked if lost[index] or not layers[index][1].kept_linears]
+    if not without:
+        return []
+    names = sorted({path for paths in lost.values() for path in paths})
+    what = (
+        f"nothing was kept of {', '.join(names)}: their results are written to" if names else "none of them ran"
+    )
+    return [
+        f"checkpointing.selective_ops.save_linears={listed}: {what} (layers {spans(without)}); leave them out"
+    ]
 
 
 def _switches(layers: list[tuple[LayerDecision, Counts]], cfg: CheckpointingConfig) -> list[str]:

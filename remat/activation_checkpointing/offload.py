@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat.activation_checkpointing import low_precision
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.host_pool import HostPool
+from remat.activation_checkpointing.version import Version
 from remat.config import OffloadConfig, StorageDtype
 
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
@@ -34,9 +35,10 @@ SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost mor
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A tensor as a view of what was moved."""
+    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
 
     moved: _Moved
+    version: Version
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -117,10 +119,20 @@ class LayerOffload:
             self._owner.known[key] = moved
             self._counts.moved_bytes += moved.nbytes
         self._moved[next(self._saves)] = moved
-        return Handle(moved, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start)
+        return Handle(
+            moved, Version(tensor), tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start
+        )
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """The tensor on the device again, same values, size and stride. May be asked for more than once."""
+        """The tensor on the device again, same values, size and stride. May be asked for more than once.
+
+        Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
+        """
+        if handle.version.changed():
+            raise RuntimeError(
+                f"checkpointing.offload: a tensor of shape {list(handle.size)} that layer {self._index} keeps for "
+                "backward was modified by an in-place operation; backward would fail without offload as well"
+            )
         if not self._in_backward:
             self._in_backward = True
             self._owner.transfers.forward_is_over()

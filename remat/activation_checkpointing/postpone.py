@@ -71,9 +71,8 @@ class SparedProduct:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         region, self._to_watch = self._to_watch, None
-        for module in (
-            region.modules() if region else ()
-        ):  # now: AutoTP replaces Linears after the policy is in place
+        # Now, and not earlier: AutoTP replaces Linears after the policy is in place.
+        for module in region.modules() if region else ():
             if isinstance(module, nn.Linear):
                 self._hooks.callback(module.register_forward_pre_hook(self._before_linear).remove)
         calls: list[int] = []

@@ -94,6 +94,12 @@ class KeptResults:
         ran[place] += 1
         return *place, ran[place]
 
+    def note_kept(self, store: Store) -> None:
+        self.counts.kept_outputs += len(store.entries)
+        for path, _, _ in store.entries:
+            if path:
+                self.counts.kept_linears[path] += 1
+
     def _is_listed(self, name: str) -> bool:
         if name not in self._listed:
             self._listed[name] = name in self._names or any(group(name) for group in self._groups)
@@ -108,6 +114,8 @@ class KeptResults:
         def enter(*_: Any) -> None:
             self.running = path
             self.call += 1
+            if path in self._kept_linears:
+                self.counts.kept_linears.setdefault(path, 0)
 
         def leave(*_: Any) -> None:
             self.running = ""
@@ -160,7 +168,7 @@ class _Keep(_Mode):
         super().__exit__(kind, error, trace)
         if error is None:
             self._store.forward_done(self._results.offload)
-            self._results.counts.kept_outputs += len(self._store.entries)
+            self._results.note_kept(self._store)
         else:
             self._store.clear()
 

@@ -15,7 +15,7 @@ from tests.launch import tiny
 
 STEPS = 3
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "granularity.json"
-BIT_EQUAL = "bit-equal"
+BIT_EQUAL, REFERENCE = "bit-equal", "reference"
 OFFLOAD = ["checkpointing.offload.enabled=true", "checkpointing.offload.min_bytes=0"]
 MODES: dict[str, list[str]] = {
     "none": ["checkpointing=none"],

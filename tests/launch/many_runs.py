@@ -24,7 +24,9 @@ from remat import compose, console, distributed, ops, setup, trainer  # noqa: E4
 
 def main(spec_path: Path) -> None:
     ops.use_environment_folder()
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU Adam asks for each engine: 1.2 s
+    cpuinfo.get_cpu_info = functools.cache(
+        cpuinfo.get_cpu_info
+    )  # DeepSpeed's CPU Adam asks for each engine: 1.2 s
     console.quiet_libraries(debug=False)
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():

@@ -58,6 +58,8 @@ def grid(workshop: Path) -> dict[str, dict[str, str]]:
 
 
 def compared(workshop: Path, mode: str, column: str) -> str:
+    if mode == "none":
+        return cells.REFERENCE
     run, reference = (
         cells.trajectory(workshop / "out" / cells.run_name(name, column) / "run") for name in (mode, "none")
     )
@@ -99,3 +101,5 @@ def test_every_run_proved_itself(workshop: Path, grid: dict[str, dict[str, str]]
         assert len(proof["layers"]) == 4
         assert all(row["recomputations"] == row["expected_recomputations"] for row in proof["layers"])
         assert len(proof["placement_by_rank"]) == 2
+        moved = [row["moved_bytes"] for row in proof["layers"]]
+        assert any(moved) == ("offload" in mode), f"{mode}, {column}: {moved}"

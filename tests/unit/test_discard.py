@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from remat.activation_checkpointing import apply, evidence, policy
+from remat.activation_checkpointing import apply, evidence, limits, policy
 from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.discard import DiscardedOutputs
+from remat.activation_checkpointing.discard import DiscardedOutputs, Region
 from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.config import CheckpointingConfig, ConfigError, Policy
+from remat.config import Attention, CheckpointingConfig, ConfigError, Policy
 from tests import small_models, watched
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "gemma", "phi", "qwen3_moe", "deepseek_v3", "opt"]
@@ -141,6 +141,33 @@ def test_an_output_that_is_edited_after_its_consumer_ran_is_refused() -> None:
         layer(torch.randn(2, 8, requires_grad=True))
 
 
+def test_a_norm_that_only_a_dead_branch_saved_is_not_expected_again() -> None:
+    class Dead(Layer):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.unused = self.down(self.act(self.up(self.norm(hidden))))  # alive, but not part of the loss
+            return super().forward(hidden)
+
+    saved, _, counts = hooked(layer := Dead(), ["norm"])
+    with saved.hooks():
+        loss = layer(torch.randn(2, 8, requires_grad=True)).sum()
+    assert counts.expected == 0
+    loss.backward()
+    assert counts.recomputations == counts.expected == 1
+    del layer.unused  # a cycle through autograd's graph, which no collector sees
+
+
+def test_a_region_that_does_not_run_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both numbers are counted where the thing happens: the demand in backward, the run in the module itself."""
+    saved, discarded, counts = hooked(layer := Layer(), ["norm"])
+    with saved.hooks():
+        loss = layer(torch.randn(2, 8, requires_grad=True)).sum()
+    monkeypatch.setattr(Region, "_callable", lambda region: nn.LayerNorm(8))
+    with pytest.raises(RuntimeError, match="tensors in forward and 0"):
+        loss.backward()
+    assert (counts.expected, counts.recomputations) == (1, 0)
+    assert discarded.capture is None and discarded.again is None
+
+
 def test_mixtral_with_jitter_is_refused() -> None:
     net = small_models.build("mixtral", router_jitter_noise=0.1)
     with pytest.raises(NotInEffect, match="post_attention_layernorm"):
@@ -160,6 +187,33 @@ def test_randomness_is_refused() -> None:
     layer.act = nn.RReLU()
     with pytest.raises(ConfigError, match="random"):
         hooked(layer, ["activation"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (["attention"], "output of attention cannot"),
+        (["norm", "mlp"], "output of mlp cannot"),
+        ([], "nothing is"),
+    ],
+)
+def test_only_norms_and_activations(asked: list[str], text: str) -> None:
+    """Functional dropout inside attention would draw other numbers in the second run: wrong gradients, no error."""
+    net = small_models.build("gpt2", attn_pdrop=0.5)
+    setting = limits.Setting(
+        zero_stage=0,
+        tensor_parallel_size=1,
+        has_gpu=True,
+        attention=Attention.sdpa,
+        lora_dropout=0.0,
+        fields={},
+        activation_elements=1024,
+        element_bytes=2,
+    )
+    (found,) = limits.problems(discard(*asked), list(net.transformer.h), setting)
+    assert found.startswith(f"checkpointing.discard_modules={asked}") and text in found
+    with pytest.raises(ConfigError, match=text):
+        watched.run(net, discard(*asked))
 
 
 def test_close_leaves_the_modules_as_they_were() -> None:

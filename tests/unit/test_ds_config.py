@@ -344,7 +344,11 @@ def test_accumulation_names_all_three_and_the_nearest() -> None:
         ),
         ({**ZERO3, "optimizer": {"type": "Adam"}}, {}, ("optimizer", "optim=...")),
         ({**ZERO3, "scheduler": {}}, {}, ("scheduler", "optim.schedule")),
-        ({**ZERO3, "activation_checkpointing": {}}, {}, ("activation_checkpointing", "checkpointing=deepspeed")),
+        (
+            {**ZERO3, "activation_checkpointing": {}},
+            {},
+            ("activation_checkpointing", "checkpointing=deepspeed"),
+        ),
         ({**ZERO3, "elasticity": {}}, {}, ("elasticity", "removed")),
         ({**ZERO3, "tensor_parallel": {}}, {}, ("tensor_parallel", "train.tensor_parallel_size")),
         ({"zero_optimization": {"stage": 4}}, {}, ("zero_optimization.stage=4", "0, 1, 2 or 3")),

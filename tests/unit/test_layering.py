@@ -54,6 +54,8 @@ LEVELS = [
         "doctor",
         "report",
         "compare_policies",
+        "planner",
+        "plan_page",
         "calibrate",
         "report_page",
         "report_charts",

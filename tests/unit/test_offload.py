@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from remat.activation_checkpointing import evidence, host_pool, offload
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.host_pool import HostPool
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.saved_tensors import SavedTensors
 from remat.config import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig, StorageDtype
 from tests import small_models, watched
 
@@ -151,9 +153,29 @@ def test_an_edit_makes_another_tensor() -> None:
     after = layer.pack(tensor)
     assert before is not None
     assert after is not None
-    assert layer.unpack(before).sum() == 10
+    with pytest.raises(RuntimeError, match=r"checkpointing\.offload.*shape \[10\].*layer 0.*in-place"):
+        layer.unpack(before)  # on a GPU the copy might have seen the edit
     assert layer.unpack(after).sum() == 20
     assert counts[0].moved_bytes == 80
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda t: t.zero_(), lambda t: t.view(-1)[:3].mul_(2)], ids=["itself", "a view"]
+)
+def test_an_edit_between_forward_and_backward_is_found(edit: Any) -> None:
+    """As autograd finds it without offload: of an input, and of an output that its own backward needs."""
+    _, (layer,), _ = host()
+    saved = SavedTensors(nn.Identity(), by_reference=False, offload=layer, discarded=None)
+    weight = torch.randn(4, 4, requires_grad=True)
+    for operation in (torch.square, torch.exp):
+        hidden = weight * 2
+        with saved.hooks():
+            output = operation(hidden)
+        loss = output.sum()
+        with torch.no_grad():
+            edit(hidden if operation is torch.square else output)
+        with pytest.raises(RuntimeError, match=r"layer 0.*in-place"):
+            loss.backward()
 
 
 def test_an_address_that_is_used_again_is_another_tensor() -> None:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, limits, operators, policy, selective
+from remat.activation_checkpointing import apply, evidence, limits, operators, policy, selective
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.layers import decoder_layers
@@ -19,8 +19,9 @@ from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
 from remat.config import Attention, CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
+from tests import watched
 from tests.pool import RankPool
-from tests.small_models import build, gradients, same
+from tests.small_models import ARCHITECTURES, build, gradients, same
 
 aten = torch.ops.aten
 STOCK = partial(
@@ -212,6 +213,31 @@ def test_linears_that_are_replaced_after_the_policy_is_in_place_are_kept() -> No
     assert [c.reused_outputs for c in applied.counts] == [3] * 3
     applied.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+KEPT_LINEARS = CheckpointingConfig(
+    policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save_linears=["all_but_down"])
+)
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_something_is_kept_of_every_named_linear(model_type: str) -> None:
+    result = watched.run(build(model_type), KEPT_LINEARS)
+    assert all(min(count.kept_linears.values()) > 0 for count in result.applied.counts)
+    assert evidence.broken_promises(result.applied, result.watch, KEPT_LINEARS) == []
+
+
+def test_a_named_linear_of_which_nothing_is_kept_is_a_broken_promise() -> None:
+    net = build("llama")
+    net.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, out: out.mul_(1.0))
+    result = watched.run(net, KEPT_LINEARS)
+    (text,) = evidence.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    assert (
+        "save_linears=['all_but_down']: nothing was kept of self_attn.q_proj" in text and "(layers 1)" in text
+    )
+    result.applied.counts[1].kept_linears.clear()
+    (text,) = evidence.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    assert "none of them ran (layers 1)" in text
 
 
 @pytest.mark.parametrize("by_name", [False, True])
