@@ -10,6 +10,7 @@ from remat import op_flops
 from remat.planning.records import OpCost, Phase
 
 aten = torch.ops.aten
+UNSHARED = 4  # what _use_count() says of a gradient that only autograd has, while an operation on it is watched
 
 
 def cost(
@@ -59,3 +60,17 @@ def workspace_bytes(func: Any, args: Any) -> int:
         batch, heads, rows, width = args[1].shape
         return int(4 * batch * heads * rows * (width + 1))
     return 0
+
+
+def summed_in_place_bytes(func: Any, args: Any) -> int:
+    """Bytes of a sum that autograd would have written over one of its terms, were there no dispatch mode.
+
+    torch/csrc/autograd/input_buffer.cpp: two gradients of one tensor are added in place when nobody else has one of
+    them, but never under a mode. `func` runs in backward.
+    """
+    if func is not aten.add.Tensor or not all(isinstance(term, torch.Tensor) for term in args[:2]):
+        return 0
+    first, second = args[0], args[1]
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return 0
+    return int(first.nbytes) if min(first._use_count(), second._use_count()) <= UNSHARED else 0

@@ -119,7 +119,7 @@ def record(
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
 ) -> Recording:
-    """As `run`, for any number of ZeRO settings. `workspaces`: with what attention kernels allocate within."""
+    """As `run`, for any number of ZeRO settings. `workspaces`: see Timeline; False to compare."""
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
     batch = {

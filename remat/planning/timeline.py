@@ -64,7 +64,8 @@ class Timeline(TorchDispatchMode):
     """`with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`.
 
     Parameters are not counted. Gradients are, until autograd has finished them; the parameters' `grad` stays None.
-    `ignored` yields host memory. `workspaces`: count what attention kernels of a GPU allocate within.
+    `ignored` yields host memory. `workspaces`: count what attention kernels of a GPU allocate within, and not what
+    autograd allocates only because it is watched.
     """
 
     @classmethod
@@ -115,7 +116,10 @@ class Timeline(TorchDispatchMode):
         name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
         for tensor in made:
             self._track(tensor, layer, late="empty" in name)
-        workspace = op_costs.workspace_bytes(func, args) if self._workspaces else 0
+        workspace = 0
+        if self._workspaces:
+            workspace = op_costs.workspace_bytes(func, args)
+            workspace -= op_costs.summed_in_place_bytes(func, args) if phase is Phase.backward else 0
         self._bump(phase, layer, name, workspace)
         cost = op_costs.cost(func, args, kwargs, result, given, made, phase)
         if cost is not None:

@@ -13,11 +13,12 @@ import torch
 
 from remat import compose, loss
 from remat.activation_checkpointing import apply, layers, policy
+from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
 from remat.config import CheckpointingConfig, LossKind
 from remat.planning import op_costs, shadows, simulate
 from remat.planning.records import Category, Phase, Simulation, ZeroSettings
-from remat.planning.timeline import Ready
+from remat.planning.timeline import Ready, Timeline
 from tests import small_models
 from tests.live_bytes import LiveBytes
 
@@ -202,6 +203,28 @@ def test_a_kernels_workspace_counts_where_it_runs() -> None:
     assert op_costs.workspace_bytes(backward, (None, query, query)) == fp32
 
 
+def test_gradients_of_one_tensor_are_summed_in_place() -> None:
+    """Without a dispatch mode autograd needs memory for two of them, not three: a bare run's use counts say when."""
+    weight = torch.nn.Parameter(torch.empty(64, 64, device="meta"))
+    rows = torch.empty(2, 64, device="meta")
+    scope = Scope()
+    peaks = {}
+    for workspaces in (False, True):
+        timeline = Timeline(scope, weight_holder(weight), workspaces=workspaces)
+        with timeline.gradients_taken(), timeline:
+            value = (rows @ weight).sum() + (rows @ weight).sum()
+            timeline.forward_done()
+            value.backward()
+        peaks[workspaces] = max(part.peak.total for part in timeline.parts) // weight.nbytes
+    assert peaks == {False: 3, True: 2}
+
+
+def weight_holder(weight: torch.nn.Parameter) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.weight = weight
+    return module
+
+
 def test_the_fused_loss_keeps_the_logits_and_a_number_per_row() -> None:
     logits = torch.randn(64, 1000).to(torch.bfloat16).requires_grad_()
     targets = torch.zeros(64, dtype=torch.long)
@@ -230,6 +253,7 @@ import resource, sys
 import torch
 from remat import compose, loss, model
 from remat.activation_checkpointing import apply, layers, policy
+from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
 from remat.config import LossKind
 from remat.planning import simulate
