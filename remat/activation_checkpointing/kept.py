@@ -21,6 +21,8 @@ class Mover(Protocol):
 
     def unpack(self, handle: Any) -> torch.Tensor: ...
 
+    def edited(self, handle: Any) -> bool: ...
+
 
 @dataclass
 class Entry:
@@ -44,8 +46,10 @@ class Entry:
             if isinstance(leaf, torch.Tensor) and index not in self.moved
         )
 
-    def untouched(self) -> bool:
+    def untouched(self, offload: Mover | None) -> bool:
         """False when something wrote to it after the layer's forward."""
+        if offload is not None and any(offload.edited(self.leaves[index]) for index in self.moved):
+            return False
         return [tensor._version for tensor in self.tensors()] == self.versions
 
 

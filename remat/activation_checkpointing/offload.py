@@ -128,7 +128,7 @@ class LayerOffload:
 
         Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
         """
-        if handle.version.changed():
+        if self.edited(handle):
             raise RuntimeError(
                 f"checkpointing.offload: a tensor of shape {list(handle.size)} that layer {self._index} keeps for "
                 "backward was modified by an in-place operation; backward would fail without offload as well"
@@ -141,6 +141,10 @@ class LayerOffload:
             if below:
                 below._fetch()
         return handle.view(handle.moved.values())
+
+    def edited(self, handle: Handle) -> bool:
+        """Whether the original was edited in place since it was packed."""
+        return handle.version.changed()
 
     def drop(self) -> None:
         """Give back every buffer that a graph still holds."""

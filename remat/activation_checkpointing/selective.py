@@ -235,7 +235,7 @@ class _HandBack(_Mode):
         key = self._results.key(operator, self._ran)
         self._products += operator.name in PRODUCTS
         entry = self._store.entries.pop(key, None) if key else None
-        if entry is not None and entry.untouched():
+        if entry is not None and entry.untouched(self._results.offload):
             return self._reuse(entry)
         target = finishes(operator, args) if self._complete else None
         if target is not None and self._already_in(target):
