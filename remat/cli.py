@@ -42,6 +42,25 @@ def ds_config_command(
     print(json.dumps(strategy.decide(run, world_size=ranks, can_pin=can_pin).ds, indent=2))
 
 
+@app.command("plan", context_settings=WITH_OVERRIDES)
+def plan_command(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of tables.")] = False,
+) -> None:
+    """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it does not fit."""
+    from rich.console import Console
+
+    from remat import compose, plan_page, planner
+
+    planned = planner.make(compose.from_command_line(ctx.args).run)
+    if as_json:
+        print(json.dumps(planner.as_json(planned), indent=2))
+    else:
+        plan_page.show(planned, Console(width=None if sys.stdout.isatty() else 110))
+    if not planned.plan.fits:
+        raise typer.Exit(3)
+
+
 @compare.command("policies", context_settings=WITH_OVERRIDES)
 def compare_policies_command(
     ctx: typer.Context,

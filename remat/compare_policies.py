@@ -24,7 +24,8 @@ class PolicyRow:
     """One policy on one micro-batch. Bytes are means per layer; FLOPs are matrix products and attention.
 
     `hidden_states` is kept bytes in units of one hidden state [micro batch, seq, hidden]; `zero3_gathers` the volume
-    that ZeRO-3 gathers in units of the model, without reuse (0: not known, with adapters). A policy that cannot work here has only `refused`.
+    that ZeRO-3 gathers in units of the model, without reuse (0: not known, with adapters). A policy that cannot work
+    here has only `refused`.
     """
 
     name: str

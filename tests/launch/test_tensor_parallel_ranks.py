@@ -16,15 +16,20 @@ pytestmark = pytest.mark.launch
 SHARED = ["train.tensor_parallel_size=2", "model.architecture={}"]
 PARTITION = ["checkpointing=deepspeed", "checkpointing.deepspeed.partition_activations=true"]
 CONTIGUOUS = [*PARTITION, "checkpointing.deepspeed.contiguous_memory_optimization=true"]
+MATMUL = ["checkpointing=selective_ops", "checkpointing.selective_ops.save=[attention,matmul]"]
+LINEARS = ["checkpointing=selective_linears"]
 TWO_RANKS = {
     "zero1": ["deepspeed.config=zero1", "checkpointing=none"],
     "zero2": ["deepspeed.config=zero2", "checkpointing=none"],
     "zero2_full": ["deepspeed.config=zero2", "checkpointing=full"],
     "zero2_partition": ["deepspeed.config=zero2", *PARTITION],
     "zero2_contiguous": ["deepspeed.config=zero2", *CONTIGUOUS],
+    "zero2_matmul": ["deepspeed.config=zero2", *MATMUL],
+    "zero2_linears": ["deepspeed.config=zero2", *LINEARS],
     "zero3": ["deepspeed.config=zero3", "checkpointing=none"],
     "zero3_partition": ["deepspeed.config=zero3", *PARTITION],
     "zero3_contiguous": ["deepspeed.config=zero3", *CONTIGUOUS],
+    "zero3_linears": ["deepspeed.config=zero3", *LINEARS],
     "zero3_offload": ["deepspeed.config=zero3_offload", "checkpointing=none"],
     "full_logits": ["deepspeed.config=zero2", "train.loss=full"],
 }
@@ -100,6 +105,28 @@ def test_partitioned_activations_change_nothing(name: str, two_ranks_runs: Path)
     expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
     for key in ("loss/train", "optim/grad_norm"):
         assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+@pytest.mark.parametrize("name", ["zero2_matmul", "zero2_linears", "zero3_linears"])
+def test_kept_results_change_nothing(name: str, two_ranks_runs: Path) -> None:
+    expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+def test_every_product_is_kept_in_the_linears_that_autotp_put_in(two_ranks_runs: Path) -> None:
+    """The output projection's too, whose sum over the ranks is part of it. Each layer keeps the same."""
+    proofs = {
+        name: json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())["layers"]
+        for name in ("zero2_matmul", "zero2_linears", "zero3_linears")
+    }
+    micro_batches = 2
+    found = {name: [layer["reused_results"] for layer in layers] for name, layers in proofs.items()}
+    assert found == dict.fromkeys(proofs, [7 * micro_batches] * 2)  # q k v o gate up and attention
+    kept = {name: [layer["kept_bytes"] for layer in layers] for name, layers in proofs.items()}
+    hidden = 2 * 192 * 32 * 4
+    assert kept["zero2_linears"] == kept["zero3_linears"] == [kept["zero2_linears"][0]] * 2
+    assert kept["zero2_matmul"] == [size + hidden for size in kept["zero2_linears"]]  # and the down projection
 
 
 def test_the_proof_tells_what_was_partitioned(two_ranks_runs: Path) -> None:

@@ -1,0 +1,78 @@
+"""`remat plan`: every shipped recipe fits the machine it names; what does not fit is said, by how much."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from remat import cli, compose, planner
+from remat.planning.records import Category
+
+GIB = 2**30
+
+
+def plan(*words: str) -> planner.Planned:
+    return planner.make(compose.compose_run(list(words)).run)
+
+
+@pytest.mark.parametrize("recipe", compose.recipe_names())
+def test_each_recipe_fits_its_named_machine(recipe: str) -> None:
+    planned = plan(f"recipe={recipe}")
+    assert planned.plan.fits
+    assert sum(planned.plan.gpu.values()) == planned.plan.resources[0].needed_bytes
+    assert planned.time.total_s >= 0
+
+
+def test_the_parts_of_an_8b_plan() -> None:
+    """By hand: 8.03 B parameters in bf16 over 8 ranks, moments and master copy on the host."""
+    planned = plan("recipe=llama8b_zero3_offload_optimizer", "train.seq_len=4096")
+    share = 8_030_261_248 / 8
+    assert planned.plan.gpu[Category.weights] == pytest.approx(2 * share, rel=1e-3)
+    assert planned.plan.host["moments"] == pytest.approx(8 * share, rel=1e-3)
+    assert planned.plan.host["master parameters"] == pytest.approx(4 * share, rel=1e-3)
+    inputs = 31 * 4096 * 4096 * 2  # full: one hidden state per layer, the last layer's output is not kept
+    assert sum(planned.simulation.kept_bytes) == inputs
+    assert Category.optimizer_state not in planned.plan.gpu
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    words = ["recipe=llama8b_zero3_offload_optimizer", "hardware=1x4090", "checkpointing=none"]
+    planned = plan(*words)
+    gpu = planned.plan.resources[0]
+    assert not gpu.fits and gpu.spare_bytes is not None and gpu.spare_bytes < 0
+    result = CliRunner().invoke(cli.app, ["plan", *words])
+    assert result.exit_code == 3
+    assert "does not fit, by" in result.output
+
+
+def test_more_tokens_need_more_memory_and_less_is_kept_with_checkpointing() -> None:
+    words = ["recipe=llama8b_zero3_offload_optimizer"]
+    short, long = (plan(*words, f"train.seq_len={n}").plan.peak_bytes for n in (1024, 4096))
+    none = plan(*words, "train.seq_len=4096", "checkpointing=none").plan.peak_bytes
+    assert short < long < none
+    assert none - long > 20 * GIB
+
+
+def test_adapters_need_less() -> None:
+    full, adapted = (plan("recipe=llama8b_zero3_offload_optimizer", *more).plan for more in ([], ["peft=lora"]))
+    assert sum(adapted.host.values()) < 0.5 * sum(full.host.values())
+
+
+def test_the_command_prints_tables_and_json() -> None:
+    text = CliRunner().invoke(cli.app, ["plan", "recipe=tiny_zero3_offload"]).output
+    for word in ("GPU, per rank, at its peak", "weights", "step time at best", "saved states on disk"):
+        assert word in text
+    found: dict[str, Any] = json.loads(
+        CliRunner().invoke(cli.app, ["plan", "--json", "recipe=tiny_zero3_offload"]).output
+    )
+    assert found["fits"] is True
+    assert found["gpu_allocated_peak_bytes"] > 0
+    assert {row["name"] for row in found["resources"]} == {"GPU memory", "host memory per node"}
+
+
+def test_shared_layers_are_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["plan", "recipe=tiny_zero3_offload", "train.tensor_parallel_size=2"])
+    assert result.exit_code != 0
