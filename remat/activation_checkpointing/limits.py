@@ -15,6 +15,7 @@ from remat.activation_checkpointing import deepspeed_engine, discard, policy, ro
 from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 KEEP_INPUTS_ONLY = {Policy.full, Policy.uniform, Policy.sqrt}
 NO_ATTENTION_OPERATION = {
     Attention.eager: "has no fused attention operation",
@@ -161,6 +162,12 @@ def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int, sett
         found.append(
             f"checkpointing.offload.keep_last_layers={cfg.offload.keep_last_layers} keeps all {num_layers} layers "
             "on the device: lower it"
+        )
+    experts = [name for name in EXPERT_FIELDS if setting.fields.get(name)]
+    if experts and cfg.offload.dtype is not StorageDtype.same:
+        found.append(
+            f"checkpointing.offload.dtype={cfg.offload.dtype} with {experts[0]}={setting.fields[experts[0]]}: a router that "
+            "runs again on rounded inputs may choose other experts than in forward; leave dtype=same"
         )
     size = setting.activation_elements * setting.element_bytes
     if asked <= KEEP_INPUTS_ONLY and size < cfg.offload.min_bytes:

@@ -58,3 +58,10 @@ def test_a_batch_that_does_not_divide_names_all_three() -> None:
         strategy.decide(run, world_size=3, can_pin=False)
     for part in ("train.global_batch_size=16", "train.micro_batch_size=4", "3"):
         assert part in str(caught.value)
+
+
+def test_eight_bits_and_a_router_are_refused() -> None:
+    words = ["model=mixtral_8x7b", "checkpointing=offload", "checkpointing.offload.dtype=int8"]
+    run = compose.compose_run(words).run
+    with pytest.raises(ConfigError, match="choose other experts"):
+        strategy.decide(run, world_size=1, can_pin=True)
