@@ -166,8 +166,8 @@ def _offload(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int, sett
     experts = [name for name in EXPERT_FIELDS if setting.fields.get(name)]
     if experts and cfg.offload.dtype is not StorageDtype.same:
         found.append(
-            f"checkpointing.offload.dtype={cfg.offload.dtype} with {experts[0]}={setting.fields[experts[0]]}: a router that "
-            "runs again on rounded inputs may choose other experts than in forward; leave dtype=same"
+            f"checkpointing.offload.dtype={cfg.offload.dtype} with {experts[0]}={setting.fields[experts[0]]}: a router "
+            "that runs again on rounded inputs may choose other experts than in forward; leave dtype=same"
         )
     size = setting.activation_elements * setting.element_bytes
     if asked <= KEEP_INPUTS_ONLY and size < cfg.offload.min_bytes:
