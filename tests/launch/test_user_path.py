@@ -72,7 +72,9 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
     assert "12*L*h*s" in json.loads((folder / "env.json").read_text())["formulas"]
     proof = json.loads((folder / "proof.json").read_text())
     assert proof["policy"] == "full"
-    assert proof["layers"] == [{"recompute": True, "forwards": 1, "recomputations": 1}] * 2
+    for layer in proof["layers"]:
+        assert layer["forwards"] == layer["expected_recomputations"] == layer["recomputations"] == 1
+        assert layer["kept_bytes"] <= layer["output_bytes"] == 2 * 192 * 32 * 4
     rows = tiny.rows(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) >= CONTRACT
@@ -89,7 +91,8 @@ def test_the_terminal_is_tidy(whole: tuple[Path, str]) -> None:
     text = "\n".join(ours)
     assert "2 on cpu" in text
     assert "stage 3 (zero3_offload), optimizer state on cpu, parameters on cpu" in text
-    assert "full (2 of 2 layers recomputed in backward)" in text
+    assert "full (2 of 2 layers recomputed whole)" in text
+    assert "proven: 2 of 2 layers recomputed (2 regions per forward)" in text
     assert "4 blocks = 2 per rank x 1 accumulated x 2 ranks" in text
     assert "eval at step 8" in text and "tokens/s" in text and "step time" in text and "peak host" in text
     for noise in ("Warning", "WARNING", "INFO", "Traceback", "FutureWarning", "built successfully"):
