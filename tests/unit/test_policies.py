@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -98,5 +99,5 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
         sizes.append(tracemalloc.get_traced_memory()[0])
         steps(25)
     tracemalloc.stop()
-    grown = min(after - before for before, after in zip(sizes, sizes[1:], strict=False))
+    grown = min(after - before for before, after in itertools.pairwise(sizes))
     assert grown < 25 * 1024, "a KiB a step stays behind, in each stretch of 25: not a cache that filled once"
