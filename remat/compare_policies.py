@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from remat import checks, compose, lora, model, strategy
+from remat import checks, compose, model, strategy
 from remat.activation_checkpointing import apply, layers
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.config import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
@@ -67,14 +66,10 @@ def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = model.shape_config(cfg.model)
-    net: Any = model.skeleton(config, cfg.model)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
     adapted = cfg.peft.method is PeftMethod.lora
-    if adapted:
-        with META:
-            net = lora.wrap(net, cfg.peft, layers.decoder_layers(net))
-    net = net.to(model.DTYPES[cfg.train.precision]).train()
+    net = strategy.meta_model(cfg)
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from remat import ds_config, hardware, lora, loss, model, preflight, strategy
-from remat.activation_checkpointing import apply, layers
-from remat.config import ConfigError, PeftMethod, RunConfig
+from remat import ds_config, hardware, loss, preflight, strategy
+from remat.activation_checkpointing import apply
+from remat.config import ConfigError, RunConfig
 from remat.planning import shadows, simulate, states, timing
 from remat.planning.plan import Capacity, Plan, assemble
 from remat.planning.records import Simulation, ZeroSettings
@@ -92,13 +91,7 @@ def _time(
 
 def _simulate(cfg: RunConfig, decided: strategy.Strategy, zero: ZeroSettings) -> Simulation:
     """One micro-batch of the real model on meta tensors with the policies of the run on it."""
-    config = model.shape_config(cfg.model)
-    net: Any = model.skeleton(copy.deepcopy(config), cfg.model)
-    net = net.to(model.DTYPES[cfg.train.precision]).train()
-    if cfg.peft.method is PeftMethod.lora:
-        with META:
-            net = lora.wrap(net, cfg.peft, layers.decoder_layers(net))
-        net = net.to(model.DTYPES[cfg.train.precision]).train()
+    net = strategy.meta_model(cfg)
     with ExitStack() as undo:
         applied = apply.apply(
             net, decided.decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META

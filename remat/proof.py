@@ -8,8 +8,6 @@ from remat import placement
 from remat.activation_checkpointing import evidence, policy
 from remat.setup import Parts
 
-GIB = 2**30
-
 
 def collect(parts: Parts) -> tuple[dict[str, Any], list[str]]:
     """What this rank found, and every promise that was not kept on it. No collectives."""

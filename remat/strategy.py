@@ -96,12 +96,20 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:
     """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
-    facts = model.facts(skeleton)
+    return replace(model.facts(_with_adapters(cfg, skeleton)), class_name=type(skeleton).__name__)
+
+
+def meta_model(cfg: RunConfig) -> Any:
+    """The model as it will be trained, adapters and precision included, on the meta device."""
+    net = _with_adapters(cfg, model.skeleton(model.shape_config(cfg.model), cfg.model))
+    return net.to(model.DTYPES[cfg.train.precision]).train()
+
+
+def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
     if cfg.peft.method is PeftMethod.none:
-        return facts
+        return skeleton
     with torch.device("meta"):
-        wrapped = lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
-    return replace(model.facts(wrapped), class_name=facts.class_name)
+        return lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
 
 
 def _held(facts: model.ModelFacts, skeleton: Any, shared_by: int) -> model.ModelFacts:

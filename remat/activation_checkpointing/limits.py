@@ -72,12 +72,12 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.discard_output in asked:
         found += discard.problems(cfg.discard_modules)
-    if Policy.discard_output in asked and setting.fields.get("router_jitter_noise"):
-        found.append(
-            f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
-            "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
-            "checkpointing=selective_modules"
-        )
+        if setting.fields.get("router_jitter_noise"):
+            found.append(
+                f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
+                "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
+                "checkpointing=selective_modules"
+            )
     return found or _roles(cfg, layers)
 
 
