@@ -6,7 +6,9 @@ import os
 import sys
 import time
 
+from remat import stop_signals
 from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.redact import redact_text
 
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
 SILENCE_S = 20  # longer than closing W&B may take on rank 0
@@ -24,36 +26,34 @@ def main(argv: list[str]) -> int:
         composed = compose.from_command_line(argv)
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
+    from remat import console  # to quieten what is imported after it
 
-    from remat import console
-
-    is_main = os.environ.get("RANK", "0") == "0"
-    console.quiet_libraries(composed.run.log_level == "debug", is_main)  # before anything noisy is imported
-    from remat import distributed, ops, setup, trainer
-    from remat.activation_checkpointing.counts import NotInEffect
-    from remat.manifest import SaveError
+    console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
+    from remat import distributed, ops, out_of_memory, setup, trainer
     from remat.preflight import DoesNotFit
 
     try:
-        outcome = trainer.train(setup.build(composed.run, composed.yaml))
+        outcome = trainer.train(setup.build(composed.run, composed.yaml, composed.words))
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
     except (DoesNotFit, ops.OpError) as error:
         return fail(EXIT_NOT_ABLE, error)
-    except (NotInEffect, SaveError, trainer.TrainingFailed) as error:
+    except trainer.FAILURES as error:
         return fail(EXIT_FAILED, error)
+    except out_of_memory.OutOfMemory as error:
+        return out_of_memory.tell(error, EXIT_FAILED)
     distributed.shut_down()
     return 0 if outcome.finished else EXIT_STOPPED
 
 
 def fail(code: int, error: Exception) -> int:
     """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        stop_signals.let_end()
         time.sleep(SILENCE_S)
-    print(f"\nremat{'' if rank == '0' else f' (rank {rank})'}: {error}\n", file=sys.stderr, flush=True)
+    print(redact_text(f"\nremat{f' (rank {rank})' * (rank != '0')}: {error}\n"), file=sys.stderr, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(stop_signals.around(main, sys.argv[1:]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from remat import (
     ds_config,
     export,
     flops,
+    launch_plan,
     lora,
     loss,
     model,
     ops,
     optim,
+    out_of_memory,
+    qlora,
     run_dir,
     saving,
     summary,
@@ -29,7 +33,6 @@ from remat import (
 )
 from remat.activation_checkpointing import layers
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.activation_checkpointing.watch import Watch
 from remat.config import ConfigError, PeftMethod, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
@@ -37,85 +40,73 @@ from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import load_tokenizer
 from remat.distributed import World
+from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
+from remat.parts import Parts, record_folder
+from remat.stopping import Stop
 from remat.strategy import Strategy, check_machine, decide, throughput_figures
 from remat.throughput import FORMULAS, PhaseTimer, Window
 from remat.tracking import Tracker
+from remat.watchdog import Watchdog
 
 
-@dataclass
-class Parts:
-    """A run ready to train. Its counters live in `trainer.Progress`, its data position in `batches`."""
+def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
+    """Everything up to the first step. `words` are those that asked for the run, for advice to repeat.
 
-    cfg: RunConfig
-    strategy: Strategy
-    world: World
-    console: Console
-    folder: Path
-    engine: Any
-    token_loss: loss.TokenLoss
-    batches: GlobalBatches
-    splits: Splits
-    applied: Applied
-    tracker: Tracker
-    memory: MemoryMonitor
-    timer: PhaseTimer
-    window: Window
-    tokenizer: PreTrainedTokenizerBase
-    resumed: dict[str, Any] | None
-    swap_folder: Path | None
-    watch: Watch | None = None  # of the first micro-batch
-    proven: bool = False
-    peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
-
-    @property
-    def record_folder(self) -> Path:
-        """Where this launch writes what it is and proves: a resume does not overwrite the first launch's."""
-        return _record_folder(self.folder, self.resumed)
-
-    @property
-    def held_out(self) -> Blocks | None:
-        return self.splits.held_out
-
-    @property
-    def data_key(self) -> str:
-        """Changes with the data, the tokenizer and the block length."""
-        return Path(self.splits.report["folder"]).name
-
-
-def build(cfg: RunConfig, yaml: str) -> Parts:
-    """Everything up to the first step.
-
-    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read.
+    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
     """
+    watchdog = Watchdog(
+        cfg.train.deadlines, rank=distributed.rank_from_env(), size=distributed.world_size_from_env()
+    )
+    watchdog.start()
+    try:
+        parts = _build(cfg, yaml, words, watchdog)
+    except BaseException:
+        watchdog.close()
+        raise
+    watchdog.enter("built")  # what comes next is the caller's
+    return parts
+
+
+def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) -> Parts:
     distributed.select_device()
     console = Console(is_main=distributed.rank_from_env() == 0)
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
-    check_machine(cfg, strategy, world_size=ranks, local_size=local_ranks, warn=console.warning)
+    check_machine(cfg, local_size=local_ranks, warn=console.warning)
+    world, group = _join(cfg)
+    plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
-    world, group = tensor_parallel.join(distributed.init(), cfg.train.tensor_parallel_size)
+    watchdog.enter("load")  # every file of a saved state is read
     point = _resume_point(cfg, strategy, world, console)
-    tokenizer, splits = _data(cfg, hf_config)
+    tokenizer, splits = _data(cfg, hf_config, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         _check_same_data(point.state.client_state, splits, batches, cfg.resume)
     folder = run_dir.open_run_dir(
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
     )
+    watchdog.keep_in(folder)
     swap_folder = _own_swap_folder(strategy.ds, folder, world)
-    engine, applied = _engine(cfg, hf_config, strategy, world, console, group=group, resuming=point is not None)
-    resumed = saving.load(engine, point.state) if point else None
+    with out_of_memory.named("build", plan):
+        engine, applied = _engine(
+            cfg, hf_config, strategy, world, console, plan, watchdog, group=group, resuming=point is not None
+        )
+    watchdog.enter("load")
+    with out_of_memory.named("load", plan):
+        resumed = saving.load(engine, point.state) if point else None
+    watchdog.enter("build")
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
-        _write_records(folder, yaml, strategy.ds, world, resumed)
+        _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
         _write_card(folder, hf_config, tokenizer, engine.module)
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, strategy, console.warning)
     parts = Parts(
         cfg=cfg,
         strategy=strategy,
+        plan=plan,
         world=world,
         console=console,
         folder=folder,
@@ -125,6 +116,8 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
         splits=splits,
         applied=applied,
         tracker=_tracker(cfg, folder, world, console, resumed),
+        stop=Stop(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
+        watchdog=watchdog,
         memory=MemoryMonitor(world.device),
         timer=timer,
         window=Window(timer, device=world.device, world_size=world.size, **figures),
@@ -134,6 +127,13 @@ def build(cfg: RunConfig, yaml: str) -> Parts:
     )
     console.header(f"remat {cfg.name}", summary.rows(parts))
     return parts
+
+
+def _join(cfg: RunConfig) -> tuple[World, Any | None]:
+    """The ranks. A collective may wait longer than any deadline, whose report says more than its error."""
+    longest_s = max(asdict(cfg.train.deadlines).values())
+    world = distributed.init(timeout_minutes=max(30.0, longest_s / 60 + 10))
+    return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
 
 
 def _resume_point(
@@ -153,8 +153,11 @@ def _resume_point(
     return point
 
 
-def _data(cfg: RunConfig, hf_config: PretrainedConfig) -> tuple[PreTrainedTokenizerBase, Splits]:
+def _data(
+    cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
+) -> tuple[PreTrainedTokenizerBase, Splits]:
     """The tokenizer, fit for the model, and the blocks. Every rank may be the one that builds the cache."""
+    watchdog.enter("data")
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
@@ -162,6 +165,7 @@ def _data(cfg: RunConfig, hf_config: PretrainedConfig) -> tuple[PreTrainedTokeni
     splits = open_blocks(
         cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
     )
+    watchdog.enter("build")
     return tokenizer, splits
 
 
@@ -223,6 +227,8 @@ def _engine(
     strategy: Strategy,
     world: World,
     console: Console,
+    plan: LaunchPlan,
+    watchdog: Watchdog,
     *,
     group: Any | None,
     resuming: bool,
@@ -236,7 +242,10 @@ def _engine(
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
     for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
         ops.ensure(op, console.note)
-    net = _model(cfg, hf_config, strategy, world, resuming=resuming)
+    watchdog.enter("load")
+    with out_of_memory.named("load", plan):
+        net = _model(cfg, hf_config, strategy, world, resuming=resuming)
+    watchdog.enter("build")
     applied = apply(
         net,
         strategy.decisions,
@@ -265,10 +274,13 @@ def _model(
         zero_stage=strategy.zero_stage,
         seed=cfg.train.seed,
         resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
+        loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
     )
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.quantise(net, layers.decoder_layers(net), model.DTYPES[cfg.train.precision], world.device)
     tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     trained: torch.nn.Module = net
-    if cfg.peft.method is PeftMethod.lora:
+    if cfg.peft.method is not PeftMethod.none:
         trained = lora.apply(
             net,
             cfg.peft,
@@ -280,6 +292,15 @@ def _model(
     if strategy.zero_stage == 3:
         model.assert_sharded(trained, world.size)
     return trained
+
+
+def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
+    """How a pretrained base is quantised while it is read."""
+    skeleton = model.skeleton(hf_config, cfg.model)
+    found: dict[str, Any] = qlora.loading(
+        skeleton, layers.decoder_layers(skeleton), model.DTYPES[cfg.train.precision], world.device
+    )
+    return found
 
 
 def _write_card(
@@ -304,16 +325,10 @@ def _tracker(
     )
 
 
-def _write_records(
-    folder: Path, yaml: str, rendered: dict[str, Any], world: World, resumed: dict[str, Any] | None
-) -> None:
-    """What ran. A resume writes its own folder, so that the first launch's record stays."""
-    target = _record_folder(folder, resumed)
-    target.mkdir(exist_ok=True)
-    (target / "config.yaml").write_text(yaml)
-    run_dir.write_json(target / "ds_config.json", rendered)
-    run_dir.write_json(target / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
-
-
-def _record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
-    return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder
+def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World, plan: LaunchPlan) -> None:
+    """What runs, and what it is planned to hold."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml)
+    run_dir.write_json(folder / "ds_config.json", rendered)
+    run_dir.write_json(folder / "plan.json", plan.record())
+    run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))

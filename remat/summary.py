@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import psutil
 
-from remat import ds_config, lora
+from remat import ds_config, lora, qlora
 from remat.activation_checkpointing import policy
 from remat.config import PeftMethod, RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.distributed import World
+from remat.launch_plan import LaunchPlan
 from remat.strategy import Strategy
 
 
@@ -23,6 +24,7 @@ class Described(Protocol):
 
     cfg: RunConfig
     strategy: Strategy
+    plan: LaunchPlan
     world: World
     folder: Path
     splits: Splits
@@ -47,11 +49,14 @@ def rows(parts: Described) -> dict[str, str]:
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",
-        "plan": f"{train.steps} steps, {_count(tokens)} tokens",
+        "steps": f"{train.steps}, {_count(tokens)} tokens",
+        "plan": parts.plan.line(),
         "run": str(parts.folder),
     }
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = lora.describe(cfg.peft, facts.num_trainable_params, facts.num_params)
+    if facts.quantised_weights:
+        found["frozen"] = qlora.describe(facts.quantised_weights)
     if parts.resumed is not None:
         found["resumed"] = f"at step {parts.resumed['step']}"
     return found

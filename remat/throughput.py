@@ -50,9 +50,11 @@ class PhaseTimer:
         clock = _CudaClock() if device.type == "cuda" else _HostClock()
         self._clock = clock
         self._phases = {name: _Phase(name, clock) for name in PHASES}
+        self.last = PHASES[0]  # the phase that was entered last
 
     def phase(self, name: str) -> _Phase:
         """The context of one of PHASES. Raises KeyError for any other name."""
+        self.last = name
         return self._phases[name]
 
     def window(self) -> PhaseTimes:

@@ -9,7 +9,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 options=(recipe=tiny_zero3_offload "run_id=demo-$(date +%Y%m%d-%H%M%S)")
 plan=$(python scripts/demo_plan.py "${options[@]}" "$@")
 read -r ranks stop_at run_dir <<<"$plan"
-launch=(deepspeed --log_level critical)
+launch=(remat launch --log-dir "$run_dir.logs")
 if [ "$ranks" -eq 0 ]; then
   ranks=2
   export DS_ACCELERATOR=cpu # without it DeepSpeed warns in every process that it found no GPU
@@ -18,10 +18,8 @@ fi
 options+=("train.global_batch_size=$((8 * ranks))") # micro-batch 4 x ranks x 2 accumulated
 
 train() {
-  local port
-  port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   echo "\$ ${launch[*]} train.py ${options[*]} $*"
-  "${launch[@]}" --master_port "$port" train.py "${options[@]}" "$@"
+  "${launch[@]}" train.py "${options[@]}" "$@"
 }
 
 echo "== 1 of 4: train half way and stop (exit code 75: stopped, resumable)"

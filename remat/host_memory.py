@@ -1,0 +1,101 @@
+"""Host memory as this process may use it: the machine's, under the control-group limits (v1 and v2).
+
+GiB is 1024**3 bytes. Imports neither torch nor anything else heavy, so that a supervisor can read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of this node as this process may use it.
+
+    `total_bytes` is physical; `limit_bytes` the smallest control-group limit above this process, or the total;
+    `available_bytes` what can still be allocated without swapping or being killed.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Host memory under the control-group limit (v1 or v2), which `free` and psutil do not see."""
+    machine = psutil.virtual_memory()
+    limit, available = machine.total, machine.available
+    for group_limit, group_used in _control_groups(root):
+        if group_limit < machine.total:
+            limit = min(limit, group_limit)
+            available = min(available, max(0, group_limit - group_used))
+    return HostMemory(total_bytes=machine.total, available_bytes=available, limit_bytes=limit)
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes the kernel killed for memory in this process's control groups so far; None where it does not say."""
+    counts: list[int] = []
+    for base, leaf, controllers in _memberships(root):
+        name = "memory.events" if controllers == "" else "memory.oom_control"
+        for folder in _lineage(base, leaf):
+            try:
+                lines = (folder / name).read_text().splitlines()
+            except OSError:
+                continue
+            counts += [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return max(counts, default=None)
+
+
+def _memberships(root: Path) -> list[tuple[Path, str, str]]:
+    """(mount, path of the group, controllers) of each hierarchy that counts this process's memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.append((root / "sys/fs/cgroup", path, controllers))
+        elif "memory" in controllers.split(","):
+            found.append((root / "sys/fs/cgroup/memory", path, controllers))
+    return found
+
+
+def _control_groups(root: Path) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of each control group above this process that limits memory, v1 and v2.
+
+    Reclaimable page cache does not count as used: the kernel drops it before it kills.
+    """
+    found: list[tuple[int, int]] = []
+    for base, path, controllers in _memberships(root):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        found += [pair for folder in _lineage(base, path) if (pair := _limit_and_use(folder, names))]
+    return found
+
+
+def _lineage(base: Path, path: str) -> list[Path]:
+    """The group's folder and all its ancestors; a limit on any of them holds."""
+    leaf = base / path.strip("/")
+    return [folder for folder in (leaf, *leaf.parents) if folder == base or base in folder.parents]
+
+
+def _limit_and_use(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | None:
+    limit_name, usage_name, cache_name = names
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / usage_name).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    cache = next((int(line.split()[1]) for line in stat if line.split()[0] == cache_name), 0)
+    return int(limit), max(0, used - cache)

@@ -1,0 +1,91 @@
+"""A run ready to train: everything that `setup.build` made and the training loop uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from remat import distributed, loss
+from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.watch import Watch
+from remat.config import RunConfig
+from remat.console import Console
+from remat.data.batches import GlobalBatches
+from remat.data.blocks import Blocks
+from remat.data.cache import Splits
+from remat.distributed import World
+from remat.held import Held
+from remat.launch_plan import LaunchPlan
+from remat.memory import MemoryMonitor
+from remat.stopping import Stop
+from remat.strategy import Strategy
+from remat.throughput import PhaseTimer, Window
+from remat.tracking import Tracker
+from remat.watchdog import Watchdog
+
+
+@dataclass
+class Parts:
+    """A run ready to train. Its counters live in `trainer.Progress`, its data position in `batches`."""
+
+    cfg: RunConfig
+    strategy: Strategy
+    plan: LaunchPlan
+    world: World
+    console: Console
+    folder: Path
+    engine: Any
+    token_loss: loss.TokenLoss
+    batches: GlobalBatches
+    splits: Splits
+    applied: Applied
+    tracker: Tracker
+    stop: Stop
+    watchdog: Watchdog
+    memory: MemoryMonitor
+    timer: PhaseTimer
+    window: Window
+    tokenizer: PreTrainedTokenizerBase
+    resumed: dict[str, Any] | None
+    swap_folder: Path | None
+    watch: Watch | None = None  # of the first micro-batch
+    settled: Watch | None = None  # of the first whose gathers are those of all that follow
+    in_a_row: int = 0  # micro-batches since the launch or its last evaluation
+    proven: bool = False
+    held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank
+    peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
+
+    @property
+    def record_folder(self) -> Path:
+        """Where this launch writes what it is and proves: a resume does not overwrite the first launch's."""
+        return record_folder(self.folder, self.resumed)
+
+    @property
+    def held_out(self) -> Blocks | None:
+        return self.splits.held_out
+
+    @property
+    def data_key(self) -> str:
+        """Changes with the data, the tokenizer and the block length."""
+        return Path(self.splits.report["folder"]).name
+
+    def take_memory_peaks(self) -> dict[str, float]:
+        """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""
+        metrics = distributed.max_min(self.memory.sample(), self.world.device)
+        for name, value in metrics.items():
+            self.peaks[name] = max(value, self.peaks.get(name, value))
+        self.memory.reset_peak()
+        return metrics
+
+
+def record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
+    """The run's folder, or that of one resume in it."""
+    return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder
+
+
+def on_device(micro_batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}

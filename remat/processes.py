@@ -1,0 +1,78 @@
+"""Linux processes: whom orphans fall to, what a process holds, how a whole tree is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LAST_S = 5.0  # between SIGTERM and SIGKILL for processes that are left over
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes this process's child, not init's."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reap() -> dict[int, int]:
+    """Every child that has ended: its exit code, negative for a signal."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended
+
+
+def end_descendants(*, at_once: bool) -> None:
+    """SIGTERM (unless `at_once`), then SIGKILL, to every descendant of this process that still lives; reap them."""
+    for signum in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
+        left = [p for p in psutil.Process().children(recursive=True) if _alive(p)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+        psutil.wait_procs(left, timeout=LAST_S)
+    reap()
+
+
+def _alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def send(pid: int, signum: int) -> None:
+    """A signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """The kernel's high-water mark of a living process; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def remove_shared_buffers(port: int, folder: Path = Path("/dev/shm")) -> None:
+    """DeepSpeed's all-reduce on CPUs leaves 66 MiB a rank in /dev/shm, named after the run's port, for ever."""
+    for path in folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        path.unlink(missing_ok=True)

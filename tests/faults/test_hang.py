@@ -1,0 +1,163 @@
+"""A rank that stops or sleeps ends the run with a report of every live rank: phase, step and stack."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat import watchdog
+from remat.config import DeadlinesConfig
+from tests.faults.supervised import Supervised, supervised
+from tests.launch import tiny
+from tests.launcher import ROOT
+
+SHORT = ["deepspeed.config=zero3", "data.eval_fraction=0.3", "save.every=1", "train.eval_every=2"]
+
+
+def launch(folder: Path, fault: dict[str, Any], *more: str) -> tuple[Supervised, Path, float]:
+    """One supervised run that hangs, to its end: (launch, run directory, seconds after the fault)."""
+    workshop = tiny.make_workshop(folder)
+    words = tiny.words(workshop, "hangs", *SHORT, *more)
+    (workshop / "spec.json").write_text(json.dumps([{"name": "hangs", "words": words, "fault": fault}]))
+    script, run = str(ROOT / "tests/faults/faulty_runs.py"), workshop / "out" / "hangs" / "run"
+    with supervised(folder, script, str(workshop / "spec.json")) as launched:
+        launched.until(
+            lambda: (run / "saved" / "step-000001").is_dir() or launched.process.poll() is not None, "save"
+        )
+        launched.watch()
+        began = time.monotonic()
+        assert launched.finish() == 70, launched.out[-4000:]
+        assert launched.left() == []
+    return launched, run, time.monotonic() - began
+
+
+@pytest.mark.launch
+def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
+    tmp_path: Path, fault_record: Callable[[str, str, float], None]
+) -> None:
+    fault = {"what": "SIGSTOP", "rank": 1, "at": "step 2"}
+    launched, run, seconds = launch(tmp_path, fault, "train.deadlines.step_s=12")
+    assert "in step 2 of rank 0 (train.deadlines.step_s=12)" in launched.out
+    assert "rank 1: did not report: it was stopped or hangs itself, and is the suspect" in launched.out
+    assert [path.name for path in sorted((run / "hang").iterdir())] == ["rank-0.json", "rank-0.txt"]
+    report = json.loads((run / "hang" / "rank-0.json").read_text())
+    assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= 12
+    assert "trainer.py" in (run / "hang" / "rank-0.txt").read_text()
+    assert [path.name for path in (run / "saved").iterdir()] == ["step-000001"]
+    fault_record("SIGSTOP of a rank in a step", "reported and ended after train.deadlines.step_s", seconds)
+
+
+@pytest.mark.launch
+@pytest.mark.slow_fault
+def test_a_rank_asleep_reports_where_it_sleeps(
+    tmp_path: Path, fault_record: Callable[[str, str, float], None]
+) -> None:
+    fault = {"what": "sleep", "rank": 0, "at": "evaluate 5"}
+    launched, run, seconds = launch(tmp_path, fault, "train.deadlines.evaluate_s=12")
+    assert "(train.deadlines.evaluate_s=12)" in launched.out
+    reports = [json.loads((run / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(report["phase"], report["step"]) for report in reports] == [("evaluate", 2)] * 2
+    assert "happen (faulty_runs.py" in reports[0]["where"]
+    assert "happen (faulty_runs.py" not in reports[1]["where"]
+    assert "did not report" not in launched.out
+    fault_record(
+        "a rank asleep in an evaluation", "reported and ended after train.deadlines.evaluate_s", seconds
+    )
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "REPORTS_S", 0.05)
+    monkeypatch.setattr(watchdog, "FIRST_SPEAKS_S", 0.0)
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog, "_leave_alone", lambda mine: None)
+
+
+def test_only_time_without_progress_counts_and_only_where_there_is_a_deadline() -> None:
+    dog = watchdog.Watchdog(DeadlinesConfig(step_s=30, data_s=0), rank=0, size=1)
+    now = iter(range(10_000))
+    for micro_batch in range(10):
+        dog.enter("step", micro_batch // 2)
+        assert not any(dog.over(next(now)) for _ in range(30))
+    assert dog.over(next(now))
+    dog.enter("data")
+    assert not any(dog.over(next(now)) for _ in range(3000))
+
+
+def test_a_run_that_was_suspended_as_a_whole_goes_on() -> None:
+    dog = watchdog.Watchdog(DeadlinesConfig(step_s=30), rank=0, size=1)
+    dog.enter("step", 1)
+    assert not dog.over(1.0) and not dog.over(2.0)
+    assert not dog.over(10_000.0)
+
+
+def test_reports_of_an_earlier_launch_are_no_sign_of_this_one(fast: None, tmp_path: Path) -> None:
+    old = tmp_path / "hang" / "rank-1.json"
+    old.parent.mkdir()
+    old.write_text(json.dumps({"rank": 1}))
+    dog = watchdog.Watchdog(DeadlinesConfig(), rank=0, size=2)
+    dog.keep_in(tmp_path)
+    assert dog._reports() == []
+    (tmp_path / "hang" / "rank-3.json").write_text(json.dumps({"rank": 3}))
+    assert dog._reports() == [{"rank": 3}]
+
+
+def test_a_rank_without_a_deadline_reports_when_another_does(
+    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dog = watchdog.Watchdog(DeadlinesConfig(), rank=0, size=3)
+    dog.keep_in(tmp_path)
+    dog.enter("save", 7)
+    (tmp_path / "hang").mkdir()
+    other = {
+        "rank": 2,
+        "phase": "step",
+        "step": 8,
+        "seconds": 31.0,
+        "deadline_s": 30.0,
+        "where": "wait (x.py:1)",
+    }
+    (tmp_path / "hang" / "rank-2.json").write_text(json.dumps(other))
+    with pytest.raises(Ended):
+        dog.run()
+    said = capsys.readouterr().err
+    assert "no progress for 31 s in step 8 of rank 2 (train.deadlines.step_s=30)" in said
+    assert "rank 0: save at step 7" in said and "rank 1: did not report" in said
+    assert json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "save"
+
+
+def test_a_disk_that_no_longer_answers_does_not_keep_the_run_from_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes, left, never = [], threading.Event(), threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        left.set()
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "REPORTS_S", 0.05)
+    monkeypatch.setattr(watchdog, "FIRST_SPEAKS_S", 0.0)
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog.Watchdog, "_reports", lambda self: never.wait())
+    monkeypatch.setattr(watchdog.Watchdog, "_write", lambda self, mine: never.wait())
+    dog = watchdog.Watchdog(DeadlinesConfig(save_s=0.01), rank=1, size=2)
+    dog.keep_in(tmp_path)
+    dog.enter("save", 5)
+    dog.start()
+    assert left.wait(60) and codes == [70]
+    assert "no progress in save at step 5 of rank 1, nor of its report" in capfd.readouterr().err

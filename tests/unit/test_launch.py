@@ -1,0 +1,123 @@
+"""`remat launch`, the parts that need no process: its command line, what a log keeps, what it says of a kill."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher import runner
+
+from remat import launch_report, launch_words, processes, rank_keeper
+from remat.config import ConfigError
+
+
+def test_every_option_of_the_installed_runner_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option the runner has and `remat launch` does not know would be refused, or eat the script's name."""
+    found: dict[str, bool] = {}
+    add = argparse.ArgumentParser.add_argument
+
+    def note(self: argparse.ArgumentParser, *names: str, **how: object) -> argparse.Action:
+        action = add(self, *names, **how)
+        found.update(dict.fromkeys(action.option_strings, action.nargs == 0))
+        return action
+
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", note)
+    runner.parse_args(["train.py"])
+    flags = {name for name, alone in found.items() if alone}
+    assert flags == launch_words.RUNNER_FLAGS | set(launch_words.KINDS)
+    assert set(found) - flags == launch_words.RUNNER_VALUES | set(launch_words.REFUSED)
+
+
+def test_options_stand_before_the_script_and_its_words_are_its_own() -> None:
+    words = launch_words.parse(
+        [
+            "--num_gpus",
+            "2",
+            "--log-dir=/x/logs",
+            "--no_ssh",
+            "--grace-s",
+            "9",
+            "train.py",
+            "--log-dir",
+            "recipe=a",
+        ]
+    )
+    assert (words.runner, words.kind, words.target) == (["--num_gpus", "2", "--no_ssh"], "script", "train.py")
+    assert (words.words, words.log_dir, words.grace_s) == (["--log-dir", "recipe=a"], Path("/x/logs"), 9.0)
+
+
+def test_without_a_script_it_is_train_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = launch_words.parse(["recipe=tiny", "train.steps=3"])
+    assert Path(words.target).name == "train.py" and Path(words.target).exists()
+    assert words.words == ["recipe=tiny", "train.steps=3"]
+    assert words.log_dir.parent == tmp_path / "outputs" / "logs"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num-gpus", "2", "train.py"], "did you mean --num_gpus?"),
+        (["--num_gpus"], "--num_gpus needs a value"),
+        (["--autotuning", "run", "train.py"], "call deepspeed itself"),
+        (["--enable_each_rank_log", "x", "train.py"], "say --log-dir DIR"),
+        (["--grace-s", "soon", "train.py"], "--grace-s soon is not a number of seconds"),
+        (["trian.py", "recipe=a"], "trian.py: no such script"),
+        (["--module"], "which module?"),
+    ],
+)
+def test_bad_words_are_one_message(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        launch_words.parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("options", "over_ssh"),
+    [
+        ([], False),
+        (["--hostfile", "h"], True),
+        (["--hostfile", "h", "--no_ssh"], False),
+        (["--force_multi"], True),
+    ],
+)
+def test_ranks_of_a_launch_over_ssh_are_not_ours(options: list[str], over_ssh: bool) -> None:
+    assert launch_words.parse([*options, "train.py"]).over_ssh is over_ssh
+
+
+def test_the_rank_is_started_as_the_launcher_would() -> None:
+    start = rank_keeper.command
+    assert start(["--local_rank=1", "script", "a.py", "x=1"])[1:] == ["-u", "a.py", "--local_rank=1", "x=1"]
+    assert start(["module", "pkg.run", "x"])[1:] == ["-u", "-m", "pkg.run", "x"]
+    assert start(["--local_rank=0", "program", "./a.out", "x"]) == ["./a.out", "--local_rank=0", "x"]
+
+
+def test_a_log_keeps_what_a_terminal_would_have_kept() -> None:
+    lines = rank_keeper._Lines()
+    drawn = b"\r\x1b[2K\x1b[31mstep 1\x1b[0m\n\r\x1b[2Kbar 1%\r\x1b[2Kbar 2%\r\x1b[2Kstep 2\r\n"
+    pieces = [drawn[i : i + 5] for i in range(0, len(drawn), 5)]
+    assert b"".join(lines.plain(piece) for piece in pieces) == b"step 1\nstep 2\n"
+
+
+def test_a_kill_is_told_with_what_speaks_for_it() -> None:
+    gib = 2**30
+    said = launch_report.killed(
+        1, peak_bytes=21 * gib, together_bytes=40 * gib, limit_bytes=42 * gib, oom_kills=1
+    )
+    assert "rank 1 was killed (SIGKILL). Host out of memory?" in said
+    assert (
+        "21.0 of 42.0 GiB, 40.0 GiB with the other ranks" in said
+        and "counts 1 out-of-memory kill since" in said
+    )
+    said = launch_report.killed(0, peak_bytes=0, together_bytes=0, limit_bytes=gib, oom_kills=None)
+    assert "an unknown part of 1.0 GiB" in said and "does not tell" in said
+
+
+def test_only_the_shared_buffers_of_this_run_go(tmp_path: Path) -> None:
+    user = os.getuid()
+    mine, other = (tmp_path / f"deepspeed_allreduce_buffer_{user}_127.0.0.1_{port}_0" for port in (4001, 4002))
+    mine.touch()
+    other.touch()
+    processes.remove_shared_buffers(4001, tmp_path)
+    assert not mine.exists() and other.exists()
