@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from remat import adapter_files, hf_files, manifest
 from remat.config import ConfigError, Precision
 from remat.manifest import ENGINE, SaveError
+from remat.saved_weights import SavedWeights
 
 MODEL_FOLDER = "model"
 DTYPES = {
@@ -111,8 +112,8 @@ def export_saved_state(
 
     `verified`: the caller has the state from `saving.find`, which has read and hashed every file just now.
 
-    Host memory: one shard and one layer at ZeRO-3; at ZeRO 1 and 2 DeepSpeed's reader joins all fp32 partitions,
-    4 bytes per parameter more. Raises ConfigError when the state or run_dir/model is incomplete.
+    Host memory: one shard, one weight in fp32 (or a layer, as above) and a window of file pages. Raises ConfigError
+    when the state or run_dir/model is incomplete.
     """
     problems = [] if verified else manifest.verify(state_dir)
     if problems:
@@ -132,14 +133,14 @@ def export_saved_state(
         if adapted
         else hf_files.plan(model_class, config, dtype, max_shard_size, None)
     )
-    values = _saved_values(state_dir, info, dtype)
-    missing = [name for unit in plan.units for name in unit if name not in values]
+    weights = _saved_weights(state_dir, info, dtype)
+    missing = [name for unit in plan.units for name in unit if name not in weights.names]
     if missing:
         why = "frozen weights are not in the state" if info.frozen_excluded else "the state is of another model"
         raise ConfigError(f"{state_dir} has no {missing[:3]} (of {len(missing)}): {why}")
 
     def read(name: str) -> torch.Tensor:
-        value = values[name].contiguous()
+        value = weights.read(name)
         return value.to(dtype) if value.is_floating_point() else value
 
     def describe(target: Path) -> None:
@@ -215,24 +216,18 @@ def _unpartitioned_masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
     }
 
 
-def _saved_values(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype) -> dict[str, Any]:
-    """Names to tensors, or to stand-ins that are read when `.contiguous()` is called."""
+def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype) -> SavedWeights:
     if any("/offloaded_tensors/" in name for name in info.files):
         raise ConfigError(
             f"{state_dir} keeps its fp32 weights in DeepSpeed's NVMe files, which only a running engine can read: "
             "resume the run with save.export=true"
         )
-    if info.zero_stage > 0:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        return get_fp32_state_dict_from_zero_checkpoint(str(state_dir), tag=ENGINE, lazy_mode=True)
-    if dtype != DTYPES[info.precision] and info.precision != str(Precision.fp32):
+    if info.zero_stage == 0 and dtype != DTYPES[info.precision] and info.precision != str(Precision.fp32):
         raise ConfigError(
             f"{state_dir} was saved at ZeRO stage 0 in {info.precision}, without names for its fp32 copy: "
             f"export in {info.precision}, or set save.export=true to export from the run"
         )
-    path = next((state_dir / ENGINE).glob("mp_rank_*_model_states.pt"))
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)["module"]
+    return SavedWeights(state_dir / ENGINE, info.zero_stage)
 
 
 def _write(

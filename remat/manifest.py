@@ -1,7 +1,8 @@
 """Folders that are complete or absent: every file hashed, synced to disk, then renamed into place by all ranks.
 
 A saved state is trusted only through its `manifest.json`, which lists each file with its size and SHA-256 and
-carries a checksum of itself. `tmp-` folders are unfinished and never read.
+carries a checksum of itself. `tmp-` folders are unfinished and never read; `tmp-old-` ones are whole states that make
+room, read only where a kill left no other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SAVED = "saved"
 STEP = "step-"
 ENGINE = "engine"  # DeepSpeed's files inside a state folder
 TMP = "tmp-"
+OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
 FORMAT = 1
 
 
@@ -94,8 +96,10 @@ def read(folder: Path) -> Manifest:
     """The manifest of a state folder. Raises SaveError when it is missing, unreadable or altered."""
     try:
         content = json.loads((folder / FILE).read_text())
-    except OSError as error:
+    except FileNotFoundError as error:
         raise SaveError(f"{FILE} is missing: the state was never finished") from error
+    except OSError as error:
+        raise SaveError(f"{FILE} cannot be read: {error}") from error
     except ValueError as error:
         raise SaveError(f"{FILE} is not readable: {error}") from error
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
@@ -118,8 +122,11 @@ def verify(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     problems = []
     for name in sorted(info.files)[part::parts]:
         entry, problem = info.files[name], _size_problem(folder / name, info.files[name])
-        if problem is None and hash_file(folder / name) != entry.sha256:
-            problem = "content changed (hash differs)"
+        try:
+            if problem is None and hash_file(folder / name) != entry.sha256:
+                problem = "content changed (hash differs)"
+        except OSError as error:  # the other ranks wait for this one's findings
+            problem = f"cannot be read ({error.strerror})"
         if problem is not None:
             problems.append(f"{name}: {problem}")
     return problems
@@ -146,9 +153,9 @@ def list_states(path: Path) -> tuple[list[SavedState], list[str]]:
         folders = sorted(p for p in saved.glob("*") if p.is_dir())
     states, notes = [], []
     for folder in folders:
-        if folder.name.startswith(TMP):
+        if folder.name.startswith(TMP) and not _is_only_copy(folder):
             notes.append(f"{folder.name}: unfinished")
-        elif folder.name.startswith(STEP):
+        elif folder.name.startswith((STEP, TMP)):
             try:
                 states.append(SavedState(folder.absolute(), read(folder)))
             except SaveError as error:
@@ -195,7 +202,7 @@ def publish(tmp: Path, final: Path) -> None:
     for path in [p for p in tmp.rglob("*") if p.is_dir()]:
         sync(path)
     sync(tmp)
-    old = final.with_name(f"{TMP}old-{final.name}")
+    old = final.with_name(f"{OLD}{final.name}")
     if final.exists():
         final.rename(old)
     tmp.rename(final)
@@ -203,12 +210,30 @@ def publish(tmp: Path, final: Path) -> None:
     remove(old)
 
 
+def clean(saved: Path) -> None:
+    """Delete what killed saves left in `saved`; a whole state that was about to be replaced gets its name back."""
+    for leftover in sorted(saved.glob(f"{TMP}*")):
+        if _is_only_copy(leftover) and is_complete(leftover):
+            leftover.rename(_own_name(leftover))
+        else:
+            remove(leftover)
+
+
+def _own_name(folder: Path) -> Path:
+    return folder.with_name(folder.name.removeprefix(OLD))
+
+
+def _is_only_copy(folder: Path) -> bool:
+    """A state put aside by a save that was killed before the new one took its name."""
+    return folder.name.startswith(OLD) and not _own_name(folder).exists()
+
+
 def remove(folder: Path) -> None:
     """Delete a folder if it is there. A failure is logged, not raised: nothing depends on the deletion."""
     try:
         if folder.exists() and not folder.name.startswith(TMP):
             # A kill in the middle must not leave a half-deleted folder under its own name.
-            folder = folder.rename(folder.with_name(f"{TMP}old-{folder.name}"))
+            folder = folder.rename(folder.with_name(f"{OLD}{folder.name}"))
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
@@ -250,7 +275,7 @@ def on_main(action: Callable[[], T], what: str) -> T:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
 
 
 def _size_problem(path: Path, entry: FileEntry) -> str | None:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import __version__, distributed, frozen, manifest, nvme_state, rng
+from remat import __version__, distributed, frozen, manifest, nvme_state, rng, save_room
 from remat.config import ConfigError, Precision
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
 
@@ -59,8 +58,8 @@ class ResumePoint:
 def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> SaveResult:
     """Save the state after `step` optimizer steps; call it on every rank. Keeps the `keep` newest states.
 
-    `client_state` is plain JSON data (data position, counters). Raises SaveError on every rank when any rank
-    fails; the unfinished folder is then gone and older states are untouched.
+    `client_state` is plain JSON data (data position, counters). Raises SaveError on every rank when there is too
+    little room or any rank fails; the unfinished folder is then gone and older states are untouched.
     """
     if keep < 1:
         raise ConfigError(f"save.keep={keep} would delete the state just saved: give at least 1")
@@ -72,12 +71,13 @@ def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any],
     started = time.monotonic()
     final = run_dir / SAVED / f"{STEP}{step:06d}"
     tmp = final.with_name(manifest.TMP + final.name)
-    what = f"saving {final}"
-    manifest.on_main(lambda: _prepare(tmp), what)
+    what, needed = f"saving {final}", save_room.needed_bytes(engine)
+    free = manifest.on_main(lambda: _prepare(tmp, needed), what)
+    what += f" ({save_room.words(needed)} needed, {save_room.words(free)} free at its start)"
     try:
-        manifest.agree(_write_engine(engine, tmp), _with_free_bytes(what, run_dir))
+        manifest.agree(_write_engine(engine, tmp), what)
         error, files = _write_rng(engine.module, tmp)
-        manifest.agree(error, _with_free_bytes(what, run_dir))
+        manifest.agree(error, what)
         every = {name: entry for part in distributed.gather(files) for name, entry in part.items()}
         size = manifest.on_main(lambda: _finish(engine, tmp, final, step, client_state, every), what)
     except SaveError:
@@ -203,11 +203,13 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     return state.client_state
 
 
-def _prepare(tmp: Path) -> None:
+def _prepare(tmp: Path, needed: int) -> int:
+    """An empty folder to write to, once there is room for it; what killed saves left is gone. The bytes free."""
     tmp.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in tmp.parent.glob(f"{manifest.TMP}*"):
-        manifest.remove(leftover)
+    manifest.clean(tmp.parent)
+    save_room.refuse_too_little(tmp.parent, needed)
     (tmp / "rng").mkdir(parents=True)
+    return save_room.free_bytes(tmp)
 
 
 def _write_engine(engine: Any, tmp: Path) -> Exception | None:
@@ -221,7 +223,7 @@ def _write_engine(engine: Any, tmp: Path) -> Exception | None:
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
         distributed.barrier()
-        return error
+        return save_room.cause(error, tmp)
     return None
 
 
@@ -233,7 +235,7 @@ def _write_rng(module: nn.Module, tmp: Path) -> tuple[Exception | None, dict[str
         rank = manifest.place()[0]
         return None, manifest.describe(tmp, [f for f in manifest.files_in(tmp) if _owner(f) == rank])
     except Exception as error:
-        return error, {}
+        return save_room.cause(error, tmp), {}
 
 
 def _finish(
@@ -321,7 +323,3 @@ def _versions() -> dict[str, str]:
         "deepspeed": deepspeed.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _with_free_bytes(what: str, folder: Path) -> str:
-    return f"{what} ({shutil.disk_usage(folder).free / 1024**3:.1f} GiB free there)"

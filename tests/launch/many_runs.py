@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.cores import hide_gpus_from_cpu_ranks
+from remat.cores import hide_gpus_from_cpu_ranks, share_cores
 
+share_cores()
 hide_gpus_from_cpu_ranks()
 
 import cpuinfo  # noqa: E402
@@ -31,7 +32,7 @@ def main(spec_path: Path) -> None:
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
-        parts = setup.build(composed.run, composed.yaml)
+        parts = setup.build(composed.run, composed.yaml, composed.words)
         outcome = trainer.train(parts)
         parts.engine.destroy()
         done[name] = {"folder": str(parts.folder), "finished": outcome.finished}

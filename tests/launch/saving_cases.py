@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, saving
+from remat import distributed, export, hf_files, manifest, save_room, saving
 from remat.config import Attention, ModelConfig, Precision
 from remat.model import build
 
@@ -212,6 +212,7 @@ def resume_case(
         "client_state": client_state,
         "global_steps": second.global_steps,
         "saved": saved,
+        "needed_bytes": save_room.needed_bytes(first),
         "info": found.state.info,
     }
 

@@ -71,6 +71,17 @@ def test_damage_is_named(
     assert manifest.verify(tmp_path, part=1, parts=2) == []
 
 
+def test_a_file_that_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised on one rank, it would leave the others waiting for that rank's findings."""
+    make(tmp_path)
+
+    def broken(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest, "hash_file", broken)
+    assert manifest.verify(tmp_path)[0] == "engine/weights.pt: cannot be read (Input/output error)"
+
+
 def test_a_changed_or_absent_manifest_is_no_manifest(tmp_path: Path) -> None:
     make(tmp_path)
     path = tmp_path / manifest.FILE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat import manifest, rng, saving
+from remat import manifest, rng, save_room, saving
 from remat.config import ConfigError, Precision
 from remat.manifest import SaveError
 
@@ -111,11 +111,74 @@ def test_a_failed_save_raises_and_leaves_the_older_state(tmp_path: Path) -> None
     save(tmp_path, 1, engine=engine)
     engine.broken = True
     with pytest.raises(
-        SaveError, match=r"saving .*step-000002 \(\d+\.\d GiB free there\) failed on rank 0: OSError"
+        SaveError,
+        match=r"saving .*step-000002 \(0\.00 GiB \(108 bytes\) needed, .* free at its start\) failed on rank 0: "
+        r"OSError: \[Errno 28\] No space left",
     ):
         save(tmp_path, 2, engine=engine)
     assert names(tmp_path) == ["step-000001"]
     assert saving.find(tmp_path).state is not None
+
+
+def test_a_save_without_room_is_refused_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(save_room, "free_bytes", lambda folder: 107)
+    with pytest.raises(SaveError) as error:
+        save(tmp_path, 2, keep=1)
+    assert "saved has no room: 0.00 GiB (108 bytes) needed, 0.00 GiB (107 bytes) free" in str(error.value)
+    assert "lower save.keep" in str(error.value)
+    assert names(tmp_path) == ["step-000001"]
+    monkeypatch.setattr(save_room, "free_bytes", lambda folder: 108)
+    save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_retention_waits_for_a_complete_new_state(tmp_path: Path) -> None:
+    engine = Engine()
+    save(tmp_path, 1, engine=engine)
+    engine.broken = True
+    with pytest.raises(SaveError):
+        save(tmp_path, 2, keep=1, engine=engine)
+    assert names(tmp_path) == ["step-000001"]
+    engine.broken = False
+    save(tmp_path, 3, keep=1, engine=engine)
+    assert names(tmp_path) == ["step-000003"]
+
+
+@pytest.mark.parametrize("when", ["old-aside", "old-half-deleted"])
+def test_a_kill_while_a_state_is_replaced_loses_nothing(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two renames put the new state in the place of the old one; a kill may come before, between or after them."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: object) -> None:
+        raise Killed
+
+    save(tmp_path, 1)
+    if when == "old-aside":
+        rename = Path.rename
+
+        def between(self: Path, target: Path) -> Path:
+            return killed() if self.name == "tmp-step-000001" else rename(self, target)  # type: ignore[return-value]
+
+        monkeypatch.setattr(Path, "rename", between)
+    else:
+        monkeypatch.setattr(manifest, "remove", killed)
+    with pytest.raises(Killed):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    assert "tmp-old-step-000001" in names(tmp_path)
+    found = saving.find(tmp_path).state
+    assert found is not None and found.step == 1
+    engine = Engine()
+    engine.broken = True
+    with pytest.raises(SaveError):  # a save that fails in between must not take the only state away
+        save(tmp_path, 2, engine=engine)
+    assert names(tmp_path) == ["step-000001"]
+    assert manifest.verify(tmp_path / "saved" / "step-000001") == []
 
 
 def test_bad_arguments_fail_before_anything_is_written(tmp_path: Path) -> None:
