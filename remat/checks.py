@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from remat.config import (
     CheckpointingConfig,
@@ -87,7 +87,13 @@ def _train(train: TrainConfig) -> list[str]:
         train__max_skipped_steps=train.max_skipped_steps,
     )
     found += _at_least(2, train__seq_len=train.seq_len)
-    found += _at_least(0, train__eval_every=train.eval_every, train__eval_batches=train.eval_batches)
+    found += _at_least(
+        0,
+        train__eval_every=train.eval_every,
+        train__eval_batches=train.eval_batches,
+        train__max_minutes=train.max_minutes,
+        **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
+    )
     if not 0 <= train.stop_at <= train.steps:
         found.append(f"train.stop_at={train.stop_at} must lie between 0 and train.steps={train.steps}")
     if train.micro_batch_size > train.global_batch_size:
@@ -176,10 +182,11 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         "save.at_end": cfg.save.at_end,
         "save.export": cfg.save.export,
         "train.stop_at": cfg.train.stop_at > 0,
+        "train.max_minutes": cfg.train.max_minutes > 0,
     }
     found = [
         f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
-        "state or an export; set save.every=0 save.at_end=false save.export=false train.stop_at=0"
+        "state or an export; set save.every=0 save.at_end=false save.export=false train.stop_at=0 train.max_minutes=0"
         for option, wanted in saving.items()
         if wanted
     ]

@@ -18,12 +18,11 @@ from typing import Any, get_type_hints
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from remat import checks
 from remat.config import ConfigError, RunConfig
+from remat.redact import redact_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF_DIR = ROOT / "conf"
@@ -64,10 +63,11 @@ class Arguments:
 
 @dataclass
 class Composed:
-    """The run, and the same as the YAML a person reads and the run directory keeps."""
+    """The run, the same as the YAML a person reads and the run directory keeps, and the words that ask for it."""
 
     run: RunConfig
     yaml: str
+    words: list[str] = field(default_factory=list)
 
 
 def without_local_rank(argv: list[str]) -> list[str]:
@@ -89,6 +89,8 @@ def parse(argv: list[str]) -> Arguments:
     args = Arguments()
     words = iter(without_local_rank(argv))
     for word in words:
+        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(f"{word!r} is not text in UTF-8: rename the file, or correct the option")
         if word in ("-m", "--multirun"):
             raise ConfigError(
                 f"{word} is refused: two runs in one process group would share ZeRO state. "
@@ -131,16 +133,17 @@ def from_command_line(argv: list[str]) -> Composed:
 
 def compose_run(overrides: list[str], config_dirs: list[Path] | None = None) -> Composed:
     """One checked run from Hydra overrides. Raises ConfigError with every problem in one message."""
+    words = [*(f"--config-dir={folder}" for folder in config_dirs or []), *overrides]
     overrides = [_opened(word) for word in overrides]
     search = [*_search_path(config_dirs or []), *overrides]
     try:
-        cfg = _compose(search)
-    except (HydraException, OmegaConfBaseException) as error:
+        run, yaml = _compose(search)
+    except (
+        Exception
+    ) as error:  # for odd values hydra also raises ValueError, TypeError, AssertionError and others
         raise ConfigError("\n".join(_explain_each(overrides, config_dirs or [], error))) from error
-    run = OmegaConf.to_object(cfg)
-    assert isinstance(run, RunConfig)
     checks.check(run)
-    return Composed(run=run, yaml=OmegaConf.to_yaml(cfg))
+    return Composed(run=run, yaml=yaml, words=words)
 
 
 def recipe_names() -> list[str]:
@@ -157,7 +160,8 @@ def usage() -> str:
     return USAGE.format(recipes=", ".join(recipe_names()), groups=f"\n{' ' * 23}".join(groups))
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def _compose(overrides: list[str]) -> tuple[RunConfig, str]:
+    """The run and its YAML; values that refer to others are resolved."""
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
@@ -166,7 +170,9 @@ def _compose(overrides: list[str]) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]
     cfg.name = cfg.name or str(recipe)
-    return cfg
+    run = OmegaConf.to_object(cfg)
+    assert isinstance(run, RunConfig)
+    return run, redact_text(OmegaConf.to_yaml(cfg))
 
 
 def _register() -> None:
@@ -198,7 +204,7 @@ def _explain_each(overrides: list[str], config_dirs: list[Path], error: Exceptio
         try:
             _compose([*accepted, override])
             accepted.append(override)
-        except (HydraException, OmegaConfBaseException) as reason:
+        except Exception as reason:
             found.append(_explain(override, reason))
     return found or [_first_cause(error)]
 

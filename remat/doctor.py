@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import os
-import resource
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat import ops
+import torch
+
+from remat import ds_config, launch_plan, node, ops, preflight, strategy, versions
+from remat.config import RunConfig
 from remat.cores import available_cores
+from remat.distributed import World
 from remat.memory import host_memory
 
-FLOORS = {
-    "torch": "2.13",
-    "deepspeed": "0.19.8",
-    "transformers": "5.23",
-    "hydra-core": "1.3.2",
-    "wandb": "0.31",
-}
 GIB = 2**30
 
 
@@ -40,8 +37,30 @@ class Finding:
 
 def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
     """Everything about this machine; builds the named ops if they are not built, and runs each."""
-    machine = [_gpu(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
+    machine = [_gpu(), *_cuda(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
     return [*_versions(), *machine, *_ops(op_names, say)]
+
+
+def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
+    """Can this machine hold this run with `ranks` ranks here? Its ops are built and run; the table is needed, found.
+
+    `ranks` 0: one for each GPU that is here, else as many as the recipe's machine has. Reads no weight.
+    """
+    has_gpu = torch.cuda.is_available()
+    local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
+    world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
+    decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
+    lines, reason = launch_plan.here(cfg, decided, world)
+    devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
+    found = [*examine(ops.needed(*devices), say), _cores_of(local)]
+    if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
+        found.append(Finding("ranks", str(local), lacking))
+    found += [
+        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "" if row.fits else problem)
+        for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
+    ]
+    note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
+    return found, preflight.table(lines) + note
 
 
 def available_ops() -> list[str]:
@@ -52,29 +71,53 @@ def available_ops() -> list[str]:
 
 
 def _versions() -> list[Finding]:
-    found = []
-    for name, floor in FLOORS.items():
-        version = importlib.metadata.version(name)
-        old = _numbers(version) < _numbers(floor)
-        found.append(
-            Finding(name, version, f"needs {floor} or newer: pip install -r requirements.lock" if old else "")
-        )
-    return found
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
+    return [Finding(*line) for line in versions.found()]
 
 
 def _gpu() -> Finding:
-    import torch
-
     if not torch.cuda.is_available():
         return Finding("GPU", "none: ranks run on the CPU (gloo)")
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding(
         "GPU", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
     )
+
+
+def _cuda(proc: Path = Path("/proc")) -> list[Finding]:
+    """The driver, and the toolkit that ops are compiled with; nothing on a machine without a GPU."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return []
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    driver = proc / "driver/nvidia/version"
+    version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
+    return [
+        Finding("driver", version.group(1) if version else "unknown"),
+        toolkit(CUDA_HOME, torch.version.cuda),
+    ]
+
+
+def toolkit(home: str | None, built_with: str) -> Finding:
+    """Whether the CUDA toolkit in `home` has the major version torch was built with: DeepSpeed builds with no other."""
+    wanted = f"install the CUDA {built_with} toolkit and set CUDA_HOME: DeepSpeed compiles its ops with it"
+    if home is None:
+        return Finding("CUDA toolkit", "none", wanted)
+    about = Path(home, "version.json")
+    if not about.exists():
+        return Finding("CUDA toolkit", f"{home}, of unknown version")
+    version = str(json.loads(about.read_text())["cuda"]["version"])
+    same = version.split(".")[0] == built_with.split(".")[0]
+    return Finding("CUDA toolkit", f"{version} in {home}", "" if same else wanted)
+
+
+def _cores_of(ranks: int) -> Finding:
+    """CPU Adam computes on the rank's own cores: bound, they do not wander between sockets."""
+    cores = available_cores()
+    bound = "bind them with deepspeed --bind_cores_to_rank"
+    if shutil.which("numactl") is None:
+        bound += ", which needs numactl"
+    remedy = f"{ranks} ranks on {cores} cores wait for each other: start fewer, or give the job more cores"
+    return Finding("cores per rank", f"{cores / ranks:.3g}; {bound}", remedy if cores < ranks else "")
 
 
 def _cores() -> Finding:
@@ -105,8 +148,8 @@ def _shared_memory() -> Finding:
 
 
 def _locked_memory() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Finding("locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB")
+    soft = node.memlock_bytes(Path("/"))
+    return Finding("locked memory", "unlimited" if soft is None else f"{soft / GIB:.2f} GiB")
 
 
 def _disk() -> Finding:

@@ -61,7 +61,7 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: invalid JSON, {error.msg}"
         ) from error
-    except (_DoubleKeyError, OSError, UnicodeDecodeError) as error:
+    except (_DoubleKeyError, OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: the file must hold one JSON object, found {type(raw).__name__}")
@@ -153,6 +153,7 @@ def _render(
     found += ds_problems.types(ds, defaults)
     found += ds_problems.fixed(ds, defaults)
     found += ds_problems.combinations(ds, ds_keys.DTYPE[values.precision])
+    found += ds_problems.secrets(ds)
     found += ds_problems.leftover_auto(ds)
     return {key: ds[key] for key in sorted(ds, key=_reading_order)}, found
 

@@ -59,6 +59,7 @@ FIXED: dict[str, str] = {
     "torch_autocast.enabled": "train.precision sets the type of parameters and gradients",
     "bf16.bf16_master_weights_and_grads": "optim=... keeps master weights in fp32",
     "bf16.bf16_optimizer_states": "optim=... keeps its state in fp32",
+    "bf16.check_grad_overflow": "a step whose gradient is not finite is skipped",
     "fp16.fp16_master_weights_and_grads": "optim=... keeps master weights in fp32",
     "zero_optimization.offload_optimizer.super_offload": "optim=... has no optimizer for it",
     "zero_optimization.compute_grad_norm": "the run logs and clips by the gradient norm",

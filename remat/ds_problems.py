@@ -11,6 +11,7 @@ from typing import Any
 from remat import ds_keys
 from remat.config import Precision
 from remat.ds_keys import OFFLOADS, ZERO
+from remat.redact import SECRET_NAME
 
 DEVICES = ("none", "cpu", "nvme")
 OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-group are swapped in together
@@ -204,14 +205,14 @@ def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
     found = [
         f"{path}={_word(get(ds, path))}: write one of {', '.join(ds_keys.BYTES)}"
         for path in ("communication_data_type", "data_types.grad_accum_dtype")
-        if get(ds, path) not in ds_keys.BYTES
+        if get(ds, path) not in [*ds_keys.BYTES]  # a list, for values that cannot be hashed
     ]
     accumulated, parameters = ds["data_types"]["grad_accum_dtype"], ds["data_types"].get("param_dtype", dtype)
     if parameters != dtype:
         found.append(
             f"data_types.param_dtype={_word(parameters)} contradicts train.precision={dtype}: delete it"
         )
-    if ds[ZERO]["stage"] == 0 and accumulated in ds_keys.BYTES and accumulated != dtype:
+    if ds[ZERO]["stage"] == 0 and accumulated in [*ds_keys.BYTES] and accumulated != dtype:
         found.append(
             f"data_types.grad_accum_dtype={accumulated} with train.precision={dtype} needs ZeRO stage 1 or higher: "
             "delete it or raise zero_optimization.stage"
@@ -228,6 +229,15 @@ def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
             f"{ds['gradient_predivide_factor']} do not work with reduce_scatter at ZeRO stages 2 and 3: delete them"
         )
     return found
+
+
+def secrets(ds: Mapping[str, Any]) -> list[str]:
+    """DeepSpeed writes its whole config into every saved state."""
+    return [
+        f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
+        for path, value in _leaves(ds)
+        if value and SECRET_NAME.search(path.rpartition(".")[2])
+    ]
 
 
 def leftover_auto(ds: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from remat.config import ConfigError, ModelConfig, ModelInit, Precision
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ModelFacts:
     largest_trainable_param: int
     num_embedding_params: int
     class_name: str
+    quantised_weights: tuple[int, ...] = ()  # of those, in elements: the matrices held in 4 bits
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -74,20 +76,29 @@ def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
         )
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"model.architecture={cfg.architecture}: {_first_line(error)}") from error
-    config.use_cache = False
-    return config
+    except Exception as error:  # a value of another kind fails anywhere in the library, with any error
+        raise ConfigError(
+            f"model.architecture={cfg.architecture}: {_first_line(error)}; correct the field"
+        ) from error
+    return _sound(config, f"model.architecture={cfg.architecture}")
 
 
 def _from_path(cfg: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file fails anywhere in the library, with any error
         raise ConfigError(
             f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json, or a hub name that this "
             "machine can reach"
         ) from error
+    return _sound(config, f"model.path={cfg.path}")
+
+
+def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
+    """`config` for training. Raises ConfigError for a depth that would take for ever to build."""
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if type(depth) is not int or not 0 < depth <= MOST_LAYERS:
+        raise ConfigError(f"{option}: num_hidden_layers={depth} must be a whole number, 1 to {MOST_LAYERS}")
     config.use_cache = False
     return config
 
@@ -104,13 +115,12 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
                 trust_remote_code=cfg.trust_remote_code,
                 attn_implementation=str(cfg.attention),
             )
-    except (ValueError, ImportError) as error:
-        about_attention = "attn" in str(error) or "attention" in str(error).lower()
-        problem = (
-            f"model.attention={cfg.attention} cannot be had"
-            if about_attention
-            else "not a causal language model"
-        )
+    except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
+        known = isinstance(error, (ValueError, ImportError))
+        about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())
+        problem = "not a causal language model" if known else "the model cannot be built from its config"
+        if about_attention:
+            problem = f"model.attention={cfg.attention} cannot be had"
         remedy = "; model.attention=eager always works" if about_attention else ""
         raise ConfigError(
             f"{problem} (model.path={cfg.path}, model_type={config.model_type}): {_first_line(error)}{remedy}"
@@ -141,10 +151,12 @@ def build(
     zero_stage: int,
     seed: int,
     resuming: bool = False,
+    loading: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
 
-    `resuming` builds with random values, because a saved state with all of them follows. Raises ConfigError when
+    `resuming` builds with random values, because a saved state with all of them follows; `loading` is further
+    arguments of `from_pretrained`. Raises ConfigError when
     weights are missing or the attention implementation cannot be had.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
@@ -160,6 +172,7 @@ def build(
                     use_safetensors=None if cfg.allow_pickle else True,
                     output_loading_info=True,
                     **settings,
+                    **(loading or {}),
                 )  # type: ignore[misc]
                 _refuse_partial(cfg, report)
             else:
@@ -251,4 +264,6 @@ def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The library's own words where they are made for people, else also what kind of error it is."""
+    text = (str(error).strip().splitlines() or [""])[0][:1000]
+    return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

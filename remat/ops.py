@@ -1,12 +1,13 @@
 """DeepSpeed's compiled ops: built once per environment with visible progress, then loaded in milliseconds.
 
 torch's build lock is a file that an interrupted build leaves behind; the next load then waits for ever without a
-word. Here every build happens under an flock, which the kernel frees with its owner, so a lock file seen by its
-holder is stale and is removed.
+word. Here every build happens under an flock, which the kernel frees with its owner. A lock file seen by its holder
+is stale and is removed, unless a process that lives has it open: somebody builds without this module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,14 +16,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 HEARTBEAT_S = 5.0
+LOOK_AGAIN_S = 0.2
 
 
 class OpError(RuntimeError):
@@ -68,12 +71,60 @@ def ensure(name: str, say: Callable[[str], None]) -> float:
     identity = _identity()
     if _load_ready(name, marker, identity):
         return time.perf_counter() - start
-    with FileLock(folder / f"{name}.flock"):
+    with _alone(name, folder / f"{name}.flock", say):
         if not _load_ready(name, marker, identity):
-            (folder / name / "lock").unlink(missing_ok=True)
+            _clear_lock(name, folder / name / "lock", say)
             _build(name, folder / name, say)
             marker.write_text(json.dumps({"identity": identity, "cpu_info": _cpu_info()}))
     return time.perf_counter() - start
+
+
+@contextmanager
+def _alone(name: str, flock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold `flock`; a wait for it is said."""
+    lock = FileLock(flock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process to build DeepSpeed op {name} ({flock})")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _clear_lock(name: str, lock: Path, say: Callable[[str], None]) -> None:
+    """Remove the lock file of a build whose process is gone; wait for one that lives. OpError when it is not ours."""
+    told = False
+    while lock.exists() and (pid := lock_holder(lock)):
+        if not told:
+            say(f"waiting for process {pid}, which builds DeepSpeed op {name} and holds {lock}")
+            told = True
+        time.sleep(LOOK_AGAIN_S)
+    try:
+        status = lock.stat()
+    except FileNotFoundError:
+        return
+    age = max(0.0, time.time() - status.st_mtime)
+    try:
+        lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise OpError(
+            f"{lock} was left by user {status.st_uid} {age / 60:.0f} min ago and cannot be removed ({error.strerror}): "
+            "remove it, or set TORCH_EXTENSIONS_DIR to a folder of your own"
+        ) from error
+    say(f"removed {lock}: {age / 60:.0f} min old, its process is gone")
+
+
+def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
+    """A process that has `lock` open, as torch does while it builds; None when none that can be seen."""
+    target = lock.resolve()
+    for folder in proc.glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if any(link.readlink() == target for link in folder.iterdir()):
+                return int(folder.parent.name)
+    return None
 
 
 def _identity() -> dict[str, str]:

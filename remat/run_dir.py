@@ -13,6 +13,7 @@ from typing import Any
 
 from remat import distributed
 from remat.config import ConfigError
+from remat.redact import redact
 
 
 def open_run_dir(output_dir: str, name: str, run_id: str | None, *, existing: Path | None) -> Path:
@@ -41,9 +42,9 @@ def open_run_dir(output_dir: str, name: str, run_id: str | None, *, existing: Pa
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write whole or not at all."""
+    """Write whole or not at all, without secrets."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, sort_keys=False, default=str) + "\n")
+    part.write_text(json.dumps(redact(content), indent=2, sort_keys=False, default=str) + "\n")
     part.replace(path)
 
 

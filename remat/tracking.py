@@ -13,9 +13,7 @@ import logging
 import math
 import os
 import queue
-import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,17 +23,12 @@ from typing import Any
 import psutil
 
 from remat.config import TrackingConfig, WandbMode
+from remat.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B
 LAST_WAIT_S = 1.0  # for W&B to notice that its helper process was ended
 QUEUE_ROWS = 4096  # rows kept while W&B is slow; beyond it rows reach metrics.jsonl only
 RECORD = "metrics.jsonl"
-
-SECRET_NAME = re.compile(
-    r"(^|_)(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$|^((api|auth|access|hf|hub|wandb)_)?token$",
-    re.IGNORECASE,
-)
-SECRET_VALUE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/@\s]+(?=@)")
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +70,9 @@ class Tracker:
                 "group": name,
                 "id": wandb_run_id or secrets.token_hex(4),
                 "resume": "allow",
-                "config": redact(run_config),
+                "config": run_config,
             }
-            self._wandb = _WandbThread(init, warn)
+            self._wandb = _WandbThread({**redact(init), "dir": str(run_dir)}, warn)
             self._wandb.start()
 
     @property
@@ -101,6 +94,11 @@ class Tracker:
         if self._wandb:
             self._wandb.put(step, dict(metrics))
 
+    def summarise(self, figures: dict[str, float]) -> None:
+        """Figures of the whole run for the summary of W&B. They are no row of the record."""
+        if self._wandb:
+            self._wandb.put(None, dict(figures))
+
     def rewind(self, step: int) -> None:
         """Drop rows after `step`: a run resumed there writes them again. Also drops a row torn by a crash."""
         if not self._is_main:
@@ -112,8 +110,16 @@ class Tracker:
         part.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
+    def finish_wandb_soon(self, exit_code: int = 0) -> None:
+        """Let W&B write what it holds and end, while the run goes on: later rows reach the record alone.
+
+        For a stop: W&B keeps rows in memory, and whoever sent a signal may kill before a save is done.
+        """
+        if self._wandb:
+            self._wandb.close(exit_code)
+
     def finish(self, exit_code: int = 0) -> None:
-        """Close the record, and W&B within FINISH_TIMEOUT_S."""
+        """Close the record, and W&B within FINISH_TIMEOUT_S + LAST_WAIT_S. May be called more than once."""
         if not self._is_main:
             return
         self._file.close()
@@ -134,16 +140,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in row.items()} for row in _rows(run_dir / RECORD)]
 
 
-def redact(config: Any) -> Any:
-    """`config` with passwords, keys and tokens replaced by `***`, in nested dicts and lists, by name or by value."""
-    if isinstance(config, dict):
-        return {
-            key: "***" if value and SECRET_NAME.search(str(key)) else redact(value)
-            for key, value in config.items()
-        }
-    if isinstance(config, (list, tuple)):
-        return [redact(value) for value in config]
-    return SECRET_VALUE.sub("***", str(config)) if isinstance(config, str) else config
+def _module() -> Any:
+    """W&B, imported only here: it takes seconds, and its telemetry also dials out and waits at exit."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    return wandb
 
 
 def _stop_service() -> None:
@@ -181,52 +183,62 @@ class _WandbThread(threading.Thread):
         self._warn = warn
         self._warned = threading.Lock()
         self._failed = False
+        self._closed = False
         self._exit_code = 0
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(maxsize=QUEUE_ROWS)
+        self._rows: queue.Queue[tuple[int | None, dict[str, float]] | None] = queue.Queue(maxsize=QUEUE_ROWS)
 
-    def put(self, step: int, metrics: dict[str, float]) -> None:
-        if self._failed:
+    def put(self, step: int | None, metrics: dict[str, float]) -> None:
+        """A row of `step`, or figures of the whole run."""
+        if self._failed or self._closed:
             return
         try:
             self._rows.put_nowait((step, metrics))
         except queue.Full:
             self._give_up("it has not taken a row for too long")
 
+    def close(self, exit_code: int) -> None:
+        """Nothing comes after the rows that wait. Waits for nothing itself."""
+        if self._closed:
+            return
+        self._closed, self._exit_code = True, exit_code
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            self._give_up("it has not taken a row for too long")
+
     def finish(self, exit_code: int) -> None:
-        self._exit_code = exit_code
-        deadline = time.monotonic() + FINISH_TIMEOUT_S
-        with contextlib.suppress(queue.Full):
-            self._rows.put(None, timeout=FINISH_TIMEOUT_S)
-        self.join(max(0.0, deadline - time.monotonic()))
+        self.close(exit_code)
+        if not self._failed:
+            self.join(FINISH_TIMEOUT_S)
         if self.is_alive():
             self._give_up(f"it did not finish within {FINISH_TIMEOUT_S:.0f} s")
             _stop_service()
             self.join(LAST_WAIT_S)
 
     def run(self) -> None:
+        wandb: Any = None
         try:
-            run = self._open()
+            wandb = _module()
+            run = self._open(wandb)
             while (item := self._rows.get()) is not None:
                 step, metrics = item
-                run.log(metrics, step=step)
+                if step is None:
+                    run.summary.update(metrics)
+                else:
+                    run.log(metrics, step=step)
             run.finish(exit_code=self._exit_code)
         except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
             self._give_up(f"{type(error).__name__}: {error}")
         with contextlib.suppress(BaseException):  # here, or its exit hook would do it and hold the interpreter
-            sys.modules["wandb"].teardown(self._exit_code)
+            wandb.teardown(self._exit_code)
 
-    def _open(self) -> Any:
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # its telemetry also dials out, and at exit waits
-
-        import wandb
-
+    def _open(self, wandb: Any) -> Any:
         settings = wandb.Settings(
             silent=True,  # also: never prompt for a key
             console="off",
             x_disable_stats=True,
             x_save_requirements=False,
+            x_disable_meta=True,  # it would copy the command line
             disable_git=True,
             disable_code=True,
             init_timeout=30,
@@ -238,5 +250,8 @@ class _WandbThread(threading.Thread):
     def _give_up(self, reason: str) -> None:
         self._failed = True
         if self._warned.acquire(blocking=False):
-            first_line = reason.splitlines()[0]
-            self._warn(f"W&B is off for the rest of this run ({first_line}); {RECORD} has every row")
+            first_line = redact_text(reason.splitlines()[0])
+            self._warn(
+                f"W&B is off for the rest of this run ({first_line}); {RECORD} has every row, and what W&B wrote "
+                f"is uploaded by: wandb sync {self._init['dir']}/wandb/*run-*"
+            )

@@ -25,6 +25,7 @@ from remat.data.hold_out import choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus
 from remat.data.synthetic import synthetic_blocks
+from remat.redact import redact
 
 CACHE_VERSION = 2  # raise it when the same data and settings would give other blocks
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
@@ -99,7 +100,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
     report = {
         "version": CACHE_VERSION,
         "source": str(plan.cfg.source),
-        "path": plan.cfg.path,
+        "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
         "seq_len": plan.seq_len,
         "train": counts["train"],

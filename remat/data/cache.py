@@ -23,6 +23,7 @@ from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSourc
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
+from remat.redact import redact_text
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
             _fsync_folder(folder.parent)
         except ConfigError as error:
             # The random id tells this failure from an equal one of an earlier run.
-            failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": str(error)}))
+            failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -63,9 +63,10 @@ def load_tokenizer(
         )
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+        loaded("one line of text")
+    except Exception as error:  # files that are damaged fail anywhere in the library, with any error
         raise ConfigError(
-            f"{option}={name} holds no tokenizer that can be loaded: {error}\n"
+            f"{option}={name} holds no tokenizer that can be loaded: {_short(error)}\n"
             "Give a folder or hub name with tokenizer files, or model.tokenizer=bytes"
         ) from error
     if loaded.eos_token_id is None:
@@ -76,6 +77,12 @@ def load_tokenizer(
     if loaded.pad_token_id is None:
         loaded.pad_token = loaded.eos_token
     return loaded
+
+
+def _short(error: Exception) -> str:
+    """The library's own words where they are made for people, else also what kind of error it is."""
+    text = str(error).strip()[:1000]
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 def _byte_characters() -> dict[str, int]:

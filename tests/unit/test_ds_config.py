@@ -486,3 +486,13 @@ def test_helpers_on_a_dict_without_zero() -> None:
     assert ds_config.zero_stage({}) == 0
     assert ds_config.optimizer_offload_device({}) is None
     assert ds_config.param_offload_device({"zero_optimization": {"offload_param": {"device": "none"}}}) is None
+
+
+def test_a_key_that_every_saved_state_would_hold_is_refused_without_its_value() -> None:
+    found = only_problem(
+        json.loads((Path(__file__).parents[2] / "ds_configs/zero2.json").read_text()),
+        {"comet": {"api_key": "abc123"}},
+    )
+    assert found.startswith("comet.api_key is refused")
+    assert "environment" in found
+    assert "abc123" not in found

@@ -15,15 +15,15 @@ import pytest
 
 from remat import tracking
 from remat.config import TrackingConfig, WandbMode
-from remat.tracking import Tracker, read_metrics, redact
+from remat.tracking import Tracker, read_metrics
 from tests.wandb_file import read_wandb
 
 
 class FakeWandb:
-    """Stands in for the module; `fail` names the call that raises, `hang` an event that init waits for."""
+    """Stands in for the module; `fail` names the call that raises, `hang` an event that the call `at` waits for."""
 
-    def __init__(self, fail: str = "", hang: threading.Event | None = None) -> None:
-        self.fail, self.hang = fail, hang
+    def __init__(self, fail: str = "", hang: threading.Event | None = None, at: str = "init") -> None:
+        self.fail, self.hang, self.at = fail, hang, at
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.init_arguments: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
@@ -32,6 +32,8 @@ class FakeWandb:
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        if self.hang and self.at == name:
+            self.hang.wait(30)
         if self.fail == name:
             raise RuntimeError(f"{name} broke\nand a second line")
 
@@ -44,8 +46,6 @@ class FakeWandb:
 
     def init(self, **arguments: Any) -> FakeWandb:
         self.init_arguments = arguments
-        if self.hang:
-            self.hang.wait(30)
         self._called("init")
         return self
 
@@ -62,8 +62,12 @@ class FakeWandb:
 
 
 @pytest.fixture(autouse=True)
-def no_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    yield
+    for thread in threading.enumerate():  # one that a test let hang must not reach the next test's fake
+        if thread.name == "remat-wandb":
+            thread.join(30)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb | None) -> None:
@@ -228,19 +232,40 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.mark.parametrize("call", ["setup", "init", "log", "finish"])
 def test_wandb_that_hangs_delays_neither_rows_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: threading.Event
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: threading.Event
 ) -> None:
-    install(monkeypatch, FakeWandb(hang=release))
+    install(monkeypatch, FakeWandb(hang=release, at=call))
     monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.05)
     monkeypatch.setattr(tracking, "LAST_WAIT_S", 0.05)
     warnings: list[str] = []
     record = tracker(tmp_path, warnings)
     record.log(1, {"loss/train": 1.0})
-    assert len(lines(tmp_path)) == 1  # while init still hangs
+    assert len(lines(tmp_path)) == 1  # while the call still hangs
     record.finish(0)
     assert len(warnings) == 1
     assert "did not finish" in warnings[0]
+    assert f"wandb sync {tmp_path}/wandb/*run-*" in warnings[0]
+
+
+def test_wandb_ends_while_a_stopping_run_still_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    install(monkeypatch, fake)
+    warnings: list[str] = []
+    record = tracker(tmp_path, warnings)
+    record.log(1, {"loss/train": 2.0})
+    record.finish_wandb_soon(0)
+    assert record._wandb is not None
+    record._wandb.join(30)  # not asked to wait for: it ends by itself
+    assert fake.calls == ["setup", "init", "log", "finish", "teardown"]
+    record.log(1, {"time/save_s": 0.5})
+    record.finish(1)
+    record.finish(1)
+    assert fake.rows == [(1, {"loss/train": 2.0})]
+    assert [row.get("time/save_s") for row in lines(tmp_path)] == [None, 0.5]
+    assert fake.exit_code == 0
+    assert warnings == []
 
 
 def test_queue_is_bounded_while_wandb_hangs(
@@ -278,28 +303,3 @@ def test_offline_files_hold_the_same_numbers_as_the_record(tmp_path: Path) -> No
     assert config["train"] == {"steps": 3}
     assert config["api_key"] == "***"
     assert exit_code == 0
-
-
-def test_redact_by_name_and_by_value() -> None:
-    config = {
-        "hub_token": "abc",
-        "api_key": "k",
-        "password": "p",
-        "tokenizer": "bytes",
-        "bos_token": "<s>",
-        "tokens": 5,
-        "empty": {"secret": None},
-        "list": [{"access_key": "x"}, "https://me:pw@host/repo"],
-        "env": "hf_" + "a" * 30,
-    }
-    assert redact(config) == {
-        "hub_token": "***",
-        "api_key": "***",
-        "password": "***",
-        "tokenizer": "bytes",
-        "bos_token": "<s>",
-        "tokens": 5,
-        "empty": {"secret": None},
-        "list": [{"access_key": "***"}, "https://***@host/repo"],
-        "env": "***",
-    }
