@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+WORKERS ?= 3 # test processes, each with whole files; a launch waits much for its own ranks
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types check benchmark lock clean
+.PHONY: help setup demo test test-faults lint types check benchmark lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,7 +35,10 @@ demo: $(STAMP) ## train a small real model on real text, resume it, report, expo
 
 test: $(VENV)/test-ready ## lint, types and the whole test suite
 	@$(MAKE) --no-print-directory lint types
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests -n $(strip $(WORKERS)) --dist loadfile -m "not slow_fault"
+
+test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones
+	@$(BIN)/python -m pytest tests/faults -n $(strip $(WORKERS)) --dist loadfile
 
 lint: $(STAMP) ## ruff: lint and format
 	@$(BIN)/ruff check .
@@ -44,13 +48,13 @@ types: $(STAMP) ## mypy
 	@$(BIN)/mypy
 
 check: lint types ## what pre-commit runs, plus the fast tests
-	@$(BIN)/python -m pytest tests/unit
+	@$(BIN)/python -m pytest tests/unit -n $(strip $(WORKERS)) --dist loadfile
 
 benchmark: $(STAMP) ## loop overhead against a bare DeepSpeed loop and the Hugging Face Trainer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/loop_overhead.py
 
 lock: $(STAMP) ## renew requirements.lock from requirements.in and pyproject.toml (needs uv)
-	@uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra dev \
+	@uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra dev --extra qlora \
 	    requirements.in pyproject.toml -o $(VENV)/full.lock
 	@(echo "# Made by \`make lock\`: everything but torch and what torch brings with it."; \
 	    grep -vE '^(torch|triton|nvidia-|cuda-)' $(VENV)/full.lock) > requirements.lock

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from remat.config import ConfigError
 from remat.cores import share_cores
+from remat.redact import redact_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     help="Know a run's memory before, during and after it.",
@@ -46,19 +50,62 @@ def ds_config_command(
 def plan_command(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of tables.")] = False,
+    swept: Annotated[
+        bool,
+        typer.Option("--sweep", help="Plan every combination of words with commas: train.seq_len=1024,2048"),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
 ) -> None:
-    """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it does not fit."""
+    """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
+    not fit; then the nearest changes that make it fit."""
+    from remat import plan_charts
+
+    if plot is not None:
+        plan_charts.check(plot)
+    fits = _plan_sweep(ctx.args, as_json, plot) if swept else _plan_one(ctx.args, as_json, plot)
+    if not fits:
+        raise typer.Exit(3)
+
+
+def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
+    from remat import advice, compose, plan_charts, plan_page, planner, recordings
+
+    known = recordings.Recordings()
+    planned = planner.make(compose.from_command_line(args).run, recordings=known)
+    console = _console()
+    if not as_json:
+        plan_page.show(planned, console)
+    found = advice.advise(args, planned, recordings=known)
+    if as_json:
+        print(json.dumps(planner.as_json(planned) | advice.as_json(found), indent=2))
+    elif not planned.plan.fits:
+        plan_page.show_advice(found, planned, console)
+    if plot is not None:
+        plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
+    return planned.plan.fits
+
+
+def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
+    from remat import plan_charts, plan_page, sweep
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} planned", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+    points = sweep.run(args, progress)
+    if as_json:
+        print(json.dumps(sweep.as_json(points), indent=2))
+    else:
+        plan_page.show_sweep(points, _console())
+    if plot is not None:
+        plan_charts.draw_sweep(points, plot)
+    return any(point.fits for point in points)
+
+
+def _console() -> Console:
     from rich.console import Console
 
-    from remat import compose, plan_page, planner
-
-    planned = planner.make(compose.from_command_line(ctx.args).run)
-    if as_json:
-        print(json.dumps(planner.as_json(planned), indent=2))
-    else:
-        plan_page.show(planned, Console(width=None if sys.stdout.isatty() else 110))
-    if not planned.plan.fits:
-        raise typer.Exit(3)
+    return Console(width=None if sys.stdout.isatty() else 110)
 
 
 @compare.command("policies", context_settings=WITH_OVERRIDES)
@@ -79,6 +126,19 @@ def compare_policies_command(
     print(compare_policies.caption(cfg))
     for line in compare_policies.lines(found):
         print(line, flush=True)
+
+
+@app.command(context_settings=WITH_OVERRIDES | {"allow_interspersed_args": False})
+def launch(ctx: typer.Context) -> None:
+    """Train under supervision: remat launch [options] [train.py] recipe=NAME option=value ...
+
+    Stop signals reach every rank at once, exit codes are the ranks' own, nothing outlives the run, every rank has a
+    log. Options: --log-dir DIR, --grace-s SECONDS between a stop and force (600), and those of the deepspeed runner,
+    such as --num_gpus N. Any other script, --module NAME or --no_python PROGRAM works too.
+    """
+    from remat import launch_words, supervise
+
+    raise typer.Exit(supervise.launch(launch_words.parse(ctx.args)))
 
 
 @app.command()
@@ -118,36 +178,69 @@ def export(
             verified=True,
         )
     except manifest.SaveError as error:
-        print(f"\nremat: {error}\n", file=sys.stderr)
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
         raise typer.Exit(70) from error
     print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
 
 
-@app.command()
+@app.command(context_settings=WITH_OVERRIDES)
 def doctor(
+    ctx: typer.Context,
     build: Annotated[
         list[str] | None, typer.Option(help="Ops to build and run; default: all that can be")
     ] = None,
+    ranks: Annotated[int, typer.Option(help="With recipe=NAME: ranks on this machine; default: its GPUs")] = 0,
 ) -> None:
-    """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not."""
-    from remat import console, ops
+    """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not.
+
+    With recipe=NAME option=value ...: able to hold that run, needed against found.
+    """
+    from remat import compose, ops
     from remat import doctor as examining
 
     ops.use_environment_folder()
-    console.quiet_libraries(debug=False)
     unknown = set(build or []) - set(ops.BUILDERS)
     if unknown:
         raise ConfigError(
             f"--build {', '.join(sorted(unknown))}: no such op; choose from {', '.join(ops.BUILDERS)}"
         )
-    findings = examining.examine(build or examining.available_ops(), lambda text: print(text, flush=True))
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    table = ""
+    if ctx.args:
+        findings, table = examining.examine_for(compose.from_command_line(ctx.args).run, ranks, say)
+    else:
+        findings = examining.examine(build or examining.available_ops(), say)
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{'ok ' if finding.ok else 'NOT'}  {finding.what:{width}}  {finding.found}")
         if not finding.ok:
             print(f"     {'':{width}}  {finding.remedy}")
+    if table:
+        print(f"\n{table}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(3)
+
+
+@app.command("claims")
+def claims_command(
+    ids: Annotated[list[str] | None, typer.Argument(help="Of the claims, A1 to D6; default: all")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page there instead of printing it.")] = None,
+) -> None:
+    """Figures that tutorials give, each beside a plan of the same run: confirmed, refuted, or what it depends on."""
+    from remat.claims import page
+
+    if ids and out:
+        raise ConfigError("--out writes the page of all claims; leave the ids away, or print without --out")
+    found = page.rows(ids or [], lambda text: print(text, file=sys.stderr, flush=True))
+    text = page.page(found)
+    if out:
+        out.write_text(text)
+        print(f"{out}: {len(found)} claims")
+    else:
+        print(text)
 
 
 @app.command()
@@ -161,9 +254,8 @@ def calibrate(
 ) -> None:
     """Measure this machine's rates in under a minute and write them as a hardware file for plans."""
     from remat import calibrate as calibrating
-    from remat import console, ops
+    from remat import ops
 
-    console.quiet_libraries(debug=False)
     calibrating.check_out(out)
     try:
         found = calibrating.measure(nvme_path=nvme_path, say=lambda text: print(text, flush=True))
@@ -177,14 +269,17 @@ def calibrate(
 
 def main() -> None:
     """Entry point of the console command: user errors are one message and exit code 2."""
+    from remat import console
+
     share_cores()
+    console.quiet_libraries(debug=False)
     try:
         app()
     except ConfigError as error:
-        print(f"\nremat: {error}\n", file=sys.stderr)
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"\nremat: {error}\n", file=sys.stderr)
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
         sys.exit(1)
 
 

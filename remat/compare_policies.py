@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from remat import checks, compose, model, strategy
 from remat.activation_checkpointing import apply, layers
-from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.config import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.planning import simulate, zero3, zero3_events
 from remat.planning.zero3_events import Event, Parameters
+from remat.recordings import without_engine
 
 META = torch.device("meta")
 MIB = 2**20
@@ -68,13 +68,13 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     config = model.shape_config(cfg.model)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
-    adapted = cfg.peft.method is PeftMethod.lora
+    adapted = cfg.peft.method is not PeftMethod.none
     net = strategy.meta_model(cfg)
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
     applied = apply.apply(
-        net, _without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
+        net, without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
     )
     watch, events = applied.watch(META), list[Event]()
     try:
@@ -105,14 +105,6 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),
         zero3_gathers=0.0 if adapted else gathered / sum(p.numel() for p in net.parameters()),
     )
-
-
-def _without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
-    """DeepSpeed's function needs process groups; torch's reentrant variant does the same in one process."""
-    return [
-        replace(d, mechanism=Mechanism.recompute, reentrant=True) if d.mechanism is Mechanism.deepspeed else d
-        for d in decisions
-    ]
 
 
 HEADINGS = [
@@ -161,7 +153,7 @@ def caption(cfg: RunConfig) -> str:
     """What the figures are of."""
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     train = cfg.train
-    adapters = ", LoRA" if cfg.peft.method is PeftMethod.lora else ""
+    adapters = {PeftMethod.none: "", PeftMethod.lora: ", LoRA", PeftMethod.qlora: ", QLoRA"}[cfg.peft.method]
     return (
         f"{decided.facts.class_name}{adapters}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
         f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "

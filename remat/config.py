@@ -95,9 +95,15 @@ class StorageDtype(StrEnum):
     int8 = "int8"
 
 
+# What a save that fails does to the run; older states stay either way. "stop" ends it with exit 70; "continue" trains
+# on and saves again when it is due (the last save of a run must succeed). Not a class: "continue" is a keyword.
+SaveFailure = StrEnum("SaveFailure", {"stop": "stop", "continue": "continue"})
+
+
 class PeftMethod(StrEnum):
     none = "none"
     lora = "lora"
+    qlora = "qlora"  # lora on a base in 4-bit NF4
 
 
 class WandbMode(StrEnum):
@@ -152,6 +158,19 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
+class DeadlinesConfig:
+    """Seconds without a new phase or micro-batch after which the run ends, every rank reporting (exit 70); 0: never."""
+
+    data_s: float = 0.0  # reading and tokenizing, by one rank for all
+    build_s: float = 1800.0
+    load_s: float = 3600.0  # weights, a saved state
+    step_s: float = 1800.0
+    evaluate_s: float = 1800.0
+    save_s: float = 7200.0
+    export_s: float = 7200.0
+
+
+@dataclass(kw_only=True)
 class TrainConfig:
     """The optimisation problem: length, batch, precision, loss, evaluation. Sizes in tokens, blocks and steps."""
 
@@ -167,7 +186,11 @@ class TrainConfig:
     eval_every: int = 0  # steps between evaluations, with one before the first step; 0: only at the end
     eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
     stop_at: int = 0  # stop after this step, resumable; schedules still span `steps`; 0: train to the end
+    max_minutes: float = (
+        0.0  # since the launch, then save (which comes on top) and stop, resumable; 0: no limit
+    )
     max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
 
 @dataclass(kw_only=True)
@@ -298,6 +321,7 @@ class SaveConfig:
     every: int = 0  # steps between saves; 0: only at the end
     at_end: bool = True
     keep: int = 2
+    on_error: SaveFailure = SaveFailure.stop
     export: bool = False  # Hugging Face safetensors after the last step
     max_shard_size: str = "5GB"
 

@@ -23,6 +23,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from remat.redact import redact_text
+
 PLAIN_WIDTH = 80
 PANEL_WIDTH = 96
 WIDE = 104  # columns from which the optional figures are shown too
@@ -102,7 +104,7 @@ class Console:
 
     def _say(self, text: str, style: str) -> None:
         if self._is_main:
-            self._print(Text(text, style=style))
+            self._print(Text(redact_text(text), style=style))
 
     def _print(self, text: Text) -> None:
         if self._rich:
@@ -113,6 +115,7 @@ class Console:
     def _box(self, title: str, rows: Mapping[str, str], style: str) -> None:
         if not self._is_main:
             return
+        rows = {label: redact_text(value) for label, value in rows.items()}
         if self._rich:
             self._rich.print(_panel(title, rows, style, self._rich.width))
             return
@@ -158,7 +161,7 @@ def quiet_libraries(debug: bool, is_main: bool = True) -> None:
         return
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category, module=NOISY_MODULES)
-    for name in ("compilers", "distutils", "py.warnings", "torch.distributed", "filelock"):
+    for name in ("compilers", "distutils", "py.warnings", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # A filter, not a level: DeepSpeed sets its logger's level while it is imported, and warns right then.
     logger = logging.getLogger("DeepSpeed")

@@ -12,6 +12,7 @@ vocabulary of 5000).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,10 +126,10 @@ class LossWindow:
         self._tokens += global_tokens
 
     def take(self) -> float:
-        """Mean loss per trained token over all ranks; one all-reduce and one host synchronisation."""
+        """Mean loss per trained token over all ranks, NaN of none; one all-reduce and one host synchronisation."""
         if dist.get_world_size() > 1:
             dist.all_reduce(self._loss)
-        mean = self._loss.item() / max(1, self._tokens)
+        mean = self._loss.item() / self._tokens if self._tokens else math.nan
         self._loss.zero_()
         self._tokens = 0
         return mean

@@ -6,37 +6,14 @@ GiB is 1024**3 bytes. GPU figures are those of torch's caching allocator on one 
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-GIB = 1024**3
+from remat.host_memory import GIB, HostMemory, host_memory
 
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Host memory of this node as this process may use it.
-
-    `total_bytes` is physical; `limit_bytes` the smallest control-group limit above this process, or the total;
-    `available_bytes` what can still be allocated without swapping or being killed.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    limit_bytes: int
-
-
-def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Host memory under the control-group limit (v1 or v2), which `free` and psutil do not see."""
-    machine = psutil.virtual_memory()
-    limit, available = machine.total, machine.available
-    for group_limit, group_used in _control_groups(root):
-        if group_limit < machine.total:
-            limit = min(limit, group_limit)
-            available = min(available, max(0, group_limit - group_used))
-    return HostMemory(total_bytes=machine.total, available_bytes=available, limit_bytes=limit)
+__all__ = ["GIB", "HostMemory", "MemoryMonitor", "host_memory"]
 
 
 class MemoryMonitor:
@@ -82,46 +59,3 @@ def _peak_rss_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _control_groups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each control group above this process that limits memory, v1 and v2.
-
-    Reclaimable page cache does not count as used: the kernel drops it before it kills.
-    """
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[tuple[int, int]] = []
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        found += [pair for folder in _lineage(base, path) if (pair := _limit_and_use(folder, names))]
-    return found
-
-
-def _lineage(base: Path, path: str) -> list[Path]:
-    """The group's folder and all its ancestors; a limit on any of them holds."""
-    leaf = base / path.strip("/")
-    return [folder for folder in (leaf, *leaf.parents) if folder == base or base in folder.parents]
-
-
-def _limit_and_use(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | None:
-    limit_name, usage_name, cache_name = names
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / usage_name).read_text())
-        stat = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return None
-    cache = next((int(line.split()[1]) for line in stat if line.split()[0] == cache_name), 0)
-    return int(limit), max(0, used - cache)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from remat import ds_config, hardware, loss, preflight, strategy
-from remat.activation_checkpointing import apply
+from remat import ds_config, hardware, preflight, strategy
 from remat.config import ConfigError, RunConfig
-from remat.planning import shadows, simulate, states, timing
+from remat.planning import states, timing
 from remat.planning.plan import Capacity, Plan, assemble
 from remat.planning.records import Simulation, ZeroSettings
+from remat.recordings import Recordings
 
-META = torch.device("meta")
 GIB = 1024**3
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
+CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 
 
 @dataclass(frozen=True)
@@ -32,43 +29,70 @@ class Planned:
     world_size: int
 
 
-def make(cfg: RunConfig, *, world_size: int | None = None, capacity: Capacity | None = None) -> Planned:
-    """Plan the run of `cfg` on its own machine (or `world_size` ranks and `capacity`). Raises ConfigError."""
-    per_node = cfg.hardware.gpus_per_node or 1
-    ranks = world_size or per_node * cfg.hardware.num_nodes
+def make(
+    cfg: RunConfig,
+    *,
+    world_size: int | None = None,
+    capacity: Capacity | None = None,
+    decided: strategy.Strategy | None = None,
+    on_gpu: bool = True,
+    recordings: Recordings | None = None,
+) -> Planned:
+    """Plan the run of `cfg` on its own machine (or `world_size` ranks and `capacity`). Raises ConfigError.
+
+    `decided` saves deciding it again; `on_gpu` false: ranks that compute on CPUs, whose only memory is the host's.
+    `recordings` is what earlier plans recorded: one that differs only in ZeRO's settings or machine records nothing.
+    """
+    ranks = world_size or ranks_of(cfg)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError(
             f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
             "plan with 1"
         )
-    decided = strategy.decide(cfg, world_size=ranks, can_pin=True)
-    zero = ZeroSettings.of(decided.ds, ranks)
-    simulation = _simulate(cfg, decided, zero)
-    items = states.model_states(
-        num_params=decided.facts.num_params,
-        largest_param=decided.facts.largest_param,
-        num_trainable_params=decided.facts.num_trainable_params,
-        largest_trainable_param=decided.facts.largest_trainable_param,
-        ds=decided.ds,
-        world_size=ranks,
-        ranks_per_node=min(per_node, ranks),
-        gas=decided.ds["gradient_accumulation_steps"],
-        can_pin=True,
-    )
+    decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
+    recording = (recordings or Recordings()).get(cfg, decided, on_gpu=on_gpu)
+    simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
+    return priced(cfg, decided, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+
+
+def ranks_of(cfg: RunConfig) -> int:
+    """One per GPU of the machine that the options name."""
+    return (cfg.hardware.gpus_per_node or 1) * cfg.hardware.num_nodes
+
+
+def priced(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    simulation: Simulation,
+    *,
+    world_size: int,
+    capacity: Capacity | None = None,
+    on_gpu: bool = True,
+) -> Planned:
+    """The plan that follows from a simulated micro-batch."""
+    per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
+    zero = ZeroSettings.of(decided.ds, world_size)
+    items = decided.model_states(data_ranks=world_size, ranks_per_node=per_node, can_pin=on_gpu)
     trained = decided.facts.num_trainable_params
     plan = assemble(
         items,
         simulation,
         zero,
         capacity or _capacity(cfg),
-        trained_per_rank=-(-trained // (ranks if zero.stage else 1)),
-        ranks_per_node=min(per_node, ranks),
+        update_bytes=states.update_bytes(
+            num_trainable_params=trained,
+            largest_trainable_param=decided.facts.largest_trainable_param,
+            ds=decided.ds,
+            world_size=world_size,
+        ),
+        ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
         saved_state_bytes=preflight.saved_state_bytes(trained, decided.ds)
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
-        extra_host_bytes=PROCESS_BYTES,
+        extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
+        on_gpu=on_gpu,
     )
-    return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), ranks)
+    return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
 def _time(
@@ -89,36 +113,25 @@ def _time(
     )
 
 
-def _simulate(cfg: RunConfig, decided: strategy.Strategy, zero: ZeroSettings) -> Simulation:
-    """One micro-batch of the real model on meta tensors with the policies of the run on it."""
-    net = strategy.meta_model(cfg)
-    with ExitStack() as undo:
-        applied = apply.apply(
-            net, decided.decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META
-        )
-        undo.callback(applied.remove)
-        return simulate.run(
-            net,
-            loss=loss.TokenLoss(net, cfg.train.loss, verify=False, cross_entropy=shadows.cross_entropy),
-            scope=applied.scope,
-            around=applied.micro_batch(),
-            zero=zero,
-            micro_batch_size=cfg.train.micro_batch_size,
-            seq_len=cfg.train.seq_len,
-            ignored=applied.offload.storages if applied.offload else tuple,
-        )
-
-
 def _capacity(cfg: RunConfig) -> Capacity:
     """Of the machine that the options name; what they do not name is unknown."""
     gpu = cfg.hardware.gpu_memory_gib
     if gpu is None and cfg.hardware.gpu and (known := hardware.find_gpu(cfg.hardware.gpu)):
         gpu = known.memory_gib
-    host = cfg.hardware.host_memory_gib
     return Capacity(
-        gpu_bytes=None if gpu is None else int(gpu * GIB),
-        host_bytes=None if host is None else int(host * GIB),
+        gpu_bytes=_bytes(gpu),
+        host_bytes=_bytes(cfg.hardware.host_memory_gib),
+        nvme_bytes=_bytes(cfg.hardware.nvme_gib),
     )
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def needed_bytes(planned: Planned, resource: str) -> int:
+    """Of one resource by its name; 0 where the plan has none such."""
+    return next((r.needed_bytes for r in planned.plan.resources if r.name == resource), 0)
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

@@ -1,24 +1,23 @@
 """Can this machine hold the run? Asked before any weight is read, answered with needed against found.
 
-A lower bound: model states and saved files only. Activations, gathered weights, kernel workspaces and the page cache
-come on top, so a run that does not pass here cannot run; one that passes may still not fit.
+Here: disks, locked memory, the number of GPUs, and a lower bound of memory from the model states alone. Where the run
+has a plan, `remat.launch_plan` puts the plan's memory in the place of that bound.
 """
 
 from __future__ import annotations
 
-import resource
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat import ds_config, ds_keys
-from remat.config import ModelConfig, ModelInit, RunConfig, SaveConfig
-from remat.memory import GIB, host_memory
-from remat.planning.states import MASTER, MOMENTS, Item
+from remat import ds_config, ds_keys, save_room
+from remat.config import ModelConfig, ModelInit, SaveConfig
+from remat.memory import GIB
+from remat.node import Disk, Machine
+from remat.planning.states import Item
 
-CAP_IPC_LOCK = 14  # linux/capability.h: a process with it locks memory without limit
+SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
 LOWER_BOUND = (
     "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
     "top of it."
@@ -27,34 +26,6 @@ LOWER_BOUND = (
 
 class DoesNotFit(Exception):
     """The machine lacks something the run needs. The text is a table of needed and found, and a remedy for each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What this node has. Bytes; `gpu_bytes` is the smallest visible GPU's, None without one.
-
-    `host_available_bytes` is what can still be allocated under the control-group limit, `host_limit_bytes` that
-    limit or the physical memory. `memlock_bytes` is None when locking is unlimited. Disks are named by the folder
-    that was asked for and carry the id of their filesystem.
-    """
-
-    local_size: int
-    host_available_bytes: int
-    host_limit_bytes: int
-    host_total_bytes: int
-    gpu_count: int
-    gpu_bytes: int | None
-    memlock_bytes: int | None
-    output: Disk
-    nvme: Disk | None
-    download: Disk
-
-
-@dataclass(frozen=True)
-class Disk:
-    folder: str
-    free_bytes: int
-    filesystem: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,55 +61,13 @@ class Row:
         return self.needed_bytes <= self.found_bytes
 
 
-def run(
-    items: Sequence[Item],
-    num_params: int,
-    cfg: RunConfig,
-    *,
-    ds: Mapping[str, Any],
-    local_size: int,
-    num_trainable_params: int | None = None,
-) -> list[Row]:
-    """Compare this node with what the run needs; `ds` is the rendered DeepSpeed dict. Returns the table's rows.
-
-    `num_trainable_params` None: all are trained. Only those are saved and exported.
-
-    Raises DoesNotFit when something is too small.
-    """
-    needs = required(
-        items,
-        num_params=num_params if num_trainable_params is None else num_trainable_params,
-        ds=ds,
-        ranks_per_node=local_size,
-        save=cfg.save,
-        steps=cfg.train.steps,
-        download_bytes=download_bytes(cfg.model, num_params, cache=_hub_cache()),
-    )
-    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
-    machine = found(local_size=local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=_hub_cache())
-    enforce(needs, machine)
-    return rows(needs, machine)
-
-
-def found(
-    *, local_size: int, output_dir: str, nvme_path: str | None, cache: Path, root: Path = Path("/")
-) -> Machine:
-    """Look at this node. `cache` is where weights would be downloaded to; `root` is / but in tests."""
-    import torch
-
-    host = host_memory(root)
-    gpus = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-    return Machine(
-        local_size=local_size,
-        host_available_bytes=host.available_bytes,
-        host_limit_bytes=host.limit_bytes,
-        host_total_bytes=host.total_bytes,
-        gpu_count=len(gpus),
-        gpu_bytes=min(gpus) if gpus else None,
-        memlock_bytes=_memlock_bytes(root),
-        output=disk(output_dir),
-        nvme=disk(nvme_path) if nvme_path else None,
-        download=disk(str(cache)),
+def too_few_gpus(*, needed: int, found: int) -> str | None:
+    """What to say when a node has GPUs, but not one for each of its ranks."""
+    if not 0 < found < needed:
+        return None
+    return (
+        f"GPUs on this node: needed {needed} (one per rank), found {found}; start deepspeed with "
+        f"--num_gpus {found} or look at CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -180,16 +109,9 @@ def required(
 
 
 def saved_state_bytes(num_params: int, ds: Mapping[str, Any]) -> int:
-    """One saved state of all ranks: master and moments, and below stage 3 the module once more.
-
-    Measured with deepspeed 0.19.8: 12.0 bytes per parameter at stage 3, 14.0 below it in bf16, 16.0 in fp32; plain
-    fp32 without ZeRO has no separate master, so 12.0.
-    """
-    stage = ds_config.zero_stage(ds)
+    """One saved state of all ranks: master and moments, and below stage 3 the module once more."""
     half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
-    module = 0 if stage == 3 else 2 if half else 4
-    master = 0 if stage == 0 and not half else MASTER
-    return num_params * (module + master + MOMENTS)
+    return num_params * save_room.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
 
 
 def states_on_disk(save: SaveConfig, steps: int) -> int:
@@ -209,40 +131,9 @@ def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
     return 2 * num_params
 
 
-def check(needs: Needs, machine: Machine) -> list[str]:
-    """What is too small; each line names the resource, needed and found, and the remedy."""
-    lines = [
-        f"{row.name}: needed {_gib(row.needed_bytes)} GiB, found {_gib(row.found_bytes)} GiB; {row.remedy}"
-        for row in rows(needs, machine)
-        if not row.fits
-    ]
-    if 0 < machine.gpu_count < machine.local_size:
-        lines.append(
-            f"GPUs on this node: needed {machine.local_size} (one per rank), found {machine.gpu_count}; start "
-            f"deepspeed with --num_gpus {machine.gpu_count} or look at CUDA_VISIBLE_DEVICES"
-        )
-    return lines
-
-
-def enforce(needs: Needs, machine: Machine) -> None:
-    """Raise DoesNotFit, with the whole table, when anything is too small."""
-    lines = check(needs, machine)
-    if lines:
-        text = "\n".join(f"- {line}" for line in lines)
-        raise DoesNotFit(
-            f"this machine cannot hold the run\n\n{table(rows(needs, machine))}\n\n{text}\n\n{LOWER_BOUND} "
-            "Start anyway with force=true."
-        )
-
-
-def rows(needs: Needs, machine: Machine) -> list[Row]:
-    """Needed against found for each resource the run uses. Without a GPU its bytes are host bytes."""
-    host, ranks = needs.host_bytes, needs.ranks_per_node
-    if machine.gpu_bytes is None:
-        host += needs.gpu_bytes * ranks
-    lines = [Row(f"host memory of this node ({ranks} ranks)", host, *_host_found(needs, machine))]
-    if machine.gpu_bytes is not None:
-        lines.append(Row("GPU memory of each rank", needs.gpu_bytes, machine.gpu_bytes, needs.gpu_remedy))
+def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
+    """Needed against found for each resource the run uses; `memory` are a plan's, else the model states stand there."""
+    lines = list(memory) or lower_bound(needs, machine)
     if needs.mlocked_bytes and machine.memlock_bytes is not None:
         kib = -(-needs.mlocked_bytes // 1024)
         remedy = (
@@ -251,7 +142,50 @@ def rows(needs: Needs, machine: Machine) -> list[Row]:
         lines.append(
             Row("locked memory of each rank (ulimit -l)", needs.mlocked_bytes, machine.memlock_bytes, remedy)
         )
-    return [*lines, *_disk_rows(needs, machine)]
+    return [*lines, *_shared_memory_rows(needs, machine), *_disk_rows(needs, machine)]
+
+
+def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
+    """Memory for the model states. Without a GPU its bytes are host bytes."""
+    host, ranks = needs.host_bytes, needs.ranks_per_node
+    if machine.gpu_bytes is None:
+        host += needs.gpu_bytes * ranks
+    lines = [host_row(needs, machine, host, machine.host_available_bytes)]
+    if machine.gpu_bytes is not None:
+        lines.append(gpu_row(needs, machine, needs.gpu_bytes))
+    return lines
+
+
+def host_row(needs: Needs, machine: Machine, needed_bytes: int, found_bytes: int) -> Row:
+    return Row(
+        f"host memory of this node ({needs.ranks_per_node} ranks)",
+        needed_bytes,
+        found_bytes,
+        _host_remedy(needs, machine),
+    )
+
+
+def gpu_row(needs: Needs, machine: Machine, needed_bytes: int) -> Row:
+    assert machine.gpu_bytes is not None
+    return Row("GPU memory of each rank", needed_bytes, machine.gpu_bytes, needs.gpu_remedy)
+
+
+def problems(lines: Sequence[Row]) -> list[str]:
+    """What is too small; each line names the resource, needed and found, and the remedy."""
+    return [
+        f"{row.name}: needed {_gib(row.needed_bytes)} GiB, found {_gib(row.found_bytes)} GiB; {row.remedy}"
+        for row in lines
+        if not row.fits
+    ]
+
+
+def refusal(lines: Sequence[Row]) -> str | None:
+    """The whole table and every problem, when anything is too small."""
+    found = problems(lines)
+    if not found:
+        return None
+    text = "\n".join(f"- {line}" for line in found)
+    return f"this machine cannot hold the run\n\n{table(lines)}\n\n{text}"
 
 
 def table(lines: Sequence[Row]) -> str:
@@ -266,15 +200,7 @@ def table(lines: Sequence[Row]) -> str:
     return "\n".join([head, *body])
 
 
-def disk(folder: str) -> Disk:
-    """Free bytes where `folder` is, or will be made: at its nearest parent that exists."""
-    path = Path(folder).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return Disk(folder, shutil.disk_usage(path).free, path.stat().st_dev)
-
-
-def _host_found(needs: Needs, machine: Machine) -> tuple[int, str]:
+def _host_remedy(needs: Needs, machine: Machine) -> str:
     remedy = "use more nodes, or deepspeed.config=zero3_nvme with hardware.nvme_path=FOLDER"
     if machine.host_limit_bytes < machine.host_total_bytes:
         remedy = f"a control group allows {_gib(machine.host_limit_bytes)} GiB in all: raise it, {remedy}"
@@ -283,7 +209,17 @@ def _host_found(needs: Needs, machine: Machine) -> tuple[int, str]:
             ", or deepspeed.overrides.zero_optimization.offload_optimizer.pin_memory=false, which saves "
             f"{_gib(needs.rounding_bytes)} GiB of rounding and costs speed"
         )
-    return machine.host_available_bytes, remedy
+    return remedy
+
+
+def _shared_memory_rows(needs: Needs, machine: Machine) -> list[Row]:
+    """NCCL's segments between the GPUs of a node; 10 MB each, several per rank. CPU ranks use none (gloo)."""
+    if machine.gpu_bytes is None or machine.shm_bytes is None or needs.ranks_per_node < 2:
+        return []
+    remedy = (
+        "start the container with --shm-size=1g or --ipc=host, or remove what earlier runs left in /dev/shm"
+    )
+    return [Row("/dev/shm", SHM_PER_RANK * needs.ranks_per_node, machine.shm_bytes, remedy)]
 
 
 def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
@@ -320,22 +256,6 @@ def _gpu_remedy(ds: Mapping[str, Any]) -> str:
         return "choose deepspeed.config=zero3, or zero3_offload_optimizer"
     following = "zero3_offload_optimizer" if optimizer is None else "zero3_offload"
     return f"choose deepspeed.config={following}, or use more GPUs"
-
-
-def _memlock_bytes(root: Path) -> int | None:
-    """The limit on memory that a process locks itself; None when there is none or the process may ignore it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    status = root / "proc/self/status"
-    effective = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")]
-    return None if effective and int(effective[0], 16) >> CAP_IPC_LOCK & 1 else soft
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
 
 
 def _gib(size: float) -> str:

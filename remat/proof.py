@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from remat import placement
+from remat import distributed, held, placement, run_dir, summary
 from remat.activation_checkpointing import evidence, policy
-from remat.setup import Parts
+from remat.activation_checkpointing.counts import NotInEffect
+from remat.parts import Parts
+
+LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather; an evaluation makes it forget
+
+
+@contextmanager
+def watching(parts: Parts) -> Iterator[Callable[[], None]]:
+    """The first micro-batch of a launch is watched op by op, and under ZeRO-3 the first of those that run alike.
+
+    What each backward leaves is counted until the proof is there.
+    """
+    wanted = 0 if parts.watch is None else LEARNT
+    if parts.settled is None and parts.in_a_row == wanted:
+        with parts.applied.watch(parts.world.device) as watch:
+            yield watch.forward_done
+        parts.watch = parts.watch or watch
+        if parts.strategy.zero_stage < 3 or wanted == LEARNT:
+            parts.settled = watch
+    else:
+        yield lambda: None
+    parts.in_a_row += 1
+    if not parts.proven:
+        parts.held = held.largest([parts.held, held.after_backward(parts.engine)])
+
+
+def prove(parts: Parts) -> None:
+    """After the first step that was applied: is what was asked in effect? What was found goes to proof.json either way.
+
+    Raises NotInEffect on all ranks when a promise was not kept on any.
+    """
+    parts.proven = True
+    parts.held |= held.after_step(parts.engine)
+    mine, broken = collect(parts)
+    everyone = distributed.gather((mine, broken, parts.held))
+    parts.held = held.largest([found for _, _, found in everyone])
+    if parts.world.is_main:
+        run_dir.write_json(
+            parts.record_folder / "proof.json", record(parts, [found for found, _, _ in everyone])
+        )
+    problems = [f"rank {rank}: {text}" for rank, (_, texts, _) in enumerate(everyone) for text in texts]
+    if problems:
+        raise NotInEffect("\n".join(problems))
+    parts.window.recomputes(parts.watch.recomputed_share() if parts.watch else 0.0)
+    parts.console.note(f"proven: {line(parts, mine)}")
+    parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
 def collect(parts: Parts) -> tuple[dict[str, Any], list[str]]:

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from remat.config import ConfigError
+from remat.redact import redact
 from remat.report_charts import DARK, LIGHT, PHASES, Rows, charts, series
 from remat.report_page import Page, Picture, Table, render
-from remat.tracking import RECORD, read_metrics, redact
+from remat.tracking import RECORD, read_metrics
 
 ALT = {
     "loss": "Training and evaluation loss, gradient norm and learning rate over steps",

@@ -70,7 +70,7 @@ def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
         "throughput": _throughput,
     }
     images: dict[str, bytes] = {}
-    with matplotlib.rc_context(_style(theme)):
+    with matplotlib.rc_context(style(theme)):
         for name, make in makers.items():
             figure = make(rows, theme)
             if figure is not None:
@@ -86,7 +86,8 @@ def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
     return [row["step"] for row in kept], [row[name] for row in kept]
 
 
-def _style(theme: Theme) -> Any:
+def style(theme: Theme) -> Any:
+    """matplotlib's rc parameters of every picture of the project."""
     return {
         "figure.constrained_layout.w_pad": 0.1,
         "figure.constrained_layout.h_pad": 0.1,

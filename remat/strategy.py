@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from remat import compose, ds_config, flops, hardware, lora, loss, model, preflight, tensor_parallel
+from remat import (
+    compose,
+    ds_config,
+    flops,
+    hardware,
+    lora,
+    loss,
+    model,
+    preflight,
+    qlora,
+    tensor_parallel,
+    versions,
+)
 from remat.activation_checkpointing import layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.config import ConfigError, LossKind, PeftMethod, Precision, RunConfig
@@ -28,6 +40,21 @@ class Strategy:
     ds: dict[str, Any]
     zero_stage: int
     decisions: list[LayerDecision]
+
+    def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
+        """Of one rank; `data_ranks` share them."""
+        return states.model_states(
+            num_params=self.held.num_params,
+            largest_param=self.held.largest_param,
+            num_trainable_params=self.held.num_trainable_params,
+            largest_trainable_param=self.held.largest_trainable_param,
+            quantised_weights=self.held.quantised_weights,
+            ds=self.ds,
+            world_size=data_ranks,
+            ranks_per_node=ranks_per_node,
+            gas=self.ds["gradient_accumulation_steps"],
+            can_pin=can_pin,
+        )
 
 
 def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
@@ -54,9 +81,11 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             largest_param=facts.largest_param,
         ),
     )
+    fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
     if cfg.peft.method is PeftMethod.lora:
         lora.check_offload(ds_config.param_offload_device(rendered))
-    fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.check(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     return Strategy(
         facts=facts,
@@ -81,7 +110,7 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
         tensor_parallel_size=cfg.train.tensor_parallel_size,
         has_gpu=has_gpu,
         attention=cfg.model.attention,
-        lora_dropout=cfg.peft.dropout if cfg.peft.method is PeftMethod.lora else 0.0,
+        lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
         fields=skeleton.config.to_dict(),
         activation_elements=cfg.train.micro_batch_size
         * cfg.train.seq_len
@@ -96,13 +125,21 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:
     """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
-    return replace(model.facts(_with_adapters(cfg, skeleton)), class_name=type(skeleton).__name__)
+    quantised: tuple[int, ...] = ()
+    if cfg.peft.method is PeftMethod.qlora:
+        quantised = qlora.weights(layers.decoder_layers(skeleton))
+    facts = model.facts(_with_adapters(cfg, skeleton))
+    return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
 
 def meta_model(cfg: RunConfig) -> Any:
-    """The model as it will be trained, adapters and precision included, on the meta device."""
-    net = _with_adapters(cfg, model.skeleton(model.shape_config(cfg.model), cfg.model))
-    return net.to(model.DTYPES[cfg.train.precision]).train()
+    """The model as it will be trained, adapters, precision and quantisation included, on the meta device."""
+    dtype = model.DTYPES[cfg.train.precision]
+    net: Any = model.skeleton(model.shape_config(cfg.model), cfg.model)
+    net = net.to(dtype).train()
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
+    return _with_adapters(cfg, net).to(dtype).train()
 
 
 def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
@@ -127,37 +164,20 @@ def _held(facts: model.ModelFacts, skeleton: Any, shared_by: int) -> model.Model
     )
 
 
-def check_machine(
-    cfg: RunConfig, strategy: Strategy, *, world_size: int, local_size: int, warn: Callable[[str], None]
-) -> None:
-    """Raise DoesNotFit when the model states alone are more than this machine has, ConfigError for its precision.
+def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
+    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` a warning).
 
-    With `force` the first is a warning.
+    Raises ConfigError for a precision that the machine has not.
+
+    Memory and disks are looked at with the plan, when the ranks can speak to each other.
     """
-    items = states.model_states(
-        num_params=strategy.held.num_params,
-        largest_param=strategy.held.largest_param,
-        num_trainable_params=strategy.held.num_trainable_params,
-        largest_trainable_param=strategy.held.largest_trainable_param,
-        ds=strategy.ds,
-        world_size=tensor_parallel.data_ranks(cfg.train.tensor_parallel_size, world_size),
-        ranks_per_node=local_size,
-        gas=strategy.ds["gradient_accumulation_steps"],
-        can_pin=torch.cuda.is_available(),
-    )
-    try:
-        preflight.run(
-            items,
-            strategy.facts.num_params,
-            cfg,
-            ds=strategy.ds,
-            local_size=local_size,
-            num_trainable_params=strategy.facts.num_trainable_params,
-        )
-    except preflight.DoesNotFit as problem:
-        if not cfg.force:
-            raise
-        warn(f"force=true: starting although {problem}")
+    if old := versions.too_old():
+        raise preflight.DoesNotFit("\n".join(old))
+    lacking = preflight.too_few_gpus(needed=local_size, found=torch.cuda.device_count())
+    if lacking and not cfg.force:
+        raise preflight.DoesNotFit(f"{lacking}. Start anyway with force=true")
+    if lacking:
+        warn(f"force=true: starting although {lacking}")
     _check_precision(cfg.train.precision)
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
+
 
 class NotInEffect(RuntimeError):
     """A policy promised something that did not happen; the text names the option and the cause."""
@@ -47,6 +49,10 @@ class Scope:
         self.layer, self.recomputing = layer, self.recomputing or recomputing
         try:
             yield
+        except Exception as error:
+            if not hasattr(error, PLACE):
+                setattr(error, PLACE, (self.layer, self.recomputing))
+            raise
         finally:
             self.layer, self.recomputing = before
 

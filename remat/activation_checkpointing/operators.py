@@ -25,6 +25,7 @@ MATMULS = {
     "aten::_scaled_grouped_mm",
     "aten::_scaled_grouped_mm_v2",
     "transformers::grouped_mm_fallback",
+    "bitsandbytes::gemm_4bit",
 }
 # flash_attn, flash_attn_3 and kernels of the hub, whose namespaces end in a hash, are known by their pattern
 FUSED_ATTENTION = re.compile(

@@ -74,6 +74,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._track(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + op_flops.dequantised_bytes(func, args))
         self._count(func, args, kwargs, result)
         return result
 

@@ -32,6 +32,12 @@ def cost(
     return OpCost(kind, flops, sum(t.nbytes for t in given) + sum(t.nbytes for t in made), phase)
 
 
+def dequantisation(func: Any, args: Any, phase: Phase) -> OpCost | None:
+    """That copy is written, and read by the product."""
+    size = op_flops.dequantised_bytes(func, args)
+    return OpCost("elementwise", 0, 2 * size + args[1].nbytes, phase) if size else None
+
+
 def _is_free(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
@@ -48,8 +54,11 @@ def workspace_bytes(func: Any, args: Any) -> int:
 
     Flash (torch 2.13, flash_attn/flash_api.cpp, mha_bwd): an fp32 copy of the query's gradient, padded to 128 rows
     and 32 columns, and one number per row; grouped heads get whole gradients of key and value first. Efficient
-    (transformers/cuda/attention_backward.cu): one number per row, and fp32 accumulators.
+    (transformers/cuda/attention_backward.cu): one number per row, and fp32 accumulators. And what a GPU's product with
+    a 4-bit weight holds on top of `dequantised_bytes`: its constants before their mean is added.
     """
+    if (dequantised := op_flops.dequantised_bytes(func, args)) > 0:
+        return dequantised - int(args[0].element_size()) * args[2][0] * args[2][1]  # the constants once more
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         query, key = args[1], args[2]
         batch, heads, rows, width = query.shape

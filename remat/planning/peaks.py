@@ -6,6 +6,7 @@ A record is replayed in a fraction of a second, so one simulation answers for an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from remat.planning import zero3
 from remat.planning.gradients import Gradients
@@ -14,11 +15,22 @@ from remat.planning.timeline import KINDS, Part, Ready, Snapshot
 from remat.planning.zero3_events import Event, Kind, Parameters
 
 
+class Instant(NamedTuple):
+    """Bytes on top of the model states, at one point of a micro-batch."""
+
+    phase: Phase
+    layer: int | None
+    total_bytes: int
+
+
 @dataclass(frozen=True)
 class Peaks:
+    """`curve` is the whole micro-batch in order, at every cut of the record and at the most until the next."""
+
     forward: Moment
     backward: Moment
     gathered_elements: int
+    curve: list[Instant]
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:
@@ -42,6 +54,7 @@ class _Replay:
         self._gathered = self._coordinator.bytes
         self._gradients = Gradients(parameters, zero, rank=rank)
         self._best: dict[Phase, Moment] = {}
+        self._curve: list[Instant] = []
 
     def _on_change(self, gathered: int) -> None:
         self._gathered = gathered
@@ -62,10 +75,13 @@ class _Replay:
             self._offer(phase, part.peak, self._gathered, gradients.kept_bytes, gradients.bucket_bytes)
         end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
         self._offer(Phase.backward, end, self._gathered, *gradients.backward_ends())
-        return Peaks(self._best[Phase.forward], self._best[Phase.backward], self._coordinator.elements)
+        return Peaks(
+            self._best[Phase.forward], self._best[Phase.backward], self._coordinator.elements, self._curve
+        )
 
     def _offer(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:
         total = local.total + gathered + kept + bucket
+        self._curve.append(Instant(phase, local.layer, total))
         best = self._best.get(phase)
         if best is not None and total <= best.total_bytes:
             return

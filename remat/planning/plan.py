@@ -21,6 +21,12 @@ FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching alloca
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/states.py
     "parameters": Category.weights,
     "frozen parameters": Category.weights,
+    "4-bit weights": Category.weights,
+    "constants of 4-bit weights": Category.weights,
+    "constants of the constants": Category.weights,
+    "means of the constants": Category.weights,
+    "tables of 4-bit values": Category.weights,
+    "tables of 8-bit values": Category.weights,
     "gradients": Category.gradients,
     "accumulated gradients": Category.gradients,
     "gradient staging on the GPU": Category.buckets,
@@ -63,12 +69,15 @@ class Plan:
     """Bytes of one rank, and of one node where a name says so.
 
     `gpu` is by category at the moment of the peak; `peak_bytes` is what torch would report as
-    max_memory_allocated, `resources[0]` what the GPU must have for it. `host`, `pinned` and `nvme` are by item.
+    max_memory_allocated; `resources` begins with what the GPU must have for it, if there is one. `host`, `pinned` and
+    `nvme` are by item. `states` is what the model states have on the GPU after a backward, whenever the peak is.
     """
 
     gpu: Mapping[Category, int]
+    states: Mapping[Category, int]
     peak: Moment
     peak_bytes: int
+    states_bytes: int  # on the GPU from the first micro-batch to the last
     host: Mapping[str, int]
     pinned: Mapping[str, int]
     nvme: Mapping[str, int]
@@ -88,42 +97,44 @@ def assemble(
     zero: ZeroSettings,
     capacity: Capacity,
     *,
-    trained_per_rank: int,
+    update_bytes: int,
     ranks_per_node: int,
     num_nodes: int,
     saved_state_bytes: int,
     extra_host_bytes: int,
+    on_gpu: bool = True,
 ) -> Plan:
     """Put the model states and one simulated micro-batch together.
 
-    `trained_per_rank` is this rank's share of the trained parameters, `extra_host_bytes` what each process has in
-    host memory besides (libraries, the data's page cache).
+    `update_bytes` is what the optimizer's update adds on the GPU, `extra_host_bytes` what each process has in host
+    memory besides (libraries, the data's page cache). Without a GPU (`on_gpu=False`) the bytes of `gpu` are
+    host memory too, with no allocator or context around them.
     """
     simulated = IN_BACKWARD if zero.stage < 3 else ()  # counted from moment to moment there
     states = _persistent(item for item in items if item.name not in simulated)
     moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
-    moments.append(_optimizer_step(_persistent(items), zero, trained_per_rank))
+    moments.append(_optimizer_step(_persistent(items), update_bytes))
     peak = max(moments, key=lambda moment: moment.total_bytes)
     gpu = dict(peak.by_category)
-    overhead = int(FRAGMENTATION * peak.total_bytes) + CONTEXT_BYTES
-    overhead += COLLECTIVES_BYTES if zero.world_size > 1 else 0
+    overhead = overhead_bytes(peak.total_bytes, zero.world_size) if on_gpu else 0
     gpu[Category.overhead] = overhead
     host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
     pinned = _by_name(items, "pinned")
     if simulation.host_bytes:
         pinned["offloaded activations"] = simulation.host_bytes
     nvme = _by_name(items, "nvme")
-    per_node = ranks_per_node * (sum(host.values()) + sum(pinned.values()))
-    resources = [
-        Resource("GPU memory", peak.total_bytes + overhead, capacity.gpu_bytes),
-        Resource("host memory per node", per_node, capacity.host_bytes),
-    ]
+    per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
+    resources = [Resource("host memory per node", ranks_per_node * per_rank, capacity.host_bytes)]
+    if on_gpu:
+        resources.insert(0, Resource("GPU memory", peak.total_bytes + overhead, capacity.gpu_bytes))
     if nvme:
         resources.append(Resource("NVMe per node", ranks_per_node * sum(nvme.values()), capacity.nvme_bytes))
     return Plan(
         gpu=gpu,
+        states=_persistent(items),
         peak=peak,
         peak_bytes=peak.total_bytes,
+        states_bytes=sum(states.values()),
         host=host,
         pinned=pinned,
         nvme=nvme,
@@ -132,11 +143,23 @@ def assemble(
         resources=resources,
         assumptions=[
             *simulation.assumptions,
-            f"{FRAGMENTATION:.0%} of the peak goes to the allocator, {CONTEXT_BYTES / GIB:.1f} GiB to the CUDA context"
-            + (f", {COLLECTIVES_BYTES / GIB:.1f} GiB to NCCL" if zero.world_size > 1 else ""),
+            _overhead_in_words(zero.world_size)
+            if on_gpu
+            else "there is no GPU: what would be on it is host memory",
             f"{num_nodes} node(s) of {ranks_per_node} rank(s)",
         ],
     )
+
+
+def overhead_bytes(peak_bytes: int, world_size: int) -> int:
+    """What a GPU has besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
+    return int(FRAGMENTATION * peak_bytes) + CONTEXT_BYTES + (COLLECTIVES_BYTES if world_size > 1 else 0)
+
+
+def _overhead_in_words(world_size: int) -> str:
+    nccl = f", {COLLECTIVES_BYTES / GIB:.1f} GiB to NCCL" if world_size > 1 else ""
+    context = f"{CONTEXT_BYTES / GIB:.1f} GiB to the CUDA context"
+    return f"{FRAGMENTATION:.0%} of the peak goes to the allocator, {context}{nccl}"
 
 
 def _persistent(items: Iterable[Item]) -> dict[Category, int]:
@@ -157,14 +180,10 @@ def _with_states(moment: Moment, persistent: Mapping[Category, int]) -> Moment:
     return Moment(sum(total.values()), total, moment.phase, moment.layer, moment.operation)
 
 
-def _optimizer_step(persistent: Mapping[Category, int], zero: ZeroSettings, trained_per_rank: int) -> Moment:
-    """The update itself: without offload a fp32 copy of the gradient shard lies beside the states.
-
-    runtime/zero/stage_1_and_2.py:3118 and stage3.py:2686 (there one sub-group at a time, at most the shard).
-    """
+def _optimizer_step(persistent: Mapping[Category, int], copies_bytes: int) -> Moment:
+    """The update itself: copies of the gradients lie beside the states."""
     total = dict(persistent)
-    if not zero.offload_optimizer:
-        total[Category.gradients] = total.get(Category.gradients, 0) + 4 * trained_per_rank
+    total[Category.gradients] = total.get(Category.gradients, 0) + copies_bytes
     return Moment(sum(total.values()), total, Phase.step, None, "optimizer")
 
 

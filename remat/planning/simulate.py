@@ -63,8 +63,7 @@ class Recording:
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """`zero` may differ from the recorded one in all but the question whether it is stage 3."""
-        timeline = self.timeline
-        found = peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero)
+        timeline, found = self.timeline, self._peaks(zero)
         return Simulation(
             forward_peak=found.forward,
             backward_peak=found.backward,
@@ -75,6 +74,14 @@ class Recording:
             gathered_elements=found.gathered_elements,
             assumptions=self.assumptions,
         )
+
+    def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:
+        """Bytes from the start of the micro-batch to its end, on the rank that has the highest peak."""
+        return self._peaks(zero).curve
+
+    def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
+        timeline = self.timeline
+        return peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero)
 
 
 def run(
@@ -87,11 +94,13 @@ def run(
     micro_batch_size: int,
     seq_len: int,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+    workspaces: bool = True,
 ) -> Simulation:
     """Forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
     `loss(model, {"input_ids", "labels"})` is the scalar that is trained on, `around` what surrounds a micro-batch of
-    the run, `scope` says where the computation is, `ignored` names host memory. Bytes come on top of the model
+    the run, `scope` says where the computation is, `ignored` names host memory; `workspaces`: of a GPU's kernels,
+    see Timeline. Bytes come on top of the model
     states, of which gradients and buckets below ZeRO-3 are not part: they are counted here, from moment to moment.
     """
     recording = record(
@@ -103,6 +112,7 @@ def run(
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,
         ignored=ignored,
+        workspaces=workspaces,
     )
     return recording.under(zero)
 

@@ -7,7 +7,7 @@ optimizer step's temporaries come on top. Each term carries the line of DeepSpee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,11 @@ PARAM_SWAPPER = "runtime/swap_tensor/partitioned_param_swapper.py"
 STATE_SWAPPER = "runtime/swap_tensor/partitioned_optimizer_swapper.py"
 CPU_ADAM = "ops/adam/cpu_adam.py:161"
 MODEL, AUTOGRAD, TORCH_ADAM = "the model", "torch.autograd", "torch.optim.AdamW"
+BNB, BNB_CUDA = "bitsandbytes/functional.py", "bitsandbytes/backends/cuda/ops.py"  # 0.50.2
+BLOCK, BLOCK_OF_CONSTANTS = (
+    64,
+    256,
+)  # weights that share an 8-bit constant, and constants that share an fp32 one
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Item:
 
     `pinned` is page-locked host memory. torch rounds it up to a power of two; `raw_bytes_per_rank` is the size
     before. `mlocked` marks what DeepSpeed locks itself, within RLIMIT_MEMLOCK. `source` is a line of the deepspeed
-    package, or who else allocates.
+    package or of bitsandbytes, or who else allocates.
     """
 
     name: str
@@ -55,18 +60,42 @@ def model_states(
     can_pin: bool = True,
     num_trainable_params: int | None = None,
     largest_trainable_param: int | None = None,
+    quantised_weights: Sequence[int] = (),
 ) -> list[Item]:
     """The model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
 
     Frozen parameters have no gradient, master copy or moments; both trainable counts are None when all are trained.
+    `quantised_weights` are the elements of each frozen matrix that is held in 4 bits, whole on every rank.
     `gas` is the number of micro-batches per optimizer step; `can_pin` is false without CUDA, where a pinned
     allocation is an ordinary one. Padding (a few elements per parameter) is left out.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param
-    sizes = _Sizes(trained, num_params - trained, largest, ds, world_size, ranks_per_node, gas, can_pin)
+    frozen = num_params - trained - sum(quantised_weights)
+    sizes = _Sizes(trained, frozen, largest, ds, world_size, ranks_per_node, gas, can_pin)
     build = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[sizes.stage]
-    return [item for item in build(sizes) if item.bytes_per_rank > 0]
+    items = [*build(sizes), *_quantised(sizes, quantised_weights)]
+    return [item for item in items if item.bytes_per_rank > 0]
+
+
+def update_bytes(
+    *, num_trainable_params: int, largest_trainable_param: int, ds: Mapping[str, Any], world_size: int
+) -> int:
+    """Copies of gradients that lie on the GPU beside the model states while the optimizer updates, at their most.
+
+    Gradients are made flat, then fp32: under stages 1 and 2 this rank's share (stage_1_and_2.py:3110-3119; not with
+    gradients that are fp32 and flat already, :1259), under stage 3 one sub-group after another (stage3.py:2686).
+    Without ZeRO all are made fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy).
+    """
+    s = _Sizes(num_trainable_params, 0, largest_trainable_param, ds, world_size, 1, 1, False)
+    if s.optimizer_device:
+        return 0
+    if s.stage == 0:
+        return 0 if s.width == MASTER else MASTER * s.params
+    flat = s.grad_width + (MASTER_GRADIENT if s.grad_width < MASTER_GRADIENT else 0)
+    if s.stage == 3:
+        return flat * max(_sub_groups(s))
+    return 0 if s.grad_width > s.width else flat * s.shard
 
 
 def by_place(items: Iterable[Item]) -> dict[Place, int]:
@@ -121,6 +150,24 @@ class _Sizes:
         return Item(name, "pinned", size, size * self.ranks_per_node, size, source, mlocked=True)
 
 
+def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
+    """NF4 with double quantisation: an 8-bit constant per block of weights, and an fp32 one per 256 of those.
+
+    Each matrix has besides one fp32 mean of its constants and both tables of values, of 16 and 256 fp32 numbers.
+    """
+    constants = [math.ceil(elements / BLOCK) for elements in weights]
+    of_constants = sum(math.ceil(count / BLOCK_OF_CONSTANTS) for count in constants)
+    packed = sum(math.ceil(elements / 2) for elements in weights)
+    return [
+        s.item("4-bit weights", "gpu", packed, f"{BNB_CUDA}:392"),
+        s.item("constants of 4-bit weights", "gpu", sum(constants), f"{BNB_CUDA}:311"),
+        s.item("constants of the constants", "gpu", 4 * of_constants, f"{BNB_CUDA}:310"),
+        s.item("means of the constants", "gpu", 4 * len(weights), f"{BNB}:939"),
+        s.item("tables of 4-bit values", "gpu", 4 * 16 * len(weights), f"{BNB}:854"),
+        s.item("tables of 8-bit values", "gpu", 4 * 256 * len(weights), f"{BNB}:677"),
+    ]
+
+
 def _stage_0(s: _Sizes) -> list[Item]:
     items = [
         s.item("parameters", "gpu", s.width * s.params, MODEL),
@@ -130,7 +177,7 @@ def _stage_0(s: _Sizes) -> list[Item]:
     ]
     if s.width < 4:  # plain fp32 is trained by the optimizer itself, without a wrapper
         items.append(
-            s.item("master parameters", "gpu", MASTER * s.params, "runtime/fp16/fused_optimizer.py:100")
+            s.item("master parameters", "gpu", MASTER * s.params, "runtime/fp16/unfused_optimizer.py:78")
         )
     return items
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from remat import op_flops
 from remat.planning import op_costs
 from remat.planning.records import Category, OpCost, Phase
 from remat.planning.zero3_events import Event
@@ -116,13 +117,16 @@ class Timeline(TorchDispatchMode):
         name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
         for tensor in made:
             self._track(tensor, layer, late="empty" in name)
-        workspace = 0
+        workspace = op_flops.dequantised_bytes(func, args)
         if self._workspaces:
-            workspace = op_costs.workspace_bytes(func, args)
+            workspace += op_costs.workspace_bytes(func, args)
             workspace -= op_costs.summed_in_place_bytes(func, args) if phase is Phase.backward else 0
         self._bump(phase, layer, name, workspace)
-        cost = op_costs.cost(func, args, kwargs, result, given, made, phase)
-        if cost is not None:
+        costs = (
+            op_costs.cost(func, args, kwargs, result, given, made, phase),
+            op_costs.dequantisation(func, args, phase),
+        )
+        for cost in filter(None, costs):
             self.ops.append(cost)
             self.flops[phase] += cost.flops
         return result

@@ -85,8 +85,18 @@ STRATEGIES = {
     "ZeRO-3 offload": ["deepspeed.config=zero3_offload", *EVERYTHING_MOVES],
 }
 TRAINED = {"full": [], "LoRA": ["peft=lora", "peft.r=4", "peft.dropout=0.1"]}
-EACH_TIME = ["ZeRO-2 offload, full", "ZeRO-3, LoRA", "ZeRO-3 offload, full"]  # all eight take ten minutes
 COLUMNS = [f"{strategy}, {trained}" for strategy in STRATEGIES for trained in TRAINED]
+
+
+def chosen(*, whole: bool) -> list[tuple[str, str]]:
+    """(mode, column) of the cells that run: all 240 take ten minutes, so usually each mode in one column.
+
+    The columns take turns; `none`, which the others are held to, runs in each.
+    """
+    if whole:
+        return [(mode, column) for column in COLUMNS for mode in MODES]
+    turns = {mode: COLUMNS[3 * index % len(COLUMNS)] for index, mode in enumerate(MODES)}
+    return [(mode, column) for column in COLUMNS for mode in MODES if mode == "none" or turns[mode] == column]
 
 
 def make_workshop(folder: Path) -> Path:

@@ -13,7 +13,8 @@ from tests.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
 
-SHARED = ["train.tensor_parallel_size=2", "model.architecture={}"]
+STEPS = ["train.steps=4"]  # collectives of the layers are slow between processes on a CPU
+SHARED = ["train.tensor_parallel_size=2", "model.architecture={}", *STEPS]
 PARTITION = ["checkpointing=deepspeed", "checkpointing.deepspeed.partition_activations=true"]
 CONTIGUOUS = [*PARTITION, "checkpointing.deepspeed.contiguous_memory_optimization=true"]
 MATMUL = ["checkpointing=selective_ops", "checkpointing.selective_ops.save=[attention,matmul]"]
@@ -55,7 +56,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(workshop: Path) -> list[tuple[float, float]]:
-    return tiny.plain_loop(words(workshop, "plain"))
+    return tiny.plain_loop(words(workshop, "plain", *STEPS))
 
 
 def launch(workshop: Path, runs: dict[str, list[str]], ranks: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
         "config.yaml",
         "ds_config.json",
         "env.json",
+        "plan.json",
+        "ledger.json",
         "metrics.jsonl",
         "saved/step-000008/manifest.json",
     ):
@@ -83,6 +86,37 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in tiny.rows(folder, "loss/eval")] == [0, 4, 8]
 
 
+def test_planned_and_measured_stand_side_by_side(whole: tuple[Path, str]) -> None:
+    """Exact where both count the same tensors; the peak within what one thread of gloo may still hold."""
+    folder, _ = whole
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["reason"] is None and plan["device"] == "cpu"
+    assert plan["planned"]["world_size"] == 2
+    assert plan["planned"]["fits"] is True
+    assert [resource["name"] for resource in plan["planned"]["resources"]] == ["host memory per node"]
+    ledger = json.loads((folder / "ledger.json").read_text())
+    rows = {row["category"]: row for row in ledger["rows"]}
+    for category, tolerance in {
+        "weights in host memory": 0.001,
+        "gradients in host memory": 0.01,  # and DeepSpeed's flags and norms
+        "optimizer state in host memory": 0.001,
+        "communication buckets in host memory": 0.001,
+        "kept activations, all layers": 0.001,
+        "recomputed FLOPs, of forward": 0.001,
+        "peak of a micro-batch, on top of the model states": 0.05,
+    }.items():
+        row = rows[category]
+        assert row["measured"] == pytest.approx(row["planned"], rel=tolerance), row
+    gathered = rows["gathered by ZeRO-3 per micro-batch"]
+    assert gathered["measured"] >= 0.99 * gathered["planned"] > 0, "more, for an evaluation came before"
+    kept = ledger["kept_bytes_per_layer"]
+    assert kept["planned"] == kept["measured"] and len(kept["measured"]) == 2
+    assert rows["host memory"]["measured"] > 0
+    assert rows["step time"]["planned"] is None and rows["step time"]["measured"] > 0
+    assert "rates are not known" in rows["step time"]["how"]
+    assert "plan/gpu_peak_gib" not in tiny.rows(folder)[0], "like memory/gpu_*, absent without a GPU"
+
+
 def test_the_terminal_is_tidy(whole: tuple[Path, str]) -> None:
     _, out = whole
     ours = [
@@ -94,6 +128,8 @@ def test_the_terminal_is_tidy(whole: tuple[Path, str]) -> None:
     assert "full (2 of 2 layers recomputed whole)" in text
     assert "proven: 2 of 2 layers recomputed (2 regions per forward)" in text
     assert "4 blocks = 2 per rank x 1 accumulated x 2 ranks" in text
+    assert re.search(r"plan +peak [\d.]+ MiB per rank, in host memory, in \w+, .* fits with .* to spare", text)
+    assert re.search(r"activations +planned ([\d.]+) MiB, measured \1 \(\+0.0%\)", text)
     assert "eval at step 8" in text and "tokens/s" in text and "step time" in text and "peak host" in text
     for noise in ("Warning", "WARNING", "INFO", "Traceback", "FutureWarning", "built successfully"):
         assert noise not in text, noise
@@ -139,6 +175,7 @@ def test_the_report_draws_a_real_run(whole: tuple[Path, str]) -> None:
         p.name for p in drawn
     }
     page = (folder / "report" / "index.html").read_text()
+    assert "Planned against measured" in page and "optimizer state in host memory" in page
     assert 'src="http' not in page and 'href="http' not in page
 
 
@@ -201,8 +238,26 @@ def test_a_model_too_large_is_refused_before_any_weight_with_exit_code_3(tmp_pat
     done = deepspeed("recipe=llama70b_zero3_offload", f"output_dir={tmp_path}")
     assert done.code == 3, done.out[-3000:]
     assert "host memory" in done.out and "needed" in done.out and "found" in done.out
+    assert done.out.count("this machine cannot hold the run") == 1
+    assert "peak of each rank in backward" in done.out or "peak of each rank in forward" in done.out
+    said = [line.strip() for line in done.out.splitlines() if line.strip().startswith("remat plan ")]
+    assert len(said) == 1 and said[0].startswith("remat plan recipe=llama70b_zero3_offload ")
+    assert "hardware.host_memory_gib=" in said[0] and "hardware.gpus_per_node=2" in said[0]
     assert "Traceback" not in done.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_running_out_of_memory_says_where_and_what_helps(workshop: Path) -> None:
+    """Rank 1 alone, in the recomputation of the last layer: it tells, rank 0 keeps quiet, nobody hangs."""
+    done = deepspeed("3", *words(workshop, "too_much"), script="tests/launch/fails_in.py")
+    assert done.code == 70, done.out[-3000:]
+    assert done.out.count("out of host memory in recompute, layer 1 on rank 1") == 1, done.out[-3000:]
+    assert re.search(r"host, of this rank +[\d.]+ MiB +[\d.]+ MiB", done.out)
+    assert "asked for" in done.out and "DefaultCPUAllocator: can't allocate memory" in done.out
+    assert "the cheapest changes that need less, by the plan:" in done.out
+    assert re.search(r"hardware.gpu_memory_gib=1\.\d+$", done.out, re.MULTILINE)
+    assert "Traceback" not in done.out
+    assert (workshop / "out" / "too_much" / "run" / "plan.json").is_file()
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_exit_code_70(workshop: Path) -> None:
@@ -215,6 +270,10 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_exit_code_70
     skips = [json.loads(line) for line in (folder / "nonfinite.jsonl").read_text().splitlines()]
     assert [skip["step"] for skip in skips] == [2, 3]
     assert all(len(skip["sample_ids"]) == 4 for skip in skips)
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert ledger["finished"] is False
+    measured = {row["category"]: row["measured"] for row in ledger["rows"]}
+    assert measured["optimizer state in host memory"] > 0 and measured["step time"] is None
     assert math.isfinite(tiny.rows(folder)[0]["loss/train"])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from remat import compose, sweep
 from scripts import granularity_table
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -23,3 +26,16 @@ def test_named_files_exist(path: Path) -> None:
     for word in path.read_text().replace("\n", " ").split("`")[1::2]:
         if word.startswith(("tests/", "remat/", "benchmarks/", "scripts/", "conf/")) and " " not in word:
             assert (root / word).exists(), word
+
+
+@pytest.mark.parametrize(
+    "command",
+    re.findall(r"^    remat plan (.*)$", (DOCS / "planning.md").read_text().replace("\\\n", " "), re.MULTILINE),
+)
+def test_every_plan_in_the_docs_composes(command: str) -> None:
+    words = shlex.split(command.partition(" --plot")[0])
+    if "--sweep" in words:
+        words.remove("--sweep")
+        fixed, points = sweep.split(words)
+        words = [*fixed, *points[0]]
+    compose.from_command_line(words)

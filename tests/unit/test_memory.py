@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from remat import memory
+from remat.host_memory import oom_kills
 from remat.memory import GIB, MemoryMonitor, host_memory
 
 
@@ -114,3 +115,19 @@ def test_peak_falls_back_to_getrusage(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert memory._peak_rss_bytes() > 10 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text", "kills"),
+    [
+        ("0::/job", "sys/fs/cgroup/job/memory.events", "oom 3\noom_kill 2\noom_group_kill 0", 2),
+        ("4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control", "under_oom 0\noom_kill 1", 1),
+        ("0::/job", "sys/fs/cgroup/job/other", "oom_kill 5", None),
+    ],
+)
+def test_kills_for_memory_are_counted(
+    tmp_path: Path, groups: str, file: str, text: str, kills: int | None
+) -> None:
+    write(tmp_path / "proc/self/cgroup", groups)
+    write(tmp_path / file, text)
+    assert oom_kills(tmp_path) == kills

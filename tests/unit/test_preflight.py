@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from remat import ds_config, preflight
-from remat.config import ModelConfig, ModelInit, Precision, RunConfig, SaveConfig
+from remat import ds_config, node, preflight
+from remat.config import ModelConfig, ModelInit, Precision, SaveConfig
 from remat.ds_config import RunValues
 from remat.memory import GIB
+from remat.node import Disk, Machine
 from remat.planning.states import Item, model_states
-from remat.preflight import Disk, DoesNotFit, Machine, Needs
+from remat.preflight import Needs
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = 70_553_706_496
@@ -26,6 +27,7 @@ MACHINE = Machine(
     host_limit_bytes=2015 * GIB,
     host_total_bytes=2015 * GIB,
     gpu_count=8,
+    shm_bytes=1000 * GIB,
     gpu_bytes=79 * GIB,
     memlock_bytes=None,
     output=Disk("outputs", 10_000 * GIB, 1),
@@ -77,6 +79,10 @@ def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, ca
     )
 
 
+def checked(needs: Needs, found: Machine) -> list[str]:
+    return preflight.problems(preflight.rows(needs, found))
+
+
 def test_70b_needs_of_one_node() -> None:
     assert needs_70b(can_pin=False).host_bytes == pytest.approx(1411e9, rel=0.02)
     needs = needs_70b()
@@ -88,19 +94,15 @@ def test_70b_needs_of_one_node() -> None:
 
 
 def test_70b_fits_two_terabytes_and_not_one() -> None:
-    assert preflight.check(needs_70b(), MACHINE) == []
+    assert checked(needs_70b(), MACHINE) == []
     small = machine(host_available_bytes=1007 * GIB, host_total_bytes=1024 * GIB, host_limit_bytes=1024 * GIB)
-    (line,) = preflight.check(needs_70b(), small)
+    (line,) = checked(needs_70b(), small)
     assert line.startswith("host memory of this node (8 ranks): needed 1,588.")
     assert "found 1,007.0 GiB" in line
     assert "zero3_nvme" in line
     assert "pin_memory=false" in line
-    with pytest.raises(DoesNotFit) as error:
-        preflight.enforce(needs_70b(), small)
-    text = str(error.value)
-    assert "lower bound" in text
-    assert "Activations" in text
-    assert "force=true" in text
+    text = preflight.refusal(preflight.rows(needs_70b(), small))
+    assert text is not None
     assert "too small" in text
     aligned = [
         row for row in text.splitlines() if row.startswith(("GiB ", "host memory of", "GPU memory", "disk: "))
@@ -111,13 +113,13 @@ def test_70b_fits_two_terabytes_and_not_one() -> None:
 
 def test_rounding_is_offered_only_where_it_matters() -> None:
     tight = machine(host_available_bytes=1)
-    assert "rounding" in preflight.check(needs_70b("zero3_offload_optimizer"), tight)[0]
-    assert "rounding" not in preflight.check(needs_70b("zero3_offload_optimizer", can_pin=False), tight)[0]
+    assert "rounding" in checked(needs_70b("zero3_offload_optimizer"), tight)[0]
+    assert "rounding" not in checked(needs_70b("zero3_offload_optimizer", can_pin=False), tight)[0]
 
 
 def test_a_control_group_limit_is_named() -> None:
     limited = machine(host_available_bytes=100 * GIB, host_limit_bytes=128 * GIB)
-    (line,) = preflight.check(needs_70b(), limited)
+    (line,) = checked(needs_70b(), limited)
     assert "found 100.0 GiB" in line
     assert "a control group allows 128.0 GiB" in line
 
@@ -125,7 +127,7 @@ def test_a_control_group_limit_is_named() -> None:
 def test_gpu_memory_and_its_remedy() -> None:
     needs = needs_70b("zero3")
     assert needs.gpu_bytes == pytest.approx(2 * LLAMA_70B, rel=0.01)  # 16 bytes over 8 ranks
-    (line,) = preflight.check(needs, MACHINE)
+    (line,) = checked(needs, MACHINE)
     assert line.startswith("GPU memory of each rank: needed 131.")
     assert "found 79.0 GiB" in line
     assert "zero3_offload_optimizer" in line
@@ -152,21 +154,43 @@ def test_without_a_gpu_its_bytes_are_host_bytes() -> None:
     rows = preflight.rows(needs, without)
     assert rows[0].needed_bytes == needs.host_bytes + 8 * needs.gpu_bytes
     assert not any(row.name.startswith("GPU") for row in rows)
-    assert len(preflight.check(needs, without)) == 1
+    assert len(checked(needs, without)) == 1
 
 
 def test_fewer_gpus_than_ranks() -> None:
-    (line,) = preflight.check(needs_70b(), machine(gpu_count=4))
+    line = preflight.too_few_gpus(needed=8, found=4)
+    assert line is not None
     assert "needed 8 (one per rank), found 4" in line
     assert "--num_gpus 4" in line
+    assert preflight.too_few_gpus(needed=8, found=8) is None
+    assert preflight.too_few_gpus(needed=8, found=0) is None, "ranks on CPUs"
+
+
+def test_the_memory_of_a_plan_takes_the_place_of_the_lower_bound() -> None:
+    needs = needs_70b("zero3_offload")
+    host = preflight.host_row(needs, MACHINE, 1900 * GIB, 2000 * GIB)
+    rows = preflight.rows(needs, MACHINE, [host, preflight.gpu_row(needs, MACHINE, 80 * GIB)])
+    assert [row.needed_bytes for row in rows[:2]] == [1900 * GIB, 80 * GIB]
+    assert rows[2].name == "/dev/shm"
+    assert rows[3].name.startswith("disk")
+    (line,) = preflight.problems(rows)
+    assert line.startswith("GPU memory of each rank: needed 80.0 GiB, found 79.0 GiB")
+
+
+def test_the_smallest_of_several_nodes() -> None:
+    other = machine(host_available_bytes=5, gpu_bytes=7, memlock_bytes=9, output=Disk("outputs", 3, 4))
+    found = node.smallest([MACHINE, other])
+    assert (found.host_available_bytes, found.gpu_bytes, found.memlock_bytes) == (5, 7, 9)
+    assert found.output.free_bytes == 3
+    assert found.host_total_bytes == MACHINE.host_total_bytes
 
 
 def test_nvme_needs_disk_and_locked_memory() -> None:
     needs = needs_70b("zero3_nvme")
     assert needs.nvme_bytes == pytest.approx(18 * LLAMA_70B, rel=1e-6)
-    assert preflight.check(needs, MACHINE) == []
+    assert checked(needs, MACHINE) == []
     poor = machine(memlock_bytes=8 * 1024**2, nvme=Disk("/scratch", 500 * GIB, 2))
-    locked, swap = preflight.check(needs, poor)
+    locked, swap = checked(needs, poor)
     assert locked.startswith("locked memory of each rank (ulimit -l): needed 4.")
     assert "found 0.01 GiB" in locked
     kib = -(-needs.mlocked_bytes // 1024)
@@ -177,7 +201,7 @@ def test_nvme_needs_disk_and_locked_memory() -> None:
 
 def test_host_offload_needs_no_locked_memory() -> None:
     """CUDA pins through the driver: RLIMIT_MEMLOCK is about DeepSpeed's own I/O buffers only."""
-    assert preflight.check(needs_70b(), machine(memlock_bytes=65536)) == []
+    assert checked(needs_70b(), machine(memlock_bytes=65536)) == []
 
 
 def test_one_filesystem_is_counted_once() -> None:
@@ -189,11 +213,11 @@ def test_one_filesystem_is_counted_once() -> None:
     assert "output_dir" in row.name
     assert "hardware.nvme_path" in row.name
     assert not row.fits
-    assert preflight.check(needs, machine(output=shared)) == []
+    assert checked(needs, machine(output=shared)) == []
 
 
 def test_disk_remedies() -> None:
-    (line,) = preflight.check(needs_70b(), machine(output=Disk("outputs", GIB, 1)))
+    (line,) = checked(needs_70b(), machine(output=Disk("outputs", GIB, 1)))
     assert line.startswith("disk: output_dir outputs: needed 2,496.")  # (3 x 12 + 2) bytes per parameter
     for word in ("save.keep", "save.export=false", "output_dir"):
         assert word in line
@@ -281,7 +305,7 @@ def test_found_looks_under_the_control_group(version: int, tmp_path: Path) -> No
     """A limit far below this machine's memory, so that it decides: 3 MiB, 2 MiB used, of which 1 is page cache."""
     mib = 1024**2
     root = fake_root(tmp_path, version=version, limit=str(3 * mib), used=2 * mib, cache=mib)
-    seen = preflight.found(
+    seen = node.found(
         local_size=2, output_dir=str(tmp_path / "a/b"), nvme_path=str(tmp_path), cache=tmp_path, root=root
     )
     assert seen.host_limit_bytes == 3 * mib
@@ -296,7 +320,7 @@ def test_found_looks_under_the_control_group(version: int, tmp_path: Path) -> No
 
 def test_an_unlimited_control_group_leaves_the_machine(tmp_path: Path) -> None:
     root = fake_root(tmp_path, version=2, limit="max", used=0, cache=0)
-    seen = preflight.found(local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root)
+    seen = node.found(local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root)
     assert seen.host_limit_bytes == seen.host_total_bytes
     assert seen.nvme is None
 
@@ -305,24 +329,9 @@ def test_locked_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def memlock(capabilities: int, limit: int, name: str) -> int | None:
         root = fake_root(tmp_path / name, version=2, limit="max", used=0, cache=0, capabilities=capabilities)
         monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-        seen = preflight.found(
-            local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root
-        )
+        seen = node.found(local_size=1, output_dir=str(tmp_path), nvme_path=None, cache=tmp_path, root=root)
         return seen.memlock_bytes
 
     assert memlock(0, 8 * 1024**2, "limited") == 8 * 1024**2
     assert memlock(1 << 14, 8 * 1024**2, "may lock") is None
     assert memlock(0, resource.RLIM_INFINITY, "unlimited") is None
-
-
-def test_run_compares_this_machine(tmp_path: Path) -> None:
-    cfg = RunConfig(output_dir=str(tmp_path), save=SaveConfig(at_end=True))
-    ds = rendered("zero3_offload", ranks=1, pin=False)
-    sizes: dict[str, Any] = {"ds": ds, "world_size": 1, "ranks_per_node": 1, "gas": 1, "can_pin": False}
-    tiny = model_states(num_params=1000, largest_param=100, **sizes)
-    rows = preflight.run(tiny, 1000, cfg, ds=ds, local_size=1)
-    assert rows[0].name == "host memory of this node (1 ranks)"
-    assert rows[-1].needed_bytes == 12_000
-    huge = model_states(num_params=10**14, largest_param=100, **sizes)
-    with pytest.raises(DoesNotFit, match="host memory of this node"):
-        preflight.run(huge, 10**14, cfg, ds=ds, local_size=1)

@@ -1,0 +1,100 @@
+"""Write the table of docs/plan-accuracy.md from its result file: `python scripts/plan_accuracy_page.py [--check]`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "plan-accuracy.md"
+RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
+MARK, END = "<!-- points: written by scripts/plan_accuracy_page.py -->", "<!-- end of points -->"
+GIB = 1024**3
+MEDIAN_BAR, WORST_BAR = 0.03, 0.08
+NOT_YET = "not yet measured"
+HEADINGS = [
+    "run", "planned allocated", "measured allocated", "error", "planned total", "measured reserved",
+    "measured on device",
+]  # fmt: skip
+
+
+def text(result: dict[str, Any]) -> str:
+    """The verdict, where it was measured, and a row for each point. GiB = 2**30 bytes."""
+    rows = result["points"]
+    table = [f"| {' | '.join(HEADINGS)} |", "|---" + "|---:" * (len(HEADINGS) - 1) + "|"]
+    table += [f"| {' | '.join(cells(row))} |" for row in rows]
+    return "\n".join([verdict(rows), "", where(result["environment"]), "", *table])
+
+
+def error_of(row: dict[str, Any]) -> float | None:
+    """Of the planned peak, as a share of the measured one. None where the run did not reach its end on a GPU."""
+    if row["status"] != "ran" or row["allocated_bytes"] is None:
+        return None
+    return float(row["planned_allocated_bytes"] / row["allocated_bytes"] - 1)
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Median and worst error against the bar, and how many of the runs could not be compared."""
+    bar = f"The bar: median error at most {MEDIAN_BAR:.0%}, worst at most {WORST_BAR:.0%}."
+    errors = {row["name"]: abs(error) for row in rows if (error := error_of(row)) is not None}
+    if not errors:
+        return f"{len(rows)} runs are planned, none was measured: nothing is known of the error yet. {bar}"
+    median, worst = statistics.median(errors.values()), max(errors, key=lambda name: errors[name])
+    met = "Met" if median <= MEDIAN_BAR and errors[worst] <= WORST_BAR else "Missed"
+    other = [f"{row['name']}: {row['status']}" for row in rows if row["name"] not in errors]
+    found = (
+        f"{len(errors)} of {len(rows)} runs measured: median error {median:.1%}, "
+        f"worst {errors[worst]:.1%} (`{worst}`). {bar} {met}, on what was measured."
+    )
+    return found + (f" Not compared: {'; '.join(other)}." if other else "")
+
+
+def where(environment: dict[str, Any] | None) -> str:
+    if environment is None:
+        return "Planned for one GPU, on a machine without one."
+    versions = ", ".join(
+        f"{name} {environment[name]}" for name in ("torch", "deepspeed", "transformers", "cuda")
+    )
+    gpu = f"{environment['gpu']}, {environment['gpu_bytes'] / GIB:.1f} GiB"
+    return f"Measured on one {gpu}; {versions}; commit {environment['commit'][:12]}, {environment['date']}."
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    error = error_of(row)
+    status = row["status"]
+    missing = NOT_YET if status == NOT_YET else "" if status == "ran" else status
+    return [
+        f"`{row['name']}`",
+        _gib(row["planned_allocated_bytes"]),
+        _gib(row["allocated_bytes"]) if status == "ran" and row["allocated_bytes"] else missing,
+        f"{error:+.1%}" if error is not None else missing,
+        _gib(row["planned_total_bytes"]),
+        _gib(row["reserved_bytes"]) if row["reserved_bytes"] else missing,
+        _gib(row["device_bytes"]) if row["device_bytes"] else missing or "unknown",
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def renewed(page: str) -> str:
+    """`page` with what lies between its marks replaced."""
+    before, _, rest = page.partition(MARK)
+    _, _, after = rest.partition(END)
+    return f"{before}{MARK}\n\n{text(json.loads(RESULT.read_text()))}\n\n{END}{after}"
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    if "--check" in sys.argv:
+        return int(renewed(page) != page)
+    PAGE.write_text(renewed(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Advice: what is listed fits when it is planned from nothing, no part of it does, and the cheapest comes first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from remat import advice, advice_options, cli, compose, planner, recordings, screening
+from remat.config import ConfigError
+
+BASE = [
+    "recipe=tiny_zero3_offload",
+    "hardware=1x4090",
+    "model.architecture.num_hidden_layers=2",
+    "deepspeed.config=zero2",
+    "checkpointing=none",
+    "train.seq_len=4096",
+    "train.micro_batch_size=4",
+]
+SMALL_GPU = [*BASE, "hardware.gpu_memory_gib=0.9"]
+NO_HOST = [*BASE, "hardware.host_memory_gib=0.5"]
+
+
+def plan(args: list[str]) -> planner.Planned:
+    return planner.make(compose.from_command_line(args).run)
+
+
+@pytest.fixture(scope="module")
+def found() -> advice.Advice:
+    return advice.advise(SMALL_GPU, plan(SMALL_GPU))
+
+
+def test_the_run_without_advice_does_not_fit() -> None:
+    assert not plan(SMALL_GPU).plan.fits
+
+
+def test_what_is_listed_fits_when_planned_from_nothing(found: advice.Advice) -> None:
+    assert found.changes and found.closest is None
+    for change in found.changes:
+        again = plan([*SMALL_GPU, *change.overrides])
+        assert again.plan.fits
+        assert again.plan.resources == change.planned.plan.resources
+        assert again.time.total_s == pytest.approx(change.planned.time.total_s)
+
+
+def test_no_part_of_a_change_would_do(found: advice.Advice) -> None:
+    for change in found.changes:
+        for size in range(1, len(change.overrides)):
+            for part in itertools.combinations(change.overrides, size):
+                assert not plan([*SMALL_GPU, *part]).plan.fits
+
+
+def test_the_same_training_comes_first_and_the_cheapest_of_it(found: advice.Advice) -> None:
+    marks = [change.changes_training for change in found.changes]
+    assert marks == sorted(marks) and True in marks
+    same = [change.planned.time.total_s for change in found.changes if not change.changes_training]
+    assert same == sorted(same) and len(same) == 3
+    first = found.changes[0].planned.cfg.train
+    assert first.global_batch_size == plan(SMALL_GPU).cfg.train.global_batch_size
+
+
+def test_no_other_single_change_is_cheaper(found: advice.Advice) -> None:
+    args = SMALL_GPU
+    cfg = compose.from_command_line(args).run
+    known = recordings.Recordings()
+    for option in advice_options.of(args, cfg):
+        if option.kind is not advice_options.Kind.same_training:
+            continue
+        try:
+            single = planner.make(compose.from_command_line([*args, *option.words]).run, recordings=known)
+        except ConfigError:
+            continue
+        if single.plan.fits:
+            assert single.time.total_s >= found.changes[0].planned.time.total_s
+
+
+def test_a_run_that_fits_needs_no_advice() -> None:
+    assert advice.advise(BASE, plan(BASE)) == advice.Advice([], None)
+
+
+def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
+    result = CliRunner().invoke(cli.app, ["plan", *NO_HOST, "--json"])
+    assert result.exit_code == 3
+    data = json.loads(result.output)
+    assert data["advice"] == [] and data["closest"]["fits"] is False
+    assert data["closest"]["missing_bytes"]["host memory per node"] >= 2 * planner.GIB
+    text = CliRunner().invoke(cli.app, ["plan", *NO_HOST]).output
+    assert "nothing found that fits on this machine; closest:" in text
+
+
+def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
+    data: dict[str, Any] = json.loads(json.dumps(advice.as_json(found)))
+    assert data["closest"] is None and len(data["advice"]) == len(found.changes)
+    for entry in data["advice"]:
+        assert set(entry) == {
+            "overrides",
+            "changes_training",
+            "fits",
+            "step_time_s",
+            "tokens_per_s",
+            "unknown_times",
+            "gpu_needed_bytes",
+            "host_needed_bytes",
+            "missing_bytes",
+        }
+        assert entry["fits"] and not entry["missing_bytes"] and entry["gpu_needed_bytes"] <= 0.9 * planner.GIB
+
+
+def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:
+    args = [
+        *(word for word in SMALL_GPU if word != "hardware=1x4090"),
+        "hardware.gpus_per_node=1",
+    ]
+    changes = advice.advise(args, plan(args)).changes
+    same = [change for change in changes if not change.changes_training]
+    needs = [(len(c.overrides), planner.needed_bytes(c.planned, "GPU memory")) for c in same]
+    assert all(change.planned.time.unknown for change in same)
+    assert len(same) > 1 and needs == sorted(needs)
+
+
+@pytest.mark.parametrize("policy", ["full", "interval", "sqrt"])
+def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
+    words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]
+    cfg = compose.from_command_line([*BASE, *words]).run
+    whole, known = planner.make(cfg), recordings.Recordings()
+    estimate = screening.Screen(known).estimate(cfg)
+    assert known.made == 2
+    assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.02)
+    assert estimate.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
+    assert [r.needed_bytes for r in estimate.plan.resources][1:] == [
+        r.needed_bytes for r in whole.plan.resources
+    ][1:]
+
+
+def test_plans_that_differ_in_sizes_of_zero_share_a_recording() -> None:
+    known = recordings.Recordings()
+    for words in (["deepspeed.config=zero1"], ["deepspeed.config=zero2"], ["train.global_batch_size=32"]):
+        cfg = compose.from_command_line([*BASE, *words]).run
+        shared = planner.make(cfg, recordings=known)
+        assert shared.plan == planner.make(cfg).plan
+    assert known.made == 1

@@ -1,0 +1,195 @@
+"""What is said when memory runs out, and what `remat plan` is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from remat import out_of_memory
+from remat.activation_checkpointing.counts import Scope
+from remat.launch_plan import LaunchPlan
+from remat.memory import GIB
+from remat.out_of_memory import Measured, OutOfMemory
+
+COMMAND = ["remat", "plan", "recipe=mine", "hardware.host_memory_gib=500.00", "hardware.gpu_memory_gib=79.10"]
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 MiB"
+
+
+def plan(**changes: Any) -> LaunchPlan:
+    planned = {
+        "world_size": 8,
+        "gpu_allocated_peak_bytes": 60 * GIB,
+        "peak": {"phase": "backward", "layer": 17, "operation": "mm.default"},
+        "host_bytes_per_rank": {"moments": 20 * GIB},
+        "pinned_bytes_per_rank": {"gradients": 4 * GIB},
+        "resources": [
+            {"name": "GPU memory", "needed_bytes": 65 * GIB, "found_bytes": 79 * GIB, "fits": True},
+            {"name": "host memory per node", "needed_bytes": 200 * GIB, "found_bytes": 500 * GIB, "fits": True},
+        ],
+    }
+    values: dict[str, Any] = {
+        "device": "cuda",
+        "planned": planned,
+        "reason": None,
+        "states": [],
+        "command": COMMAND,
+    }
+    return LaunchPlan(**(values | changes))
+
+
+def gpu_error(launch: LaunchPlan | None = None, free_bytes: int = GIB // 2) -> OutOfMemory:
+    measured = Measured(2 * GIB, 30 * GIB, 100 * GIB, 75 * GIB, 77 * GIB, free_bytes)
+    return OutOfMemory("backward", launch or plan(), place="GPU", layer=17, measured=measured, cause=CUDA)
+
+
+def host_error(launch: LaunchPlan | None = None) -> OutOfMemory:
+    measured = Measured(50 * GIB, 30 * GIB, 10 * GIB)
+    return OutOfMemory("save", launch or plan(), place="host", layer=None, measured=measured, cause="Unable")
+
+
+@pytest.mark.parametrize(
+    ("error", "place", "asked"),
+    [
+        (torch.OutOfMemoryError(CUDA), "GPU", 2 * GIB),
+        (MemoryError(), "host", None),
+        (MemoryError("Unable to allocate 7.50 GiB for an array with shape"), "host", 7 * GIB + GIB // 2),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: Exception, place: str, asked: int | None) -> None:
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.named("load", plan()):
+        raise error
+    assert (caught.value.place, caught.value.phase) == (place, "load")
+    assert caught.value.measured.asked_bytes == asked
+
+
+def test_the_allocator_of_a_cpu_says_so() -> None:
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.named("build", plan(device="cpu")):
+        torch.empty(1 << 50)
+    assert caught.value.place == "host"
+    assert caught.value.measured.asked_bytes == 4 << 50
+    assert caught.value.measured.resident_bytes > 0
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="shape"), out_of_memory.named("build", plan()):
+        raise ValueError("shape")
+
+
+def test_the_cause_of_another_error_counts_and_the_innermost_name() -> None:
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        out_of_memory.named("build", plan()),
+        out_of_memory.named("load", plan()),
+    ):
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise RuntimeError("the weights could not be read") from error
+    assert caught.value.phase == "load"
+
+
+def test_layer_and_recomputation_are_known_and_the_timers_name_is_translated() -> None:
+    scope = Scope()
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        out_of_memory.named("backward", plan()),
+        scope.inside(5, recomputing=True),
+    ):
+        raise torch.OutOfMemoryError(CUDA)
+    assert (caught.value.phase, caught.value.layer) == ("recompute", 5)
+    assert (scope.layer, scope.recomputing) == (None, False)
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.named(lambda: "optimizer", plan()):
+        raise MemoryError
+    assert (caught.value.phase, caught.value.layer) == ("optimizer step", None)
+
+
+def test_advice_is_asked_for_a_machine_without_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        assert "RANK" not in options["env"] and options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+        return subprocess.CompletedProcess(command, 3, json.dumps({"advice": [{"overrides": ["a=1"]}]}), "")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(subprocess, "run", run)
+    advice, command = out_of_memory.ask(gpu_error())
+    assert advice == [{"overrides": ["a=1"]}]
+    assert command == [*COMMAND[:4], "hardware.gpu_memory_gib=62.0000"]  # 65 less 5 % of 60, more than 2 - 0.5
+    assert asked[0][1:4] == ["-m", "remat.cli", "plan"] and asked[0][-1] == "--json"
+    assert out_of_memory.ask(gpu_error(free_bytes=-8 * GIB))[1][-1] == "hardware.gpu_memory_gib=55.0000"
+    assert out_of_memory.ask(host_error())[1][-1] == "hardware.host_memory_gib=160.0000"  # 40 are missing
+    on_cpus = out_of_memory.ask(host_error(plan(device="cpu")))[1][-1]
+    assert (
+        on_cpus == f"hardware.gpu_memory_gib={60 * 1.06 + 1.1 - 30:.4f}"
+    )  # no less than without half of the peak
+
+
+def test_without_advice_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("remat plan", 1)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    advice, command = out_of_memory.ask(gpu_error())
+    assert advice == []
+    assert out_of_memory.message(gpu_error(), advice, command).endswith("hardware.gpu_memory_gib=62.0000")
+
+
+def test_the_message() -> None:
+    advice = [
+        {
+            "overrides": ["checkpointing=full"],
+            "gpu_needed_bytes": 40 * GIB,
+            "step_time_s": 12.5,
+            "changes_training": False,
+        },
+        {
+            "overrides": ["train.seq_len=2048"],
+            "gpu_needed_bytes": None,
+            "step_time_s": None,
+            "changes_training": True,
+        },
+        {"overrides": ["three"], "fits": False},
+        {"overrides": ["four"]},
+    ]
+    text = out_of_memory.message(gpu_error(), advice, COMMAND)
+    assert text.startswith("out of GPU memory in backward, layer 17 on rank 0\n")
+    for row in (
+        "GPU, allocated                    60.0 GiB      75.0 GiB",
+        "GPU, needed and reserved          65.0 GiB      77.0 GiB",
+        "GPU, free                                      512.0 MiB",
+        "host, of this rank                24.0 GiB      30.0 GiB",
+        "asked for                                        2.0 GiB",
+    ):
+        assert row in text, text
+    assert "the plan's peak is in backward, layer 17 (mm.default)" in text
+    assert f"the allocator said: {CUDA}" in text
+    assert "checkpointing=full  (GPU 40.0 GiB, 12.5 s per step at best)" in text
+    assert "train.seq_len=2048  (changes what is trained)" in text
+    assert "three  (saves less than was missing, but nothing saves more)" in text and "four" not in text
+    assert len(text.splitlines()) < 25
+
+
+def test_the_message_without_a_plan() -> None:
+    launch = plan(planned=None, reason="ValueError: the model reads a value from its data")
+    error = gpu_error(launch)
+    text = out_of_memory.message(error, *out_of_memory.ask(error))
+    assert "there is no plan of this run: ValueError: the model reads a value" in text
+    assert "75.0 GiB" in text
+    assert text.endswith("remat plan recipe=mine hardware.host_memory_gib=500.00 hardware.gpu_memory_gib=79.10")
+
+
+def test_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(out_of_memory.time, "sleep", waited.append)
+    monkeypatch.setattr(out_of_memory, "ask", lambda error: ([], COMMAND))
+    monkeypatch.setenv("RANK", "3")
+    assert out_of_memory.tell(gpu_error(), 70) == 70  # outside of a process group rank 0 tells
+    assert waited and capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert out_of_memory.tell(gpu_error(), 70) == 70
+    assert "out of GPU memory in backward" in capsys.readouterr().err

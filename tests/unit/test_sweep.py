@@ -1,0 +1,90 @@
+"""Sweeps: which words are swept, that a refused point is a row, and which points are on the front."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from remat import cli, compose, planner, sweep
+from remat.config import ConfigError
+
+BASE = ["recipe=tiny_zero3_offload", "hardware=1x4090", "model.architecture.num_hidden_layers=2"]
+SWEPT = [*BASE, "checkpointing=none,full", "train.micro_batch_size=1,3,8"]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("a=1,2,4", ["1", "2", "4"]),
+        ("peft.target_modules=[q_proj,v_proj]", ["[q_proj,v_proj]"]),
+        ("a=[q,v],[o]", ["[q,v]", "[o]"]),
+        ("checkpointing.layers={0-7: none, 31: full}", ["{0-7: none, 31: full}"]),
+        ("data.path='a,b'", ["'a,b'"]),
+        ("a=x", ["x"]),
+    ],
+)
+def test_commas_inside_a_value_do_not_split_it(word: str, expected: list[str]) -> None:
+    assert sweep.values(word) == expected
+
+
+def test_words_without_commas_stay() -> None:
+    fixed, points = sweep.split(SWEPT)
+    assert fixed == BASE
+    assert len(points) == 6 and points[0] == ("checkpointing=none", "train.micro_batch_size=1")
+
+
+@pytest.mark.parametrize("args", [BASE, [*BASE, "train.micro_batch_size=1,,2"]])
+def test_nothing_to_sweep_and_empty_values_are_refused(args: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--sweep"):
+        sweep.split(args)
+
+
+def test_a_sweep_is_its_single_plans_and_a_refused_point_a_row() -> None:
+    seen: list[int] = []
+    points = sweep.run(SWEPT, lambda done, total: seen.append(done))
+    assert seen == list(range(7))
+    for point in points:
+        if "train.micro_batch_size=3" in point.overrides:
+            assert point.planned is None and "train.global_batch_size" in point.refused
+        else:
+            alone = planner.make(compose.from_command_line([*BASE, *point.overrides]).run)
+            assert point.planned is not None and point.planned.plan == alone.plan
+    costs = {
+        p.overrides: (planner.needed_bytes(p.planned, "GPU memory"), p.planned.time.total_s)
+        for p in points
+        if p.planned
+    }
+    for point in points:
+        if point.planned is None:
+            assert not point.on_front
+            continue
+        mine = costs[point.overrides]
+        better = [
+            other
+            for other in costs.values()
+            if other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+        ]
+        assert point.on_front == (not better)
+
+
+def test_all_refused_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="every combination is refused"):
+        sweep.run([*BASE, "train.micro_batch_size=3,5"])
+
+
+def test_the_command_prints_a_table_or_a_list() -> None:
+    table = CliRunner().invoke(cli.app, ["plan", "--sweep", *SWEPT])
+    assert table.exit_code == 0
+    assert "refused (1)" in table.output and "fits, on the front" in table.output
+    listed = CliRunner().invoke(cli.app, ["plan", "--sweep", "--json", *SWEPT])
+    data = json.loads(listed.output)
+    assert len(data) == 6
+    assert {entry["refused"] is None for entry in data} == {True, False}
+    assert data[0]["plan"]["gpu_allocated_peak_bytes"] > 0
+
+
+def test_the_exit_code_says_when_none_fits() -> None:
+    words = ["plan", "--sweep", *BASE, "hardware.gpu_memory_gib=0.1", "checkpointing=none,full"]
+    assert CliRunner().invoke(cli.app, words).exit_code == 3
