@@ -163,7 +163,7 @@ def trainer_with(
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from remat import model
-    from remat.config import Precision
+    from remat.choices import Precision
 
     cfg, ds = parts.cfg, parts.strategy.ds
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}

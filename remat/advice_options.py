@@ -8,7 +8,8 @@ from enum import IntEnum
 from typing import Any
 
 from remat import compose, ds_config
-from remat.config import ConfigError, LossKind, PeftMethod, RunConfig
+from remat.choices import LossKind, PeftMethod
+from remat.config import ConfigError, RunConfig
 
 SHORTEST_SEQ_LEN = 256
 ZERO = "deepspeed.overrides.zero_optimization"

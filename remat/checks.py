@@ -6,20 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
+from remat.choices import DataSource, ModelInit, PeftMethod, Policy, Schedule
 from remat.config import (
     CheckpointingConfig,
     ConfigError,
     DataConfig,
-    DataSource,
     ModelConfig,
-    ModelInit,
     OptimConfig,
     PeftConfig,
-    PeftMethod,
-    Policy,
     RunConfig,
     SaveConfig,
-    Schedule,
     TrainConfig,
 )
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from remat import ds_keys, ds_problems
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.ds_keys import OFFLOADS, ZERO
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from remat import ds_keys
-from remat.config import Precision
+from remat.choices import Precision
 from remat.ds_keys import OFFLOADS, ZERO
 from remat.redact import SECRET_NAME
 

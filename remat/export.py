@@ -22,7 +22,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from transformers.dynamic_module_utils import custom_object_save
 
 from remat import adapter_files, hf_files, manifest
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.manifest import ENGINE, SaveError
 from remat.saved_weights import SavedWeights
 

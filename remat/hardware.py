@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat.config import ConfigError, HardwareConfig, Precision
+from remat.choices import Precision
+from remat.config import ConfigError, HardwareConfig
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.config import ConfigError, LossKind
+from remat.choices import LossKind
+from remat.config import ConfigError
 
 IGNORED = -100
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [rows, vocab], targets [rows] -> the sum over rows

@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from remat.config import ConfigError, ModelConfig, ModelInit, Precision
+from remat.choices import ModelInit, Precision
+from remat.config import ConfigError, ModelConfig
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 MOST_LAYERS = 10_000

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.config import OptimConfig, Schedule
+from remat.choices import Schedule
+from remat.config import OptimConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from remat import ds_config, ds_keys, save_room
-from remat.config import ModelConfig, ModelInit, SaveConfig
+from remat.choices import ModelInit
+from remat.config import ModelConfig, SaveConfig
 from remat.memory import GIB
 from remat.node import Disk, Machine
 from remat.planning.states import Item

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from remat import __version__, distributed, frozen, manifest, nvme_state, rng, save_room
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from remat import planner, strategy
-from remat.config import CheckpointingConfig, ConfigError, Policy, RunConfig
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError, RunConfig
 from remat.model import ModelFacts
 from remat.planner import Planned
 from remat.planning.records import Category, Moment, Phase, Simulation, ZeroSettings

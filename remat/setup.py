@@ -33,7 +33,8 @@ from remat import (
 )
 from remat.activation_checkpointing import layers
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import ConfigError, PeftMethod, RunConfig
+from remat.choices import PeftMethod
+from remat.config import ConfigError, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks

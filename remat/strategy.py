@@ -23,7 +23,8 @@ from remat import (
 )
 from remat.activation_checkpointing import layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
-from remat.config import ConfigError, LossKind, PeftMethod, Precision, RunConfig
+from remat.choices import LossKind, PeftMethod, Precision
+from remat.config import ConfigError, RunConfig
 from remat.planning import states
 
 

@@ -11,7 +11,8 @@ import psutil
 
 from remat import ds_config, lora, qlora
 from remat.activation_checkpointing import policy
-from remat.config import PeftMethod, RunConfig
+from remat.choices import PeftMethod
+from remat.config import RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.distributed import World

@@ -22,7 +22,8 @@ from typing import Any
 
 import psutil
 
-from remat.config import TrackingConfig, WandbMode
+from remat.choices import WandbMode
+from remat.config import TrackingConfig
 from remat.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B

@@ -10,7 +10,7 @@ import torch
 
 from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, saving
 from remat.activation_checkpointing.counts import NotInEffect
-from remat.config import SaveFailure
+from remat.choices import SaveFailure
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
 from remat.loss import LossWindow

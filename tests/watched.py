@@ -10,7 +10,8 @@ import torch
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, OffloadConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, OffloadConfig
 
 NONE = CheckpointingConfig(policy=Policy.none)
 

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from remat.activation_checkpointing import deepspeed_engine, discard, policy, roles, selective
-from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
+from remat.choices import Attention, Policy, StorageDtype
+from remat.config import CheckpointingConfig
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -28,7 +28,8 @@ from remat.activation_checkpointing import low_precision
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.host_pool import HostPool
 from remat.activation_checkpointing.version import Version
-from remat.config import OffloadConfig, StorageDtype
+from remat.choices import StorageDtype
+from remat.config import OffloadConfig
 
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
 

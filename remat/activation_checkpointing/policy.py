@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from remat.config import CheckpointingConfig, ConfigError, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError
 
 
 class Mechanism(StrEnum):

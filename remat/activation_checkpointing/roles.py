@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from remat.config import CheckpointingConfig, ConfigError, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError
 
 Found = list[tuple[str, nn.Module]]
 

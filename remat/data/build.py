@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from remat.config import ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data.blocks import BlockCounts, BlockWriter, divide
 from remat.data.formats import encode
 from remat.data.hold_out import choose, never, rule

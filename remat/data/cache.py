@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import BadRows, DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text

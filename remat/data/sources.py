@@ -10,7 +10,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from remat.config import ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data.files import SourceFile, find_files, identity, stdlib_files
 from remat.data.rows import BadRowLog, Document, content_of, needed_columns
 

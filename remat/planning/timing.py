@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from remat.config import Precision
+from remat.choices import Precision
 from remat.hardware import ADAM_BYTES, Machine
 from remat.planning.records import OpCost, Phase, Simulation, ZeroSettings
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat import compose, ds_config, ds_keys
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.ds_config import RunValues
 from tests.faults.fuzz import as_json, assert_clear, budget, ends, json_values, torn
 

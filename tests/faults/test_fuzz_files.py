@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat import model
-from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSource, ModelConfig, ModelInit
+from remat.choices import BadRows, DataFormat, DataSource, ModelInit
+from remat.config import ConfigError, DataConfig, ModelConfig
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
 from tests.faults.fuzz import as_json, assert_clear, budget, ends, json_values, torn

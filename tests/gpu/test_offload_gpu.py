@@ -10,7 +10,8 @@ import torch
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.offload import HostOffload
-from remat.config import CheckpointingConfig, OffloadConfig, Policy, StorageDtype
+from remat.choices import Policy, StorageDtype
+from remat.config import CheckpointingConfig, OffloadConfig
 from tests import small_models, watched
 
 pytestmark = [

@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from remat import export, manifest, saved_weights
-from remat.config import ModelConfig, Precision
+from remat.choices import Precision
+from remat.config import ModelConfig
 from remat.model import build
 
 SHARD_BYTES = 8 * 10**6

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from remat import distributed, export, hf_files, manifest, save_room, saving
-from remat.config import Attention, ModelConfig, Precision
+from remat.choices import Attention, Precision
+from remat.config import ModelConfig
 from remat.model import build
 
 VOCAB = 97

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat import compose, ds_config, held
-from remat.config import Precision
+from remat.choices import Precision
 from remat.planning import states
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.records import Category

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
 from remat import export, lora, manifest, model
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.config import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
+from remat.choices import ModelInit, PeftMethod, Precision
+from remat.config import ModelConfig, PeftConfig
 from tests.launch import tiny
 from tests.launch.tiny import words
 from tests.launcher import deepspeed

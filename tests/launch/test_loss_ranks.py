@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from remat import loss, model
-from remat.config import LossKind, ModelConfig, Precision
+from remat.choices import LossKind, Precision
+from remat.config import ModelConfig
 from tests.pool import RankPool
 
 VOCAB, ROWS, SEQ = 512, 2, 48

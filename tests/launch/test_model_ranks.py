@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from remat import model
-from remat.config import ModelConfig, ModelInit, Precision
+from remat.choices import ModelInit, Precision
+from remat.config import ModelConfig
 from tests.launch.tiny import make_model
 from tests.pool import RankPool
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, evidence, layers, policy, saved_tensors
-from remat.config import CheckpointingConfig, OffloadConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, OffloadConfig
 from tests.pool import RankPool
 from tests.small_models import build
 from tests.watched import offload_all

@@ -10,7 +10,8 @@ import torch
 from remat import compose, ds_config, lora, loss, qlora
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.config import CheckpointingConfig, LossKind, PeftConfig, PeftMethod, Policy, Precision
+from remat.choices import LossKind, PeftMethod, Policy, Precision
+from remat.config import CheckpointingConfig, PeftConfig
 from remat.planning import simulate
 from remat.planning.records import ZeroSettings
 from tests import small_models

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat import compose, ds_config
-from remat.config import Precision
+from remat.choices import Precision
 from remat.planning import states
 from tests import small_models
 from tests.live_bytes import LiveBytes

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from remat import compose, loss, report
-from remat.config import LossKind
+from remat.choices import LossKind
 from remat.data.batches import eval_micro_batches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer

@@ -11,7 +11,8 @@ import torch
 from remat import compose, ds_config
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, Policy, Precision
+from remat.choices import Policy, Precision
+from remat.config import CheckpointingConfig
 from remat.planning import simulate, zero3, zero3_events
 from remat.planning.records import ZeroSettings
 from remat.planning.zero3_events import Event, Kind, Parameters

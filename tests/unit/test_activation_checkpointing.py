@@ -12,7 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from remat.activation_checkpointing import apply, evidence, layers, policy
 from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.segments import Segment
-from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError, OffloadConfig
 from tests import small_models, watched
 
 LAYERS = 4

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from remat import checks, compose
-from remat.config import ConfigError, DataSource, Policy, Precision
+from remat.choices import DataSource, Policy, Precision
+from remat.config import ConfigError
 
 
 def run(*words: str) -> compose.RunConfig:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import BadRows, DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data import build, cache, files
 from remat.data.blocks import Blocks, BlockWriter
 from remat.data.cache import Splits, open_blocks, summary

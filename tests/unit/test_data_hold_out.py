@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.config import ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data import hold_out
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks, summary

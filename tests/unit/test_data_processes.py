@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from remat.config import ConfigError, DataConfig, DataSource
+from remat.choices import DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
 
@@ -33,7 +34,8 @@ def opened(cfg: DataConfig) -> Splits:
 # A rank: says "building" once part of the data is written, goes on when told, and ends with what it got.
 RANK = """
 import json, logging, sys
-from remat.config import ConfigError, DataConfig, DataSource
+from remat.choices import DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data import build, cache
 from remat.data.tokenizer import byte_tokenizer
 

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from remat.config import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.choices import BadRows, DataFormat, DataSource
+from remat.config import ConfigError, DataConfig
 from remat.data import sources
 from remat.data.rows import BadRowLog
 from remat.data.sources import documents

@@ -15,7 +15,8 @@ from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.counts import Counts, Scope
 from remat.activation_checkpointing.deepspeed_engine import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 from tests.pool import RankPool
 
 LAYERS, STEPS = 3, 3

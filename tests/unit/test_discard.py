@@ -12,7 +12,8 @@ from remat.activation_checkpointing import apply, evidence, limits, policy
 from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope
 from remat.activation_checkpointing.discard import DiscardedOutputs, Region
 from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.config import Attention, CheckpointingConfig, ConfigError, Policy
+from remat.choices import Attention, Policy
+from remat.config import CheckpointingConfig, ConfigError
 from tests import small_models, watched
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "gemma", "phi", "qwen3_moe", "deepseek_v3", "opt"]

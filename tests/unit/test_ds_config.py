@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from remat import ds_config, ds_keys
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.ds_config import RunValues
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"

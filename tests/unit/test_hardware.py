@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from remat import compose
-from remat.config import ConfigError, HardwareConfig, Precision
+from remat.choices import Precision
+from remat.config import ConfigError, HardwareConfig
 from remat.hardware import GPUS, LAUNCH_US, find_gpu, machine, share
 
 MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))

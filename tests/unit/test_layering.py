@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 60
 LEVELS = [
     {
         "config",
+        "choices",
         "checks",
         "hardware",
         "ds_config",

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat import checks, compose, export, flops, lora, loss, model, strategy
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.config import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
+from remat.choices import LossKind, PeftMethod, Precision
+from remat.config import ConfigError, ModelConfig, PeftConfig
 from tests.pool import RankPool
 
 SIZES: dict[str, Any] = {

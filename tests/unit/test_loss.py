@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat import loss
-from remat.config import ConfigError, LossKind
+from remat.choices import LossKind
+from remat.config import ConfigError
 from tests.live_bytes import LiveBytes
 
 VOCAB, DIM = 4096, 32

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import limits, low_precision
-from remat.config import Attention, CheckpointingConfig, Policy, StorageDtype
+from remat.choices import Attention, Policy, StorageDtype
+from remat.config import CheckpointingConfig
 from tests import small_models, watched
 
 EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat import model
-from remat.config import Attention, ConfigError, ModelConfig, ModelInit, Precision
+from remat.choices import Attention, ModelInit, Precision
+from remat.config import ConfigError, ModelConfig
 from tests.launch.tiny import make_model
 
 TINY = {

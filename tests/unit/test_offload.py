@@ -15,7 +15,8 @@ from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.host_pool import HostPool
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.config import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig, StorageDtype
+from remat.choices import Policy, StorageDtype
+from remat.config import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
 from tests import small_models, watched
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from remat import optim
-from remat.config import OptimConfig, Schedule
+from remat.choices import Schedule
+from remat.config import OptimConfig
 
 
 def rates(total: int = 10, **options: object) -> list[float]:

@@ -13,7 +13,8 @@ import torch
 from remat import compose
 from remat.activation_checkpointing import apply, evidence, policy
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
 from tests import small_models, watched
 
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma", "phi")

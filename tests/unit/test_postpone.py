@@ -10,7 +10,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, postpone
-from remat.config import CheckpointingConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig
 from remat.planning import simulate
 
 WIDTH = 16

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from remat import ds_config, node, preflight
-from remat.config import ModelConfig, ModelInit, Precision, SaveConfig
+from remat.choices import ModelInit, Precision
+from remat.config import ModelConfig, SaveConfig
 from remat.ds_config import RunValues
 from remat.memory import GIB
 from remat.node import Disk, Machine

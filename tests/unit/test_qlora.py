@@ -15,16 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from remat import compose, lora, model, planner, qlora, strategy
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.config import (
-    CheckpointingConfig,
-    ConfigError,
-    ModelConfig,
-    ModelInit,
-    PeftConfig,
-    PeftMethod,
-    Policy,
-    Precision,
-)
+from remat.choices import ModelInit, PeftMethod, Policy, Precision
+from remat.config import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
 from remat.planning import simulate
 from remat.planning.records import Category
 from tests import small_models

@@ -12,7 +12,8 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, ConfigError, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError
 from tests.pool import RankPool
 from tests.small_models import build, gradients, same
 

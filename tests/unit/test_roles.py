@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from remat.activation_checkpointing import roles
 from remat.activation_checkpointing.layers import decoder_layers
-from remat.config import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError, SelectiveOpsConfig
 from tests.small_models import ARCHITECTURES, build
 
 GATED_MLP = {"gate": ["mlp.gate_proj"], "up": ["mlp.up_proj"], "down": ["mlp.down_proj"]}

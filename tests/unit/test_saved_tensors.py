@@ -16,7 +16,8 @@ from remat.activation_checkpointing import apply, discard, layers, offload, poli
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.offload import HostOffload
 from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.config import CheckpointingConfig, OffloadConfig, Policy
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, OffloadConfig
 from tests import small_models, watched
 
 HUGE = 1 << 40  # min_bytes above everything: the hooks are active and every tensor passes through

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from remat import manifest, rng, save_room, saving
-from remat.config import ConfigError, Precision
+from remat.choices import Precision
+from remat.config import ConfigError
 from remat.manifest import SaveError
 
 

@@ -19,7 +19,8 @@ from remat.activation_checkpointing.offload import HostOffload
 from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
-from remat.config import Attention, CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
+from remat.choices import Attention, Policy
+from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
 from tests import watched
 from tests.pool import RankPool
 from tests.small_models import ARCHITECTURES, build, gradients, same

@@ -15,7 +15,8 @@ from remat import compose, loss
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig, LossKind
+from remat.choices import LossKind
+from remat.config import CheckpointingConfig
 from remat.planning import op_costs, shadows, simulate
 from remat.planning.records import Category, Phase, Simulation, ZeroSettings
 from remat.planning.timeline import Ready, Timeline
@@ -255,7 +256,7 @@ from remat import compose, loss, model
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
-from remat.config import LossKind
+from remat.choices import LossKind
 from remat.planning import simulate
 from remat.planning.records import ZeroSettings
 cfg = compose.compose_run(["model=llama70b", "checkpointing=full"]).run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from remat import ds_config
-from remat.config import Precision
+from remat.choices import Precision
 from remat.ds_config import RunValues
 from remat.planning import states
 from remat.planning.states import Item, by_place, model_states

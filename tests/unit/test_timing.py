@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from remat.config import Precision
+from remat.choices import Precision
 from remat.hardware import Machine
 from remat.planning.records import Moment, OpCost, Phase, Simulation, ZeroSettings
 from remat.planning.timing import StepTime, step_time

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from remat import tracking
-from remat.config import TrackingConfig, WandbMode
+from remat.choices import WandbMode
+from remat.config import TrackingConfig
 from remat.tracking import Tracker, read_metrics
 from tests.wandb_file import read_wandb
 
