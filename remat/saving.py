@@ -11,7 +11,6 @@ import datetime
 import hashlib
 import json
 import logging
-import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +23,9 @@ from remat import __version__, distributed, frozen, manifest, nvme_state, rng, s
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
+from remat.unfinished import SaveResult, Unfinished
 
 log = logging.getLogger(__name__)
-
-OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """A state just saved: its folder, the bytes of all ranks' files and the seconds it took on this rank."""
-
-    path: Path
-    bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +51,14 @@ def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any],
     `client_state` is plain JSON data (data position, counters). Raises SaveError on every rank when there is too
     little room or any rank fails; the unfinished folder is then gone and older states are untouched.
     """
+    return begin(engine, run_dir, step=step, client_state=client_state, keep=keep).complete()
+
+
+def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> Unfinished:
+    """The first part of `save`, for which training must wait: all files are written, none is on disk for certain.
+
+    Nothing may be saved beside it until it is complete: a save deletes what others left unfinished.
+    """
     if keep < 1:
         raise ConfigError(f"save.keep={keep} would delete the state just saved: give at least 1")
     if engine.checkpoint_engine.is_decoupled():
@@ -77,17 +74,13 @@ def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any],
     what += f" ({save_room.words(needed)} needed, {save_room.words(free)} free at its start)"
     try:
         manifest.agree(_write_engine(engine, tmp), what)
-        error, files = _write_rng(engine.module, tmp)
-        manifest.agree(error, what)
-        every = {name: entry for part in distributed.gather(files) for name, entry in part.items()}
-        size = manifest.on_main(lambda: _finish(engine, tmp, final, step, client_state, every), what)
     except SaveError:
         if manifest.place()[0] == 0:
             manifest.remove(tmp)
         raise
-    if manifest.place()[0] == 0:
-        _retain(final.parent, keep)
-    return SaveResult(path=final, bytes=size, seconds=time.monotonic() - started)
+    error = _write_rng(engine.module, tmp)
+    info = _describe(engine, step, client_state)
+    return Unfinished(tmp, final, info, what=what, keep=keep, started=started, error=error)
 
 
 def find(path: Path) -> Found:
@@ -228,35 +221,20 @@ def _write_engine(engine: Any, tmp: Path) -> Exception | None:
     return None
 
 
-def _write_rng(module: nn.Module, tmp: Path) -> tuple[Exception | None, dict[str, manifest.FileEntry]]:
-    """This rank's random states; then all files this rank wrote, synced and hashed."""
+def _write_rng(module: nn.Module, tmp: Path) -> Exception | None:
+    """This rank's random states; an error is returned, for the others do not know of it yet."""
     try:
-        own = {"rng": rng.get(), "frozen": frozen.fingerprint(module)}
-        torch.save(own, _rng_file(tmp))
-        rank = manifest.place()[0]
-        return None, manifest.describe(tmp, [f for f in manifest.files_in(tmp) if _owner(f) == rank])
+        torch.save({"rng": rng.get(), "frozen": frozen.fingerprint(module)}, _rng_file(tmp))
     except Exception as error:
-        return save_room.cause(error, tmp), {}
+        return save_room.cause(error, tmp)
+    return None
 
 
-def _finish(
-    engine: Any,
-    tmp: Path,
-    final: Path,
-    step: int,
-    client_state: dict[str, Any],
-    files: dict[str, manifest.FileEntry],
-) -> int:
-    unseen = [name for name in files if not (tmp / name).exists()]
-    if unseen:
-        raise SaveError(
-            f"rank 0 does not see {unseen[0]} (and {len(unseen) - 1} more): output_dir must be on a filesystem "
-            "that all nodes share"
-        )
-    earlier = [state.info.sequence for state in manifest.list_states(final.parent)[0]]
-    info = Manifest(
+def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
+    """What the state is; its files and its place among the saves come when it is complete."""
+    return Manifest(
         step=step,
-        sequence=max(earlier, default=0) + 1,
+        sequence=0,
         world_size=manifest.place()[1],
         zero_stage=int(engine.zero_optimization_stage()),
         precision=str(_precision(engine)),
@@ -265,18 +243,8 @@ def _finish(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=_versions(),
         client_state=client_state,
-        files=files,
+        files={},
     )
-    manifest.write(tmp, info)
-    manifest.publish(tmp, final)
-    return info.size_bytes
-
-
-def _retain(saved: Path, keep: int) -> None:
-    """Delete complete states beyond the `keep` newest; incomplete ones do not count and are left to look at."""
-    complete = [state for state in manifest.list_states(saved)[0] if manifest.is_complete(state.path)]
-    for state in complete[keep:]:
-        manifest.remove(state.path)
 
 
 def _runs(recipe: Path) -> list[Path]:
@@ -286,12 +254,6 @@ def _runs(recipe: Path) -> list[Path]:
         states = manifest.list_states(saved)[0]
         latest.append((states[0].info.created if states else "", saved.parent.name, saved.parent))
     return [run for _, _, run in sorted(latest, reverse=True)]
-
-
-def _owner(name: str) -> int:
-    """The rank that wrote a file, from its name; files without a rank in it are rank 0's."""
-    match = OWNER.search(name)
-    return int(next(number for number in match.groups() if number is not None)) if match else 0
 
 
 def _precision(engine: Any) -> Precision:

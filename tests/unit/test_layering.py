@@ -45,6 +45,7 @@ LEVELS = [
         "ops",
         "run_dir",
         "saving",
+        "unfinished",
         "save_room",
         "saved_weights",
         "manifest",
@@ -106,6 +107,7 @@ EVERYWHERE_IN_L2 = {"distributed", "op_flops"}
 ONE_ROOM = [
     {
         "saving",
+        "unfinished",
         "save_room",
         "saved_weights",
         "manifest",
