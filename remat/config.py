@@ -241,6 +241,7 @@ class SaveConfig:
     keep: int = 2
     on_error: SaveFailure = SaveFailure.stop
     export: bool = False  # Hugging Face safetensors after the last step
+    in_background: bool = False  # flush, hash and name a state while training goes on
     max_shard_size: str = "5GB"
 
 

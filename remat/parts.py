@@ -21,6 +21,7 @@ from remat.distributed import World
 from remat.held import Held
 from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
+from remat.run_saves import Saves
 from remat.stopping import Stop
 from remat.strategy import Strategy
 from remat.throughput import PhaseTimer, Window
@@ -54,6 +55,7 @@ class Parts:
     swap_folder: Path | None
     watch: Watch | None = None  # of the first micro-batch
     settled: Watch | None = None  # of the first whose gathers are those of all that follow
+    saves: Saves = field(default_factory=Saves)
     in_a_row: int = 0  # micro-batches since the launch or its last evaluation
     proven: bool = False
     held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank

@@ -1,7 +1,8 @@
 """Whether the run shall stop, by the word of all ranks: a signal on any of them, a stop file, or the time it was given.
 
 The ranks agree by the largest of one small number each, over a group of their own on the CPU: it is asked for before
-an optimizer step and read after it, so no step waits for a GPU on its account.
+an optimizer step and read after it, so no step waits for a GPU on its account. Another number goes with it: how many
+background saves every rank has flushed.
 """
 
 from __future__ import annotations
@@ -29,29 +30,31 @@ class Stop:
 
     def __init__(self, world: World, folder: Path, *, max_minutes: float, age_s: float) -> None:
         self.why: str | None = None  # set once all ranks agreed to stop
+        self.flushed = 0  # background saves that no rank is still flushing, as far as was asked
         self._world, self._folder = world, folder
         self._max_minutes = max_minutes
         self._ends_at = time.monotonic() + 60 * max_minutes - age_s if max_minutes else float("inf")
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    def ask(self) -> None:
-        """Begin to agree. Returns at once."""
+    def ask(self, *, flushed: int = 0) -> None:
+        """Begin to agree. Returns at once. `flushed`: the background saves that this rank has done its part of."""
         if self.why is not None or self._pending is not None:
             return
         code = self._own()
-        both = torch.tensor([code << RANK_BITS | self._world.rank, -code])
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
-        self._pending = both, work
+        words = torch.tensor([code << RANK_BITS | self._world.rank, -code, -flushed])
+        work = dist.all_reduce(words, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
+        self._pending = words, work
 
     def answer(self) -> bool:
         """Whether to stop, as of the last `ask`: the same on every rank."""
         if self._pending is not None:
-            both, work = self._pending
+            words, work = self._pending
             self._pending = None
             if work is not None:
                 work.wait()
-            most, least = both.tolist()
+            most, least, behind = words.tolist()
+            self.flushed = max(self.flushed, -behind)
             if most >> RANK_BITS:
                 self.why = self._in_words(most >> RANK_BITS, most % (1 << RANK_BITS), -least)
         return self.why is not None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 import torch
 
-from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, saving
+from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, run_saves
 from remat.activation_checkpointing.counts import NotInEffect
-from remat.choices import SaveFailure
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
 from remat.loss import LossWindow
@@ -50,7 +48,10 @@ def train(parts: Parts) -> Outcome:
     """
     try:
         return _train(parts)
-    except BaseException:
+    except BaseException as error:
+        # raised by all ranks: what they are saving can still be completed
+        if isinstance(error, TrainingFailed):
+            run_saves.wait(parts, may_fail=True)
         ending.failed(parts)
         parts.console.close()
         parts.tracker.finish(1)
@@ -68,20 +69,22 @@ def _train(parts: Parts) -> Outcome:
     progress = start(parts)
     losses = LossWindow(parts.world.device)
     metrics: dict[str, float] = {}
-    saved = progress.step if parts.resumed else -1
+    parts.saves.last = progress.step if parts.resumed else -1
     stop = parts.stop
     stop.now()  # it may have been asked for while all was built
     if progress.to_evaluate:
         metrics |= _evaluate(parts, progress)
     while progress.step < last and stop.why is None:
         metrics |= step(parts, progress, losses, last)
+        run_saves.complete(parts, progress.step)
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
-            saved = progress.step if _save(parts, progress, must=progress.step == last) else saved
+            run_saves.save(parts, progress, must=progress.step == last)
             stop.now()  # it may have been asked for within the save
     if stop.why is not None:
-        _stop(parts, progress, saved)
+        _stop(parts, progress)
+    run_saves.wait(parts, progress.step)
     finished = progress.step >= cfg.train.steps and stop.why is None
     ending.finish(parts, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
@@ -142,7 +145,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
         if parts.strategy.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
             nonfinite.refuse(parts, batch, step, torch.stack(losses))
         if len(losses) == len(batch.micro_batches):
-            parts.stop.ask()
+            parts.stop.ask(flushed=parts.saves.flushed)
         with timer.phase("optimizer"):
             engine.step()
     sharing = parts.world.tensor_parallel_size  # ranks that share the layers have the same loss
@@ -196,8 +199,8 @@ def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
     return metrics
 
 
-def _stop(parts: Parts, progress: Progress, saved: int) -> None:
-    """Obey a stop: the state of this step is saved, unless it is already (`saved` is the last that was)."""
+def _stop(parts: Parts, progress: Progress) -> None:
+    """Obey a stop: the state of this step is saved, unless it is already."""
     if parts.world.tensor_parallel_size > 1:
         parts.stop.obeyed()
         raise TrainingFailed(
@@ -206,42 +209,14 @@ def _stop(parts: Parts, progress: Progress, saved: int) -> None:
         )
     parts.console.note(
         f"stopping after step {progress.step} ({parts.stop.why})"
-        + (": saving" if saved != progress.step else "")
+        + (": saving" if parts.saves.last != progress.step else "")
     )
     parts.tracker.finish_wandb_soon()  # a save may take longer than whoever asked to stop waits
-    if saved != progress.step:
-        _save(parts, progress, must=True)
+    run_saves.wait(parts, progress.step, may_fail=True)  # then this step's state is saved instead
+    if parts.saves.last != progress.step:
+        run_saves.save(parts, progress, must=True)
     parts.stop.obeyed()
     parts.console.note(f"resume with resume=auto ({parts.folder})")
-
-
-def _save(parts: Parts, progress: Progress, *, must: bool) -> bool:
-    """Save the training state, out of the step time; whether it is saved.
-
-    A failure ends the run (SaveError) if the state `must` be saved or unless save.on_error says otherwise.
-    """
-    parts.console.progress(progress.step, parts.cfg.train.steps, doing="saving")
-    parts.watchdog.enter("save", progress.step)
-    with parts.window.excluded(), out_of_memory.named("save", parts.plan):
-        state: dict[str, Any] = asdict(progress)
-        state |= {
-            "data": parts.batches.state(),
-            "data_key": parts.data_key,
-            "wandb_run_id": parts.tracker.wandb_run_id,
-        }
-        try:
-            result = saving.save(
-                parts.engine, parts.folder, step=progress.step, client_state=state, keep=parts.cfg.save.keep
-            )
-        except SaveError as error:
-            if parts.cfg.save.on_error is SaveFailure.stop or must:
-                raise
-            parts.console.warning(f"{error}. Training goes on (save.on_error=continue)")
-            return False
-    parts.take_memory_peaks()
-    parts.tracker.log(progress.step, {"time/save_s": result.seconds})
-    parts.console.note(f"saved {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
-    return True
 
 
 def _due(step: int, every: int, last: int) -> bool:

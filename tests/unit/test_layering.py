@@ -80,6 +80,7 @@ LEVELS = [
         "evaluation",
         "ledger",
         "ending",
+        "run_saves",
         "nonfinite",
         "proof",
         "strategy",
