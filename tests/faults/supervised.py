@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -73,6 +74,11 @@ class Supervised:
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
+
+    def after(self, spec: Path) -> float:
+        """Seconds since the last fault of `spec` (tests/faults/faulty_runs.py)."""
+        found = json.loads(spec.with_suffix(".fault.json").read_text())
+        return float(time.monotonic() - found["monotonic_s"])
 
     def finish(self) -> int:
         """The exit code."""
