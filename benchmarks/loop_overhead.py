@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-RESULT = ROOT / "benchmarks" / "results" / "loop_overhead.json"
+RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("bare", "remat", "trainer")
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         return
     from tests.pool import free_port
 
-    RESULT.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     command = ["deepspeed", "-q", "--num_gpus", str(args.ranks), "--master_port", str(free_port()), __file__]
     subprocess.run([*command, *sys.argv[1:]], check=True, cwd=ROOT)
 
@@ -82,7 +82,8 @@ def measure(args: argparse.Namespace) -> None:
                 "overrides": overrides(args, "SCRATCH"),
             }
             result["ratio"] = ratios(seconds)
-            RESULT.write_text(json.dumps(result, indent=2) + "\n")
+            suffix = "" if world.device.type == "cpu" else f"_{world.device.type}"
+            (RESULTS / f"loop_overhead{suffix}.json").write_text(json.dumps(result, indent=2) + "\n")
             print(table(result))
         torch.distributed.barrier()
     distributed.shut_down()
