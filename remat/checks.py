@@ -177,12 +177,14 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         "save.every": cfg.save.every > 0,
         "save.at_end": cfg.save.at_end,
         "save.export": cfg.save.export,
+        "save.rehearse": bool(cfg.save.rehearse),
         "train.stop_at": cfg.train.stop_at > 0,
         "train.max_minutes": cfg.train.max_minutes > 0,
     }
     found = [
         f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
-        "state or an export; set save.every=0 save.at_end=false save.export=false train.stop_at=0 train.max_minutes=0"
+        "state or an export; set save.every=0 save.at_end=false save.export=false save.rehearse=false train.stop_at=0 "
+        "train.max_minutes=0"
         for option, wanted in saving.items()
         if wanted
     ]

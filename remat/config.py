@@ -240,8 +240,9 @@ class SaveConfig:
     at_end: bool = True
     keep: int = 2
     on_error: SaveFailure = SaveFailure.stop
-    export: bool = False  # Hugging Face safetensors after the last step
+    rehearse: bool | None = None  # save, export and read back after the first step; None: if above 1e9 parameters
     in_background: bool = False  # flush, hash and name a state while training goes on
+    export: bool = False  # Hugging Face safetensors after the last step
     max_shard_size: str = "5GB"
 
 

@@ -56,13 +56,9 @@ def export(
     rank when writing fails, or when the weights are not those of a plain model of this config.
     """
     module = engine.module
-    dtype = dtype or next(p.dtype for p in module.parameters() if p.is_floating_point())
-    adapter = adapter_files.config_of(module)
-    if adapter is not None:
-        plan = adapter_files.plan(module, dtype)
-    else:
-        conversions = getattr(module, "_weight_conversions", None)
-        plan = hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
+    dtype = dtype or dtype_of(module)
+    plan, adapter = live_plan(module, dtype, max_shard_size), adapter_files.config_of(module)
+    if adapter is None:
         _check_same_weights(module, plan)
 
     def describe(target: Path) -> None:
@@ -83,6 +79,18 @@ def export(
     finally:
         if hasattr(optimizer, "checkpoint_event_epilogue"):
             optimizer.checkpoint_event_epilogue()  # small parameters of ZeRO-3 are whole again
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
+
+
+def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.Plan:
+    """What an export of this model, or of its adapters, consists of."""
+    if adapter_files.config_of(module) is not None:
+        return adapter_files.plan(module, dtype)
+    conversions = getattr(module, "_weight_conversions", None)
+    return hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
 
 
 def write_model_card(
@@ -119,30 +127,9 @@ def export_saved_state(
     problems = [] if verified else manifest.verify(state_dir)
     if problems:
         raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
-    info = manifest.read(state_dir)
     card = run_dir / MODEL_FOLDER
-    if not (card / "config.json").exists():
-        raise ConfigError(f"{card}/config.json is missing: give the run directory of {state_dir}")
-    config = AutoConfig.from_pretrained(card)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not isinstance(model_class, type):
-        raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
-    dtype = dtype or DTYPES[info.precision]
+    plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
     adapted = (card / adapter_files.CONFIG).exists()
-    plan = (
-        adapter_files.plan(adapter_files.skeleton(model_class, config, card), dtype)
-        if adapted
-        else hf_files.plan(model_class, config, dtype, max_shard_size, None)
-    )
-    weights = _saved_weights(state_dir, info, dtype)
-    missing = [name for unit in plan.units for name in unit if name not in weights.names]
-    if missing:
-        why = "frozen weights are not in the state" if info.frozen_excluded else "the state is of another model"
-        raise ConfigError(f"{state_dir} has no {missing[:3]} (of {len(missing)}): {why}")
-
-    def read(name: str) -> torch.Tensor:
-        value = weights.read(name)
-        return value.to(dtype) if value.is_floating_point() else value
 
     def describe(target: Path) -> None:
         if not adapted:
@@ -152,6 +139,40 @@ def export_saved_state(
                 shutil.copy2(extra, target / extra.name)
 
     return _write(plan, read, folder, describe)
+
+
+def open_saved_state(
+    state_dir: Path, run_dir: Path, *, dtype: torch.dtype | None, max_shard_size: str
+) -> tuple[hf_files.Plan, Callable[[str], torch.Tensor]]:
+    """What an export of a saved state consists of, and how each of its weights is read. No collectives.
+
+    Raises ConfigError when the state or run_dir/model is incomplete.
+    """
+    info = manifest.read(state_dir)
+    card = run_dir / MODEL_FOLDER
+    if not (card / "config.json").exists():
+        raise ConfigError(f"{card}/config.json is missing: give the run directory of {state_dir}")
+    config = AutoConfig.from_pretrained(card)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not isinstance(model_class, type):
+        raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
+    wanted = dtype or DTYPES[info.precision]
+    plan = (
+        adapter_files.plan(adapter_files.skeleton(model_class, config, card), wanted)
+        if (card / adapter_files.CONFIG).exists()
+        else hf_files.plan(model_class, config, wanted, max_shard_size, None)
+    )
+    weights = _saved_weights(state_dir, info, wanted)
+    missing = [name for unit in plan.units for name in unit if name not in weights.names]
+    if missing:
+        why = "frozen weights are not in the state" if info.frozen_excluded else "the state is of another model"
+        raise ConfigError(f"{state_dir} has no {missing[:3]} (of {len(missing)}): {why}")
+
+    def read(name: str) -> torch.Tensor:
+        value = weights.read(name)
+        return value.to(wanted) if value.is_floating_point() else value
+
+    return plan, read
 
 
 def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:

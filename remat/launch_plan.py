@@ -133,6 +133,12 @@ def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]
     )
 
 
+def rehearses(cfg: RunConfig, strategy: Strategy) -> bool:
+    """Whether the run tries its save and export after the first step."""
+    shared = cfg.train.tensor_parallel_size
+    return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
+
+
 def size(value: float) -> str:
     """`13.2 GiB`, `15.3 MiB`."""
     return f"{value / GIB:,.1f} GiB" if value >= GIB else f"{value / MIB:,.1f} MiB"
@@ -147,6 +153,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         ranks_per_node=world.local_size,
         save=cfg.save,
         steps=cfg.train.steps,
+        rehearse=rehearses(cfg, strategy),
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
     )
 

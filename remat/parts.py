@@ -56,6 +56,7 @@ class Parts:
     watch: Watch | None = None  # of the first micro-batch
     settled: Watch | None = None  # of the first whose gathers are those of all that follow
     saves: Saves = field(default_factory=Saves)
+    to_rehearse: bool = False  # its save and export, after the next step that is applied
     in_a_row: int = 0  # micro-batches since the launch or its last evaluation
     proven: bool = False
     held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank

@@ -18,6 +18,7 @@ from remat.memory import GIB
 from remat.node import Disk, Machine
 from remat.planning.states import Item
 
+REHEARSED_FROM = 1e9  # parameters: where hours are at stake, and a save takes long enough to be found out late
 SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
 LOWER_BOUND = (
     "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
@@ -44,6 +45,7 @@ class Needs:
     nvme_bytes: int
     saved_bytes: int
     export_bytes: int
+    rehearsal_bytes: int  # of one state and one export, gone before the first of the saved ones
     download_bytes: int
     gpu_remedy: str
 
@@ -80,6 +82,7 @@ def required(
     ranks_per_node: int,
     save: SaveConfig,
     steps: int,
+    rehearse: bool = False,
     download_bytes: int = 0,
 ) -> Needs:
     """What a run with these model states needs of one node, and of the disk that all nodes share.
@@ -104,6 +107,7 @@ def required(
         nvme_bytes=per_node["nvme"],
         saved_bytes=states_on_disk(save, steps) * saved_state_bytes(num_params, ds),
         export_bytes=width * num_params if save.export else 0,
+        rehearsal_bytes=saved_state_bytes(num_params, ds) + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         gpu_remedy=_gpu_remedy(ds),
     )
@@ -113,6 +117,14 @@ def saved_state_bytes(num_params: int, ds: Mapping[str, Any]) -> int:
     """One saved state of all ranks: master and moments, and below stage 3 the module once more."""
     half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
     return num_params * save_room.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
+
+
+def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:
+    """Whether the run tries its save and export after the first step; `num_params` are those of the whole model."""
+    if save.rehearse is not None:
+        return save.rehearse
+    keeps = save.every > 0 or save.at_end or save.export
+    return keeps and num_params > REHEARSED_FROM and tensor_parallel_size == 1
 
 
 def states_on_disk(save: SaveConfig, steps: int) -> int:
@@ -228,9 +240,9 @@ def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
     writes: list[tuple[Disk, int, str, str]] = [
         (
             machine.output,
-            needs.saved_bytes + needs.export_bytes,
+            max(needs.saved_bytes + needs.export_bytes, needs.rehearsal_bytes),
             "output_dir",
-            "free some, choose another output_dir, lower save.keep or set save.export=false",
+            "free some, choose another output_dir, lower save.keep or set save.export=false or save.rehearse=false",
         ),
         (machine.download, needs.download_bytes, "hub cache", "free some, or set HF_HOME to a larger disk"),
     ]

@@ -16,7 +16,7 @@ from remat.config import RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.distributed import World
-from remat.launch_plan import LaunchPlan
+from remat.launch_plan import LaunchPlan, rehearses
 from remat.strategy import Strategy
 
 
@@ -58,6 +58,8 @@ def rows(parts: Described) -> dict[str, str]:
         found["trained"] = lora.describe(cfg.peft, facts.num_trainable_params, facts.num_params)
     if facts.quantised_weights:
         found["frozen"] = qlora.describe(facts.quantised_weights)
+    if rehearses(cfg, parts.strategy):
+        found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
     if parts.resumed is not None:
         found["resumed"] = f"at step {parts.resumed['step']}"
     return found

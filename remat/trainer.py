@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, run_saves
+from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, rehearsal, run_saves
 from remat.activation_checkpointing.counts import NotInEffect
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
@@ -77,6 +77,8 @@ def _train(parts: Parts) -> Outcome:
     while progress.step < last and stop.why is None:
         metrics |= step(parts, progress, losses, last)
         run_saves.complete(parts, progress.step)
+        if parts.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
+            rehearsal.rehearse(parts, progress)
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
@@ -112,6 +114,7 @@ def start(parts: Parts) -> Progress:
         known = {item.name for item in fields(Progress)}
         progress = Progress(**{name: value for name, value in parts.resumed.items() if name in known})
         parts.tracker.rewind(progress.step)
+    rehearsal.prepare(parts)
     parts.applied.reset()
     parts.engine.train()
     parts.memory.reset_peak()  # the peak of a step, not of loading

@@ -46,6 +46,7 @@ LEVELS = [
         "run_dir",
         "saving",
         "unfinished",
+        "reload",
         "save_room",
         "saved_weights",
         "manifest",
@@ -81,6 +82,7 @@ LEVELS = [
         "ledger",
         "ending",
         "run_saves",
+        "rehearsal",
         "nonfinite",
         "proof",
         "strategy",
@@ -109,6 +111,7 @@ ONE_ROOM = [
     {
         "saving",
         "unfinished",
+        "reload",
         "save_room",
         "saved_weights",
         "manifest",
