@@ -89,6 +89,11 @@ class StorageDtype(StrEnum):
 SaveFailure = StrEnum("SaveFailure", {"stop": "stop", "continue": "continue"})
 
 
+class Reshard(StrEnum):
+    auto = "auto"  # a state that another number of ranks saved is cut anew while it is loaded
+    refuse = "refuse"
+
+
 class PeftMethod(StrEnum):
     none = "none"
     lora = "lora"

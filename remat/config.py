@@ -24,6 +24,7 @@ from remat.choices import (
     Policy,
     Precision,
     RecipeStatus,
+    Reshard,
     SaveFailure,
     Schedule,
     StorageDtype,
@@ -265,5 +266,6 @@ class RunConfig:
     output_dir: str = "outputs"
     run_id: str | None = None  # None: the launch time
     resume: str = "none"  # none | auto (newest complete state of this recipe) | a run or saved-state folder
+    reshard: Reshard = Reshard.auto  # of a state that another number of ranks saved
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info

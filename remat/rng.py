@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -28,3 +29,12 @@ def put(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     random.setstate(states["python"])
+
+
+def start_anew(saved: dict[str, Any], *, step: int, rank: int) -> None:
+    """Fresh states for a rank that has none of its own: from another rank's `get`, the step and this rank's number."""
+    digest = hashlib.sha256(saved["torch"].numpy().tobytes() + f" step {step} rank {rank}".encode()).digest()
+    seed = int.from_bytes(digest[:4])
+    torch.manual_seed(seed)  # GPUs too
+    np.random.seed(seed)
+    random.seed(seed)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import __version__, distributed, frozen, manifest, nvme_state, rng, save_room
+from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, save_room
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
@@ -130,18 +131,13 @@ def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | Non
 
 
 def check_compatible(
-    state: SavedState, *, world_size: int, zero_stage: int, precision: Precision | None = None
+    state: SavedState, *, zero_stage: int, precision: Precision | None = None, also: Sequence[str] = ()
 ) -> None:
     """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
 
-    A saved state is one file per rank, in the layout of its ZeRO stage and precision.
+    A saved state is in the layout of its ZeRO stage and precision. `also` are the problems of its number of ranks.
     """
-    info, problems = state.info, []
-    if info.world_size != world_size:
-        problems.append(
-            f"it was saved by {info.world_size} ranks and this launch has {world_size}: "
-            f"start {info.world_size} ranks"
-        )
+    info, problems = state.info, [*also]
     if info.zero_stage != zero_stage:
         problems.append(
             f"it was saved at ZeRO stage {info.zero_stage} and deepspeed.config asks for {zero_stage}: "
@@ -166,11 +162,10 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     DeepSpeed loads nothing.
     """
     check_compatible(
-        state,
-        world_size=manifest.place()[1],
-        zero_stage=int(engine.zero_optimization_stage()),
-        precision=_precision(engine),
+        state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine)
     )
+    if state.info.world_size != manifest.place()[1]:
+        return reshard.load(engine, state)
     if _layout(engine) != state.info.layout:
         raise ConfigError(
             f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "

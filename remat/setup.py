@@ -26,6 +26,7 @@ from remat import (
     optim,
     out_of_memory,
     qlora,
+    resuming,
     run_dir,
     saving,
     summary,
@@ -36,7 +37,7 @@ from remat.activation_checkpointing.apply import Applied, apply
 from remat.choices import PeftMethod
 from remat.config import ConfigError, RunConfig
 from remat.console import Console
-from remat.data.batches import GlobalBatches, check_same_order
+from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import load_tokenizer
@@ -80,11 +81,11 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = _resume_point(cfg, strategy, world, console)
+    point = resuming.point(cfg, strategy, world, console)
     tokenizer, splits = _data(cfg, hf_config, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
-        _check_same_data(point.state.client_state, splits, batches, cfg.resume)
+        resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
     folder = run_dir.open_run_dir(
         cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
     )
@@ -137,23 +138,6 @@ def _join(cfg: RunConfig) -> tuple[World, Any | None]:
     return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
 
 
-def _resume_point(
-    cfg: RunConfig, strategy: Strategy, world: World, console: Console
-) -> saving.ResumePoint | None:
-    """The saved state to go on from, if one was asked for, checked against this launch."""
-    point = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
-    if point is not None:
-        saving.check_compatible(
-            point.state,
-            world_size=world.size,
-            zero_stage=strategy.zero_stage,
-            precision=cfg.train.precision,
-        )
-        for note in point.notes:
-            console.warning(note)
-    return point
-
-
 def _data(
     cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
@@ -168,21 +152,6 @@ def _data(
     )
     watchdog.enter("build")
     return tokenizer, splits
-
-
-def _check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
-    """A data position means something only over the same blocks in the same order."""
-    now = Path(splits.report["folder"]).name
-    found = check_same_order(saved["data"], batches)
-    if saved["data_key"] != now:
-        found.append(
-            f"the data, tokenizer or train.seq_len changed (now {now[:12]}, was {saved['data_key'][:12]})"
-        )
-    if found:
-        raise ConfigError(
-            f"resume={resume}: the saved data position means nothing now: {'; '.join(found)}. Or start a new run from "
-            "the exported model: model=hf model.path=RUN_DIR/export"
-        )
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumePoint | None) -> GlobalBatches:

@@ -304,11 +304,11 @@ def test_compatibility_names_every_difference(tmp_path: Path) -> None:
     save(tmp_path, 1)
     state = saving.find(tmp_path).state
     assert state is not None
-    saving.check_compatible(state, world_size=1, zero_stage=0, precision=Precision.fp32)
-    saving.check_compatible(state, world_size=1, zero_stage=0)
+    saving.check_compatible(state, zero_stage=0, precision=Precision.fp32)
+    saving.check_compatible(state, zero_stage=0)
     with pytest.raises(ConfigError) as error:
-        saving.check_compatible(state, world_size=4, zero_stage=3, precision=Precision.bf16)
-    for part in ("saved by 1 ranks and this launch has 4: start 1 ranks", "stage-0", "train.precision=fp32"):
+        saving.check_compatible(state, zero_stage=3, precision=Precision.bf16, also=["too few ranks"])
+    for part in ("too few ranks", "stage-0", "train.precision=fp32"):
         assert part in str(error.value)
 
 

@@ -1,0 +1,64 @@
+"""Whether a run may go on from a saved state: found, checked against the launch and its data, before a model exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from remat import reshard, save_room, saving
+from remat.config import ConfigError, RunConfig
+from remat.console import Console
+from remat.data.batches import GlobalBatches, check_same_order
+from remat.data.cache import Splits
+from remat.distributed import World
+from remat.manifest import SavedState
+from remat.preflight import DoesNotFit
+from remat.strategy import Strategy
+
+
+def point(cfg: RunConfig, strategy: Strategy, world: World, console: Console) -> saving.ResumePoint | None:
+    """The saved state to go on from, if one was asked for, checked against this launch. Collective.
+
+    Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it for other ranks.
+    """
+    found = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
+    if found is not None:
+        also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
+        saving.check_compatible(
+            found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
+        )
+        for note in found.notes:
+            console.warning(note)
+        if found.state.info.world_size != world.size:
+            _check_reshard(found.state, world, console)
+    return found
+
+
+def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
+    """A data position means something only over the same blocks in the same order."""
+    now = Path(splits.report["folder"]).name
+    found = check_same_order(saved["data"], batches)
+    if saved["data_key"] != now:
+        found.append(
+            f"the data, tokenizer or train.seq_len changed (now {now[:12]}, was {saved['data_key'][:12]})"
+        )
+    if found:
+        raise ConfigError(
+            f"resume={resume}: the saved data position means nothing now: {'; '.join(found)}. Or start a new run from "
+            "the exported model: model=hf model.path=RUN_DIR/export"
+        )
+
+
+def _check_reshard(state: SavedState, world: World, console: Console) -> None:
+    """Refuse a disk without room for the copy that is cut for other ranks; else say that it will be made."""
+    needed, free = reshard.room(state, world.size)
+    place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
+    if needed > free:
+        raise DoesNotFit(
+            f"resume: cutting {state.path.name} of {ranks} needs {save_room.words(needed)} in {place} while it is "
+            f"loaded, and {save_room.words(free)} are free: free some, or start {state.info.world_size} ranks"
+        )
+    console.note(
+        f"cutting {state.path.name} of {ranks} ({save_room.words(needed)} in {place} while it is loaded); random "
+        "states start anew and sums are taken in another order: losses agree closely, not bit for bit"
+    )
