@@ -22,8 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-compare = typer.Typer(help="The same run under several granularities, side by side.", no_args_is_help=True)
-app.add_typer(compare, name="compare")
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
@@ -108,18 +106,49 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 110)
 
 
-@compare.command("policies", context_settings=WITH_OVERRIDES)
-def compare_policies_command(
+@app.command("compare", context_settings=WITH_OVERRIDES)
+def compare_command(
     ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
+    repeats: Annotated[int, typer.Option(help="Launches of each point; default: the experiment's, or 2")] = 0,
+    ranks: Annotated[int, typer.Option(help="Ranks of each launch; default: the experiment's, or 1")] = 0,
+    baseline: Annotated[
+        str, typer.Option(help="What times are set against: option=value, or a point's name")
+    ] = "",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Launch all, also what has a result.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of the table.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="The named experiments, and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of all experiments")] = Path("outputs/lab"),
+    publish: Annotated[
+        Path | None, typer.Option(help="A folder for a copy of results.json, named after the experiment")
+    ] = None,
 ) -> None:
-    """Bytes kept, FLOPs recomputed and ZeRO-3 gathers of every activation checkpointing policy on one model."""
+    """The same run under several choices, each launched, side by side: remat compare checkpointing=none,full
+    recipe=NAME, or a named experiment: remat compare lab=NAME. What has a result is not launched again.
+
+    remat compare policies [recipe=NAME ...] launches nothing: bytes kept, FLOPs recomputed and ZeRO-3 gathers of every
+    activation checkpointing policy, counted on tensors without memory.
+    """
+    if ctx.args[:1] == ["policies"]:
+        _compare_policies(ctx.args[1:], as_json)
+        return
+    from remat import compose
+    from remat.lab import command
+
+    if show_list:
+        print(command.listed(compose.parse(ctx.args).config_dirs))
+        return
+    raise typer.Exit(
+        command.run(ctx.args, command.Options(repeats, ranks, baseline, fresh, as_json, out, publish))
+    )
+
+
+def _compare_policies(args: list[str], as_json: bool) -> None:
     from dataclasses import asdict
 
     from remat import compare_policies, compose
 
-    cfg = compose.from_command_line(compare_policies.without_policy(ctx.args)).run
-    found = compare_policies.rows(ctx.args)
+    cfg = compose.from_command_line(compare_policies.without_policy(args)).run
+    found = compare_policies.rows(args)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))
         return

@@ -26,6 +26,9 @@ from remat.redact import redact_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF_DIR = ROOT / "conf"
+NOT_OF_A_RUN = {
+    "lab"
+}  # folders of conf/ that hold something else than choices of a run: remat compare reads it
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
 OPEN_DICTS = (
@@ -151,7 +154,7 @@ def recipe_names() -> list[str]:
 
 
 def group_choices() -> dict[str, list[str]]:
-    folders = sorted(path for path in CONF_DIR.iterdir() if path.is_dir())
+    folders = sorted(path for path in CONF_DIR.iterdir() if path.is_dir() and path.name not in NOT_OF_A_RUN)
     return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
 
 

@@ -13,12 +13,13 @@ import markupsafe
 
 @dataclass(frozen=True)
 class Table:
-    """A table under its title; every cell is text. `note` explains what a reader could misread."""
+    """A table under its title; every cell is text. `note` explains what could be misread; `wide` has no neighbour."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Page:
     absent: list[str]
     tables: list[Table]
     sources: list[tuple[str, str]] = field(default_factory=list)
+    facts_title: str = "The run"
 
 
 def render(page: Page) -> str:
@@ -99,6 +101,8 @@ h2 { font-size: 1.02rem; margin: 0 0 0.75rem; }
 .picture img { display: block; width: 100%; height: auto; }
 .tables { columns: 25rem 2; column-gap: 1.25rem; }
 .tables .card { display: inline-block; width: 100%; }
+.tables .wide { display: block; column-span: all; }
+.wide td { white-space: normal; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.32rem 0 0.32rem 1.1rem; border-top: 1px solid var(--line); white-space: nowrap; }
@@ -149,14 +153,16 @@ TEMPLATE = """<!doctype html>
 <p class="summary">{{ page.summary }}</p>
 {% endif %}
 </header>
+{% if page.figures %}
 <dl class="figures" style="--columns: {{ columns }}">
 {% for label, value, detail in page.figures %}
 <div class="figure"><dt>{{ label }}</dt><dd class="value">{{ value }}</dd><dd class="detail">{{ detail }}</dd></div>
 {% endfor %}
 </dl>
+{% endif %}
 {% if page.facts %}
 <section class="card">
-<h2>The run</h2>
+<h2>{{ page.facts_title }}</h2>
 <dl class="facts">
 {% for label, value in page.facts %}
 <div><dt>{{ label }}</dt><dd>{{ value }}</dd></div>
@@ -177,7 +183,7 @@ TEMPLATE = """<!doctype html>
 {% endfor %}
 <div class="tables">
 {% for table in page.tables %}
-<section class="card">
+<section class="card{{ " wide" if table.wide }}">
 <h2>{{ table.title }}</h2>
 <div class="scroll">
 <table>

@@ -60,7 +60,7 @@ def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "transformers": transformers.__version__,
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": world.size,
@@ -76,7 +76,8 @@ def _launch_time() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the kernel names it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -50,8 +50,11 @@ def values(word: str) -> list[str]:
     return [*found, word[start:]]
 
 
-def split(args: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept."""
+def split(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
+    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept.
+
+    Errors begin with the name of the command, `asker`.
+    """
     fixed: list[str] = []
     axes: list[list[str]] = []
     for word in args:
@@ -61,13 +64,13 @@ def split(args: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
         else:
             fixed.append(word)
     if not axes:
-        raise ConfigError("--sweep: no word lists values; write for example train.micro_batch_size=1,2,4")
+        raise ConfigError(f"{asker}: no word lists values; write for example train.micro_batch_size=1,2,4")
     empty = [word for axis in axes for word in axis if word.endswith("=")]
     if empty:
-        raise ConfigError(f"--sweep: {empty[0]} has an empty value between commas; leave the comma out")
+        raise ConfigError(f"{asker}: {empty[0]} has an empty value between commas; leave the comma out")
     points = list(itertools.product(*axes))
     if len(points) > MOST_POINTS:
-        raise ConfigError(f"--sweep: {len(points)} combinations; sweep fewer values, at most {MOST_POINTS}")
+        raise ConfigError(f"{asker}: {len(points)} combinations; sweep fewer values, at most {MOST_POINTS}")
     return fixed, points
 
 

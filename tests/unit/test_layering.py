@@ -93,6 +93,7 @@ LEVELS = [
         "doctor",
         "report",
         "compare_policies",
+        "lab",
         "claims",
         "planner",
         "recordings",

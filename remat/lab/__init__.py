@@ -1,0 +1,1 @@
+"""`remat compare`: the same run under several choices, each a launch of its own, measured side by side."""

@@ -1,0 +1,294 @@
+"""The pictures of a comparison: four panels (loss, peak memory, step time, trade-off), and memory against time."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from remat.lab.experiment import Experiment
+from remat.lab.figures import Row
+from remat.lab.table import GIB, MIB
+from remat.report_charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
+from remat.report_page import Picture
+
+COLORS = ("blue", "orange", "green", "purple", "red")
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))
+MARKERS = "os^Dv"
+MEMORY_NAMES = {
+    "peak": "peak memory",
+    "kept": "kept activations",
+    "micro_batch": "peak of a micro-batch without model states",
+}
+LABEL_WIDTH = 30
+COUNTED = "counted peak, CPU"
+
+
+def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
+    """By name; without any finished point there is nothing to draw."""
+    if not any(row.step for row in rows):
+        return {}
+    makers: dict[str, tuple[str, Callable[[Experiment, Sequence[Row], Theme], Figure]]] = {
+        "panels": ("Loss curves, peak memory, step time and the trade-off of every point", _panels),
+        "pareto": (
+            "Peak memory against step time, with the front of points that nothing beats in both",
+            _pareto,
+        ),
+    }
+    found = {}
+    for name, (alt, make) in makers.items():
+        light, dark = (_png(make, experiment, rows, theme) for theme in (LIGHT, DARK))
+        found[name] = Picture(name, alt, light, dark)
+    return found
+
+
+def fronts(rows: Sequence[Row]) -> list[list[Row]]:
+    """Of the points of each baseline, which do the same work, those that none of them beats in memory and time."""
+    return [
+        _front([row for row in rows if row.baseline == name])
+        for name in dict.fromkeys(r.baseline for r in rows)
+    ]
+
+
+def _front(rows: Sequence[Row]) -> list[Row]:
+    """By memory, the least first."""
+    timed = [row for row in rows if row.step and row.peak_bytes is not None]
+
+    def beaten(row: Row) -> bool:
+        return any(_cost(other) != _cost(row) and _at_most(_cost(other), _cost(row)) for other in timed)
+
+    return sorted((row for row in timed if not beaten(row)), key=_cost)
+
+
+def tradeoff(rows: Sequence[Row], which: str) -> list[tuple[Row, float, float]]:
+    """(point, % of its baseline's bytes saved, % more time than its baseline), of all but the baselines."""
+    by_name = {row.name: row for row in rows}
+    found = []
+    for row in rows:
+        mine, base = row.memory(which), by_name[row.baseline].memory(which)
+        if row.baseline != row.name and row.ratio is not None and mine is not None and base:
+            found.append((row, 100 * (1 - mine / base), 100 * (row.ratio.median - 1)))
+    return found
+
+
+def _cost(row: Row) -> tuple[float, float]:
+    assert row.step is not None and row.peak_bytes is not None
+    return row.peak_bytes, row.step.median
+
+
+def _at_most(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[0] and one[1] <= other[1]
+
+
+def _png(
+    make: Callable[[Experiment, Sequence[Row], Theme], Figure],
+    experiment: Experiment,
+    rows: Sequence[Row],
+    theme: Theme,
+) -> bytes:
+    image = io.BytesIO()
+    with matplotlib.rc_context(style(theme)):
+        make(experiment, rows, theme).savefig(image, format="png", dpi=DPI)
+    return image.getvalue()
+
+
+def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
+    height = 2.1 + 0.36 * len(rows)
+    figure = Figure(figsize=(1.35 * WIDTH_IN, 3.9 + max(2.9, height) + 0.2 * len(rows)), layout="constrained")
+    figure.suptitle(_heading(experiment), x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
+    grid = figure.subplots(2, 2, height_ratios=(3.4, max(2.7, height)))
+    losses, memory, times, trade = grid[0][0], grid[1][0], grid[1][1], grid[0][1]
+    styles = {row.name: _line(place, theme) for place, row in enumerate(rows)}
+    _losses(losses, rows, styles)
+    _bars(memory, rows, styles, theme, of="memory")
+    _bars(times, rows, styles, theme, of="time")
+    _trade(trade, experiment, rows, styles, theme)
+    handles, labels = losses.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        [textwrap.shorten(text, 60) for text in labels],
+        loc="outside lower left",
+        ncols=_columns(labels),
+        fontsize=8.5,
+        handlelength=3,
+    )
+    return figure
+
+
+def _heading(experiment: Experiment) -> str:
+    text = f"{experiment.title}, {experiment.ranks} rank{'s' * (experiment.ranks != 1)} on {experiment.device}"
+    return "\n".join(textwrap.wrap(text + (": reduced size" if experiment.reduction else ""), 120))
+
+
+def _columns(labels: Sequence[str]) -> int:
+    return max(1, min(4, 130 // (max(map(len, labels), default=1) + 10)))
+
+
+def _line(place: int, theme: Theme) -> dict[str, Any]:
+    """Every point its own colour, line and marker, also where there are more points than colours."""
+    turn = place // len(COLORS)
+    return {
+        "color": getattr(theme, COLORS[place % len(COLORS)]),
+        "linestyle": DASHES[turn % len(DASHES)],
+        "marker": MARKERS[turn % len(MARKERS)],
+    }
+
+
+def _losses(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
+    """The first points are the widest lines, so that equal curves show below each other."""
+    for place, row in enumerate(rows):
+        if row.loss:
+            steps, values = zip(*row.loss, strict=True)
+            width = max(1.2, 4.2 - 0.8 * place)
+            axes.plot(steps, values, label=row.name, markersize=4, **styles[row.name] | {"linewidth": width})
+    axes.set_title("Training loss (equal curves lie on each other)")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme, *, of: str) -> None:
+    """A bar for each point; of one without a figure its ending in words."""
+    scale, unit = _scale(rows) if of == "memory" else (1, "s")
+    values = [_value(row, of) for row in rows]
+    longest = max(value / scale for value in values if value is not None)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if value is None:
+            axes.text(0, place, f" {row.status}", va="center", color=theme.red, fontsize=9, fontweight="bold")
+            continue
+        size = value / scale
+        spread = [[size - row.step.low], [row.step.high - size]] if of == "time" and row.step else None
+        axes.barh(place, size, color=styles[row.name]["color"], height=0.66, xerr=spread, ecolor=theme.text)
+        end = row.step.high if of == "time" and row.step else size
+        axes.text(
+            end + 0.015 * longest, place, _beside(row, size, of), va="center", fontsize=8.5, color=theme.text
+        )
+        if of == "memory" and row.kept_bytes is not None:
+            axes.barh(place, row.kept_bytes / scale, color=theme.text, alpha=0.35, height=0.66)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.name, LABEL_WIDTH) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    ends = [
+        row.step.high if of == "time" and row.step else (value or 0) / scale
+        for row, value in zip(rows, values, strict=True)
+    ]
+    axes.set_xlim(0, 1.28 * max(ends))
+    axes.grid(axis="y", visible=False)
+    if of == "memory":
+        axes.set_title("Peak memory of a rank (dark: kept activations)")
+        axes.set_xlabel(unit)
+    else:
+        axes.set_title("Time of a step: median, quartiles, x baseline")
+        axes.set_xlabel("seconds")
+
+
+def _value(row: Row, of: str) -> float | None:
+    if of == "memory":
+        return row.peak_bytes
+    return row.step.median if row.step else None
+
+
+def _beside(row: Row, size: float, of: str) -> str:
+    if of == "memory":
+        return f"{size:,.4g}"
+    times = "" if row.ratio is None or row.baseline == row.name else f"  x {row.ratio.median:.2f}"
+    return f"{size:.3g}{times}"
+
+
+def _scale(rows: Sequence[Row]) -> tuple[int, str]:
+    largest = max((row.peak_bytes or 0 for row in rows), default=0)
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _trade(
+    axes: Axes, experiment: Experiment, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme
+) -> None:
+    """Each point against its own baseline, which lies at zero."""
+    found = tradeoff(rows, experiment.tradeoff)
+    percent = FuncFormatter(lambda value, _: f"{value:+.0f}%" if value else "0%")
+    axes.axhline(0, color=theme.text, linewidth=0.8)
+    axes.axvline(0, color=theme.text, linewidth=0.8)
+    axes.plot([0], [0], "x", color=theme.text, markersize=8, markeredgewidth=2)
+    axes.annotate("baseline", (0, 0), (6, 6), textcoords="offset points", fontsize=8.5, color=theme.text)
+    for row, saved, slower in found:
+        assert row.ratio is not None
+        low, high = 100 * (row.ratio.low - 1), 100 * (row.ratio.high - 1)
+        look = styles[row.name]
+        axes.errorbar(
+            [saved],
+            [slower],
+            yerr=[[slower - low], [high - slower]],
+            color=look["color"],
+            marker=look["marker"],
+            markersize=8,
+            elinewidth=1,
+            linestyle="",
+        )
+    axes.margins(0.14)
+    axes.set_title("Trade-off against each point's baseline")
+    axes.set_xlabel(f"{MEMORY_NAMES[experiment.tradeoff]} saved")
+    axes.set_ylabel("more time per step")
+    axes.xaxis.set_major_formatter(percent)
+    axes.yaxis.set_major_formatter(percent)
+
+
+def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
+    """Numbers stand at the points and are told beside the picture, so that names of any length fit."""
+    best = [front for front in fronts(rows) if front]
+    timed = [row for row in rows if row.step and row.peak_bytes is not None]
+    scale, unit = _scale(rows)
+    figure = Figure(figsize=(1.35 * WIDTH_IN, max(4.6, 1.6 + 0.52 * len(rows))), layout="constrained")
+    axes, words = figure.subplots(1, 2, width_ratios=(1.7, 1.0))
+    for front in best:
+        across, up = zip(*((_cost(row)[0] / scale, _cost(row)[1]) for row in front), strict=True)
+        axes.plot(across, up, color=theme.green, drawstyle="steps-post", linewidth=1.4, zorder=1)
+    for row in timed:
+        assert row.step is not None and row.peak_bytes is not None
+        place = [other.name for other in rows].index(row.name)
+        x, y = row.peak_bytes / scale, row.step.median
+        look = _line(place, theme)
+        axes.errorbar(
+            [x],
+            [y],
+            yerr=[[y - row.step.low], [row.step.high - y]],
+            color=look["color"],
+            marker=look["marker"],
+            markersize=9,
+            elinewidth=1,
+            linestyle="",
+            zorder=3,
+        )
+        axes.annotate(
+            str(place + 1),
+            (x, y),
+            (8, 5),
+            textcoords="offset points",
+            fontsize=9.5,
+            fontweight="bold",
+            color=theme.text,
+        )
+    axes.set_title("Memory and time; lines: what no point of the same baseline beats in both")
+    axes.set_xlabel(f"peak memory of a rank, {unit}")
+    axes.set_ylabel("seconds per step, median and quartiles")
+    axes.margins(0.12)
+    _key(words, rows, {row.name for front in best for row in front}, scale, unit, theme)
+    return figure
+
+
+def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:
+    """What the numbers stand for."""
+    axes.set_axis_off()
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        name = textwrap.fill(f"{number}  {row.name}", 44, subsequent_indent="    ")
+        if row.step is None or row.peak_bytes is None:
+            lines.append(f"{name}\n    {row.status}")
+            continue
+        mark = ", on the front" if row.name in best else ""
+        lines.append(f"{name}\n    {row.peak_bytes / scale:,.4g} {unit}, {row.step.median:.3g} s{mark}")
+    axes.text(0, 1, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=8.5, color=theme.text)

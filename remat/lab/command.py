@@ -1,0 +1,130 @@
+"""`remat compare`, from its words to its files: what to compare, launch what is not known, show, write, draw."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from remat import compose, run_dir
+from remat.config import ConfigError
+from remat.lab import charts, experiment, figures, keys, page, running, table
+from remat.lab.experiment import Experiment
+from remat.lab.figures import Row
+from remat.lab.keys import Place
+from remat.lab.measure import DOES_NOT_FIT, FINISHED, OUT_OF_MEMORY
+from remat.lab.running import Outcome
+
+EXIT_NOTHING_RAN, EXIT_INTERRUPTED = 1, 130
+ANSWERS = {FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of the command line. 0 and "": as the experiment says."""
+
+    repeats: int = 0
+    ranks: int = 0
+    baseline: str = ""
+    fresh: bool = False
+    as_json: bool = False
+    out: Path = Path("outputs/lab")
+    publish: Path | None = None
+
+
+def run(args: Sequence[str], options: Options) -> int:
+    """The exit code: 0 when any point has a result, be it that it ran out of memory; 1 when all failed; 130: stopped.
+
+    Raises ConfigError for what cannot be compared, before anything is launched.
+    """
+    if options.repeats < 0 or options.ranks < 0:
+        raise ConfigError("--repeats and --ranks: at least 1")
+    place = keys.here(options.ranks or 1)
+    chosen = choose(args, options, place.device)
+    place = keys.here(chosen.ranks)
+    folder = (options.out / chosen.name).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    on_stderr = Console(stderr=True)
+    try:
+        outcome = running.run(
+            chosen, folder, place, lambda total: running.on_terminal(total, on_stderr), fresh=options.fresh
+        )
+    except KeyboardInterrupt:
+        print("\nstopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    rows = figures.rows(chosen, outcome.results)
+    paths = write(folder, chosen, outcome, rows, place, options.publish)
+    if options.as_json:
+        print(paths[0].read_text(), end="")
+    else:
+        tell(chosen, outcome, rows, paths)
+    return 0 if any(row.status in ANSWERS for row in rows) else EXIT_NOTHING_RAN
+
+
+def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
+    """The experiment that the words ask for. Raises ConfigError."""
+    asked = compose.parse(list(args))
+    labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
+    rest = [word for word in asked.overrides if not word.startswith("lab=")]
+    if len(labs) > 1:
+        raise ConfigError(f"lab={labs[1]}: one experiment at a time")
+    if labs:
+        found = experiment.named(labs[0], rest, device, asked.config_dirs, options.baseline)
+    else:
+        found = experiment.written(rest, device, asked.config_dirs, options.baseline)
+    return replace(found, repeats=options.repeats or found.repeats, ranks=options.ranks or found.ranks)
+
+
+def write(
+    folder: Path, chosen: Experiment, outcome: Outcome, rows: Sequence[Row], place: Place, publish: Path | None
+) -> list[Path]:
+    """results.json first, results.csv, the pictures and the page; their paths."""
+    content = figures.as_json(chosen, outcome.results, rows, place)
+    paths = [folder / "results.json", folder / "results.csv"]
+    run_dir.write_json(paths[0], content)
+    paths[1].write_text(figures.as_csv(outcome.results))
+    drawn = charts.draw(chosen, rows)
+    for name, picture in drawn.items():
+        paths.append(folder / f"{name}.png")
+        paths[-1].write_bytes(picture.light)
+    paths.append(folder / "index.html")
+    paths[-1].write_text(page.render(content, chosen, rows, list(drawn.values())), encoding="utf-8")
+    if publish is not None:
+        publish.mkdir(parents=True, exist_ok=True)
+        paths.append(publish / f"{chosen.name}-{'cpu' if place.device == 'cpu' else 'gpu'}.json")
+        shutil.copyfile(paths[0], paths[-1])
+    return paths
+
+
+def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Sequence[Path]) -> None:
+    """The table, what was launched now and what was known, and where the rest lies."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    table.show(chosen, rows, console)
+    known = sum(result.ran for result in outcome.results) - outcome.launched
+    if known and not outcome.launched:
+        console.print(f"nothing was launched: all {known} results are from before (--fresh runs them again)")
+    elif known:
+        console.print(f"{outcome.launched} launched now, {known} from before (--fresh runs them again)")
+    for path in paths:
+        console.print(str(from_here(path)), highlight=False, soft_wrap=True)
+
+
+def from_here(path: Path) -> Path:
+    """As seen from the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def listed(config_dirs: Sequence[Path] = ()) -> str:
+    """A line for each named experiment: its name, the claims it answers, its question."""
+    lines = []
+    known = experiment.names(config_dirs)
+    width = max((len(name) for name in known), default=0)
+    for name, path in sorted(known.items()):
+        content = experiment.read(path)
+        claims = f"  [{', '.join(content.claims)}]" if content.claims else ""
+        lines.append(f"{name:{width}}  {content.question}{claims}")
+    return "\n".join(lines)

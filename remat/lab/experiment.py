@@ -1,0 +1,313 @@
+"""What is compared: named experiments (`conf/lab/NAME.yaml`) and those written on the command line, as one schema."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from remat import compose, sweep
+from remat.config import ConfigError
+
+FOLDER = compose.CONF_DIR / "lab"
+MOST_POINTS = 64
+STEPS = 8
+LEAN = (  # what each launch begins with: a row per step, a short evaluation, nothing saved; any word may undo it
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "train.eval_every=0",
+    "train.eval_batches=2",
+    "save.every=0",
+    "save.at_end=false",
+    "save.export=false",
+    "tracking=wandb_disabled",
+)
+MEMORY = ("peak", "kept", "micro_batch")  # what the trade-off picture may set against time
+OWN_WORDS = (
+    "name",
+    "run_id",
+    "output_dir",
+    "resume",
+)  # the laboratory's: where a run lands, and that it is fresh
+AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # words that YAML reads as something else
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointFile:
+    """A point, or several: a word with commas stands for one point per value. `cpu` and `gpu` come after the rest."""
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    cpu: list[str] = field(default_factory=list)
+    gpu: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleFile:
+    """What differs on a kind of machine. `reduction` says in one sentence what is smaller than in the claim."""
+
+    overrides: list[str] = field(default_factory=list)
+    reduction: str = ""
+    ranks: int = 0  # 0: those of the experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentFile:
+    """The content of `conf/lab/NAME.yaml`."""
+
+    title: str
+    question: str
+    points: list[PointFile]
+    claims: list[str] = field(default_factory=list)
+    base: list[str] = field(default_factory=list)
+    cpu: ScaleFile = field(default_factory=ScaleFile)
+    gpu: ScaleFile = field(default_factory=ScaleFile)
+    baseline: str = (
+        ""  # a point's name, or option=value: of each point the one that differs in that; "": the first
+    )
+    repeats: int = 2
+    ranks: int = 1
+    tradeoff: str = "peak"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration. `words` ask for it in full; `own` are those in which it differs; `baseline` is a name."""
+
+    name: str
+    slug: str
+    own: tuple[str, ...]
+    words: tuple[str, ...]
+    baseline: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What to run on this kind of machine (`device`: cpu or cuda)."""
+
+    name: str
+    title: str
+    question: str
+    claims: tuple[str, ...]
+    reduction: str
+    device: str
+    points: tuple[Point, ...]
+    repeats: int
+    ranks: int
+    tradeoff: str
+
+
+def names(folders: Sequence[Path] = ()) -> dict[str, Path]:
+    """Every named experiment; those of the user's folders replace ours."""
+    found: dict[str, Path] = {}
+    for folder in (FOLDER, *(path / "lab" for path in folders)):
+        found |= {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return found
+
+
+def read(path: Path) -> ExperimentFile:
+    """Raises ConfigError with every problem of the file."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    problems: list[str] = []
+    made = _typed(ExperimentFile, content, "", problems)
+    if not problems:
+        problems = _problems(made)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {text}" for text in problems))
+    assert isinstance(made, ExperimentFile)
+    return made
+
+
+def named(
+    name: str, more: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = ""
+) -> Experiment:
+    """The experiment `name` with `more` words after all others in every point. Raises ConfigError."""
+    known = names(folders)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        near = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(f"lab={name}: no such experiment{near}; choices: {', '.join(known) or 'none'}")
+    content = read(known[name])
+    scale = content.cpu if device == "cpu" else content.gpu
+    expanded: list[tuple[str, list[str], list[str]]] = []
+    for point in content.points:
+        sized = point.cpu if device == "cpu" else point.gpu
+        for label, words in axes(point.overrides):
+            expanded.append((", ".join(filter(None, (point.name, label))), words, sized))
+    return Experiment(
+        name=name,
+        title=content.title,
+        question=content.question,
+        claims=tuple(content.claims),
+        reduction=scale.reduction,
+        device=device,
+        points=_points(
+            expanded, [*content.base, *scale.overrides], more, baseline or content.baseline, folders
+        ),
+        repeats=content.repeats,
+        ranks=scale.ranks or content.ranks,
+        tradeoff=content.tradeoff,
+    )
+
+
+def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = "") -> Experiment:
+    """The experiment of a command line: words with commas are axes, the rest holds for all points."""
+    fixed, swept = sweep.split(args, asker="remat compare")
+    expanded = [(_label(words), list(words), list[str]()) for words in swept]
+    options = list(dict.fromkeys(word.partition("=")[0] for words in swept for word in words))
+    recipe = next((word.partition("=")[2] for word in fixed if word.startswith("recipe=")), "train")
+    return Experiment(
+        name=slug("-".join([recipe, *(option.split(".")[-1] for option in options)])),
+        title=" ".join(args),
+        question="",
+        claims=(),
+        reduction="",
+        device=device,
+        points=_points(expanded, fixed, (), baseline or swept[0][0], folders),
+        repeats=2,
+        ranks=1,
+        tradeoff="peak",
+    )
+
+
+def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(label, words) of every combination of the values that words with commas list; the label names the values."""
+    lists = [
+        [f"{word.partition('=')[0]}={value}" for value in sweep.values(word)] if "=" in word else [word]
+        for word in words
+    ]
+    swept = [len(values) > 1 for values in lists]
+    return [
+        (_label([word for word, is_axis in zip(found, swept, strict=True) if is_axis]), list(found))
+        for found in itertools.product(*lists)
+    ]
+
+
+def slug(text: str) -> str:
+    """A folder's name that stays text wherever it is read: `small, none` -> small-none, `512` -> p-512."""
+    short = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")
+    return short if short[:1].isalpha() and short.lower() not in AMBIGUOUS else f"p-{short}"
+
+
+def merged(words: Sequence[str]) -> list[str]:
+    """Of several words for one option the last."""
+    last = {word.partition("=")[0]: word for word in words}
+    return [word for word in words if last[word.partition("=")[0]] is word]
+
+
+def _label(words: Sequence[str]) -> str:
+    """Of a group its choice alone, of an option its short name too."""
+    parts = []
+    for word in words:
+        option, _, value = word.partition("=")
+        parts.append(f"{option.split('.')[-1]}={value}" if "." in option else value)
+    return ", ".join(parts)
+
+
+def _points(
+    expanded: Sequence[tuple[str, list[str], list[str]]],
+    before: Sequence[str],
+    after: Sequence[str],
+    baseline: str,
+    folders: Sequence[Path],
+) -> tuple[Point, ...]:
+    """Each with all its words. Raises ConfigError for names used twice and a baseline that is none of them."""
+    if len(expanded) > MOST_POINTS:
+        raise ConfigError(f"remat compare: {len(expanded)} points, at most {MOST_POINTS}; compare fewer values")
+    search = [f"--config-dir={folder}" for folder in folders]
+    made = []
+    for name, own, sized in expanded:
+        words = merged([*LEAN, *before, *own, *sized, *after])
+        taken = [word for word in words if word.lstrip("+~").partition("=")[0] in OWN_WORDS]
+        if taken:
+            raise ConfigError(f"{taken[0]}: remat compare chooses where each run lands; leave it out")
+        made.append(Point(name, slug(name), tuple(own), (*search, *words), ""))
+    for key in ("name", "slug"):
+        twice = [
+            name for name in (getattr(p, key) for p in made) if [getattr(p, key) for p in made].count(name) > 1
+        ]
+        if twice:
+            raise ConfigError(f"remat compare: two points are called {twice[0]}; give each a name of its own")
+    return tuple(replace(point, baseline=_baseline(point, made, baseline)) for point in made)
+
+
+def _baseline(point: Point, points: Sequence[Point], baseline: str) -> str:
+    """The name of what `point` is measured against."""
+    if not baseline:
+        return points[0].name
+    if "=" not in baseline or baseline in {p.name for p in points}:
+        if baseline not in {p.name for p in points}:
+            raise ConfigError(
+                f"baseline={baseline}: no such point; points: {'; '.join(p.name for p in points)}"
+            )
+        return baseline
+    option = baseline.partition("=")[0]
+
+    def rest(words: Sequence[str]) -> set[str]:
+        return {
+            word for word in words if word.partition("=")[0] != option and not word.startswith(f"{option}.")
+        }
+
+    found = [p for p in points if baseline in p.own and rest(p.own) == rest(point.own)]
+    if not found:
+        raise ConfigError(f"baseline={baseline}: no point is {point.name} with {baseline}")
+    return found[0].name
+
+
+def _problems(content: ExperimentFile) -> list[str]:
+    found = []
+    if not content.points:
+        found.append("points: there are none")
+    if content.repeats < 1 or content.ranks < 1:
+        found.append("repeats and ranks: at least 1")
+    if content.tradeoff not in MEMORY:
+        found.append(f"tradeoff={content.tradeoff}: choose {', '.join(MEMORY)}")
+    if content.cpu.overrides and not content.cpu.reduction:
+        found.append("cpu.reduction: say in a sentence what is smaller than in the claim")
+    return found
+
+
+def _typed(kind: Any, content: Any, place: str, problems: list[str]) -> Any:
+    """`content` as the dataclass `kind`; what is unknown, missing or of another type goes to `problems`."""
+    if not isinstance(content, dict):
+        problems.append(f"{place or 'the file'}: needs {', '.join(item.name for item in fields(kind))}")
+        return None
+    hints = get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    problems += [
+        f"{place}{key}: no such entry; entries: {', '.join(sorted(known))}" for key in set(content) - known
+    ]
+    values = {}
+    for item in fields(kind):
+        hint = hints[item.name]
+        if item.name not in content:
+            if item.default is MISSING and item.default_factory is MISSING:
+                problems.append(f"{place}{item.name}: missing")
+            continue
+        value = content[item.name]
+        if is_dataclass(hint):
+            values[item.name] = _typed(hint, value, f"{place}{item.name}.", problems)
+        elif hint == list[PointFile] and isinstance(value, list):
+            values[item.name] = [
+                _typed(PointFile, entry, f"{place}{item.name}[{number}].", problems)
+                for number, entry in enumerate(value)
+            ]
+        elif (hint in (str, int) and type(value) is hint) or (hint == list[str] and _are_words(value)):
+            values[item.name] = value
+        else:
+            shown = getattr(hint, "__name__", hint) if hint in (str, int) else "a list of words"
+            problems.append(f"{place}{item.name}={value!r}: needs {shown}")
+    return None if problems else kind(**values)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)

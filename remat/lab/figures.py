@@ -1,0 +1,232 @@
+"""From results to figures: medians and quartiles over all repeats, ratios to the baseline with their spread."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from remat.lab.experiment import Experiment, Point
+from remat.lab.keys import FORMAT, Place
+from remat.lab.launching import Result
+from remat.lab.measure import FINISHED, Measured
+
+ORDER = (
+    "out of memory",
+    "does not fit",
+    "failed",
+    "refused",
+)  # which ending speaks for a point without figures
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of all steady steps of all repeats together: the median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point. `times` in seconds; `ratio` is its step time over its baseline's, from quartile against quartile.
+
+    Bytes are the most of any repeat; `same_bytes` says that all repeats agree on every one. Without figures there are
+    only `status` and `words`.
+    """
+
+    name: str
+    own: tuple[str, ...]
+    baseline: str
+    status: str
+    words: str = ""
+    repeats: int = 0
+    command: str = ""
+    same_bytes: bool = True
+    peak_bytes: int | None = None
+    peak_planned_bytes: int | None = None
+    kept_bytes: int | None = None
+    kept_planned_bytes: int | None = None
+    kept_bytes_per_layer: list[int] = field(default_factory=list)
+    moved_bytes: int = 0
+    micro_batch_bytes: int | None = None
+    states_bytes: dict[str, int] = field(default_factory=dict)
+    off_gpu_bytes: int = 0
+    recomputed_percent: float | None = None
+    times: dict[str, Spread] = field(default_factory=dict)
+    ratio: Spread | None = None
+    tokens_per_s: Spread | None = None
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    eval_loss: float | None = None
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    in_words: str = ""
+
+    @property
+    def step(self) -> Spread | None:
+        return self.times.get("step")
+
+    @property
+    def final_loss(self) -> float | None:
+        return self.loss[-1][1] if self.loss else None
+
+    def memory(self, which: str) -> int | None:
+        """Bytes of `peak`, `kept` or `micro_batch`."""
+        found: int | None = getattr(self, f"{which}_bytes")
+        return found
+
+
+def rows(experiment: Experiment, results: Sequence[Result]) -> list[Row]:
+    """One row per point, in the order of the experiment."""
+    made = {
+        point.name: _row(point, [r for r in results if r.point == point.name]) for point in experiment.points
+    }
+    return [_against(made[point.name], made[point.baseline]) for point in experiment.points]
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None of nothing; of one value itself."""
+    if not values:
+        return None
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    )
+    return Spread(middle, low, high, len(values))
+
+
+def ratio(mine: Spread, base: Spread) -> Spread:
+    """Median over median; from the lower quartile over the upper one to the upper one over the lower one."""
+    return Spread(
+        mine.median / base.median, mine.low / base.high, mine.high / base.low, min(mine.count, base.count)
+    )
+
+
+def as_json(
+    experiment: Experiment, results: Sequence[Result], found: Sequence[Row], place: Place
+) -> dict[str, Any]:
+    """The content of results.json: what was asked, where, and every row."""
+    finished = [result for result in results if result.status == FINISHED]
+    known = [result.measured for result in finished if result.measured]
+    return {
+        "format": FORMAT,
+        "name": experiment.name,
+        "title": experiment.title,
+        "question": experiment.question,
+        "claims": list(experiment.claims),
+        "device": place.device,
+        "reduction": experiment.reduction,
+        "ranks": experiment.ranks,
+        "repeats": experiment.repeats,
+        "tradeoff": experiment.tradeoff,
+        "peak_how": known[0].peak_how if known else "",
+        "first_steady_step": max((m.first_steady_step for m in known), default=0),
+        "hardware": place.hardware,
+        "env": finished[-1].env if finished else {},
+        "points": [asdict(row) for row in found],
+    }
+
+
+def as_csv(results: Sequence[Result]) -> str:
+    """One line per launch: plain numbers in bytes, seconds and nats per token; empty where there is none."""
+    lines = [_flat(result) for result in results]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _row(point: Point, results: Sequence[Result]) -> Row:
+    known = [result.measured for result in results if result.status == FINISHED and result.measured]
+    if not known:
+        worst = min(results, key=lambda result: ORDER.index(result.status))
+        return Row(point.name, point.own, point.baseline, worst.status, worst.words, command=worst.command)
+    last = known[-1]
+    others = [result for result in results if result.status != FINISHED]
+    words = f"{len(others)} of {len(results)} launches: {others[0].status}: {others[0].words}" if others else ""
+    commands = [result.command for result in results if result.status == FINISHED]
+    return Row(
+        point.name,
+        point.own,
+        point.baseline,
+        FINISHED,
+        words,
+        repeats=len(known),
+        command=commands[0],
+        same_bytes=len({_bytes(measured) for measured in known}) == 1,
+        peak_bytes=_most(known, "peak_bytes"),
+        peak_planned_bytes=last.peak_planned_bytes,
+        kept_bytes=_most(known, "kept_bytes"),
+        kept_planned_bytes=last.kept_planned_bytes,
+        kept_bytes_per_layer=last.kept_bytes_per_layer,
+        moved_bytes=last.moved_bytes,
+        micro_batch_bytes=_most(known, "micro_batch_bytes"),
+        states_bytes=last.states_bytes,
+        off_gpu_bytes=last.off_gpu_bytes,
+        recomputed_percent=last.recomputed_percent,
+        times={
+            name: found
+            for name in last.steps
+            if (found := spread([value for measured in known for value in measured.steps[name]]))
+        },
+        tokens_per_s=spread([value for measured in known for value in measured.tokens_per_s]),
+        loss=last.loss,
+        eval_loss=last.eval_loss,
+        ledger=last.ledger,
+        in_words=last.in_words,
+    )
+
+
+def _against(row: Row, base: Row) -> Row:
+    if row.step is None or base.step is None:
+        return row
+    return replace(row, ratio=ratio(row.step, base.step))
+
+
+def _bytes(measured: Measured) -> tuple[object, ...]:
+    """All that must be the same whenever the same is run on the same machine."""
+    return (
+        measured.peak_bytes,
+        measured.kept_bytes,
+        measured.micro_batch_bytes,
+        tuple(measured.kept_bytes_per_layer),
+        tuple(sorted(measured.states_bytes.items())),
+    )
+
+
+def _most(known: Sequence[Measured], name: str) -> int | None:
+    values = [value for measured in known if (value := getattr(measured, name)) is not None]
+    return max(values, default=None)
+
+
+def _flat(result: Result) -> dict[str, Any]:
+    measured = result.measured or Measured()
+    medians = {name: found.median for name, values in measured.steps.items() if (found := spread(values))}
+    rate = spread(measured.tokens_per_s)
+    return {
+        "point": result.point,
+        "repeat": result.repeat,
+        "status": result.status,
+        "words": result.words,
+        "peak_bytes": measured.peak_bytes,
+        "peak_planned_bytes": measured.peak_planned_bytes,
+        "kept_bytes": measured.kept_bytes,
+        "kept_planned_bytes": measured.kept_planned_bytes,
+        "moved_bytes": measured.moved_bytes if result.measured else None,
+        "micro_batch_bytes": measured.micro_batch_bytes,
+        "states_bytes": sum(measured.states_bytes.values()) if result.measured else None,
+        "recomputed_percent": measured.recomputed_percent,
+        **{f"{name}_s": medians.get(name) for name in ("step", "data", "forward", "backward", "optimizer")},
+        "steady_steps": len(measured.tokens_per_s),
+        "tokens_per_s": rate.median if rate else None,
+        "loss": measured.loss[-1][1] if measured.loss else None,
+        "eval_loss": measured.eval_loss,
+        "launch_s": result.seconds,
+        "commit": result.env.get("commit"),
+        "started": result.env.get("started"),
+        "command": result.command,
+    }

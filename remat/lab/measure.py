@@ -1,0 +1,201 @@
+"""What a launch shows, read from the files it left: memory, time, loss, plan against measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remat.ledger import KEPT, MIB, MICRO_BATCH, OFF_GPU
+from remat.memory import GIB
+from remat.planning.plan import CATEGORY_OF
+from remat.planning.records import Category
+from remat.proof import LEARNT
+
+UNITS = {"GiB": GIB, "MiB": MIB, "%": 1, "s": 1, "tokens/s": 1}
+WHERE = (" on the GPU", " in host memory")
+RECOMPUTED = "recomputed FLOPs, of forward"
+PEAK_CUDA = "torch.cuda.max_memory_allocated, highest rank"
+PEAK_CPU = (
+    "counted peak, CPU: the model states that a GPU would hold, from the storages of the engine's tensors, and the "
+    "most that was alive of what a micro-batch allocates, counted op by op"
+)
+TIMES = ("step", "data", "forward", "backward", "optimizer")
+FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT, FAILED = "finished", "out of memory", "does not fit", "failed"
+RAN_OUT = re.compile(r"out of (?:GPU|host) memory in .+ on rank \d+")
+KILLED = re.compile(r"rank \d+ was killed \(SIGKILL\).*counts [1-9]\d* out-of-memory kill.*")
+SAYS = re.compile(r"^remat(?: \(rank \d+\))?: (.+)$", re.MULTILINE)
+EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED = 2, 3, 70
+EXIT_KILLED = 137
+STILL = "Start anyway with force=true"  # ends the refusal of a run that its plan says does not fit
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended: finished, out of memory, does not fit, or failed; and in which words."""
+
+    status: str
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one rank, the highest where they differ; times in seconds per steady step, losses in nats per token.
+
+    `steps` has for each steady step its data, forward, backward and optimizer seconds beside the whole. None: unknown.
+    """
+
+    peak_bytes: int | None = None
+    peak_planned_bytes: int | None = None
+    peak_how: str = ""
+    kept_bytes: int | None = None
+    kept_planned_bytes: int | None = None
+    kept_bytes_per_layer: list[int] = field(default_factory=list)
+    moved_bytes: int = 0
+    micro_batch_bytes: int | None = None
+    states_bytes: dict[str, int] = field(default_factory=dict)  # held, by category and place
+    off_gpu_bytes: int = 0  # of these, what the strategy keeps off the GPU
+    recomputed_percent: float | None = None
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    first_steady_step: int = 0
+    tokens_per_s: list[float] = field(default_factory=list)
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    eval_loss: float | None = None
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    in_words: str = ""
+
+
+def ended(code: int, text: str) -> Ended:
+    """`text` is all that the launch said. What is no success is told in its own first line."""
+    said = SAYS.findall(text)
+    first = said[0] if said else f"exit code {code}, without a word of remat's own"
+    if code == 0:
+        return Ended(FINISHED)
+    ran_out = RAN_OUT.search(text)
+    if code == EXIT_FAILED and ran_out:
+        return Ended(OUT_OF_MEMORY, ran_out.group())
+    killed = KILLED.search(text)
+    if code == EXIT_KILLED and killed:
+        return Ended(OUT_OF_MEMORY, killed.group())
+    if code == EXIT_NOT_ABLE and STILL in text:
+        return Ended(DOES_NOT_FIT, _refusal(text))
+    return Ended(FAILED, f"exit code {code}: {first}" if said else first)
+
+
+def _refusal(text: str) -> str:
+    """What is too small, by how much: the lines of the refusal that begin with a dash."""
+    return "; ".join(dict.fromkeys(re.findall(r"^- (.+)$", text.partition(STILL)[0], re.MULTILINE)))
+
+
+def read(folder: Path) -> Measured:
+    """Raises ValueError when the folder is not that of a run that came to its end."""
+    ledger, plan, proof = (_json(folder / name) for name in ("ledger.json", "plan.json", "proof.json"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
+    steady, first = _steady(rows, proof["zero_stage"], _accumulated(folder))
+    evals = [row["loss/eval"] for row in rows if "loss/eval" in row]
+    peak, planned, how = _peak(figures, plan, rows, proof["zero_stage"])
+    held = _held(figures)
+    return Measured(
+        peak_bytes=peak,
+        peak_planned_bytes=planned,
+        peak_how=how,
+        kept_bytes=_whole(figures[KEPT][1]),
+        kept_planned_bytes=_whole(figures[KEPT][0]),
+        kept_bytes_per_layer=ledger["kept_bytes_per_layer"]["measured"] or [],
+        moved_bytes=sum(layer["moved_bytes"] // max(1, layer["forwards"]) for layer in proof["layers"]),
+        micro_batch_bytes=_whole(figures[MICRO_BATCH][1]),
+        states_bytes=held,
+        off_gpu_bytes=sum(_off_gpu(plan).values()),
+        recomputed_percent=figures[RECOMPUTED][1],
+        steps={name: [row[f"time/{name}_s"] for row in steady] for name in TIMES},
+        first_steady_step=first,
+        tokens_per_s=[row["throughput/tokens_per_s"] for row in steady],
+        loss=[(int(row["step"]), row["loss/train"]) for row in rows if "loss/train" in row],
+        eval_loss=evals[-1] if evals else None,
+        ledger=ledger["rows"],
+        in_words=proof["in_words"],
+    )
+
+
+def _peak(
+    figures: Mapping[str, tuple[float | None, float | None]],
+    plan: Mapping[str, Any],
+    rows: list[dict[str, float]],
+    zero_stage: int,
+) -> tuple[int | None, int | None, str]:
+    """Measured, planned, how. Below stage 3 gradients come and go with a backward: they are in the micro-batch."""
+    planned = (plan["planned"] or {}).get("gpu_allocated_peak_bytes")
+    if plan["device"] == "cuda":
+        peaks = [row["memory/gpu_allocated_peak_gib"] for row in rows if "memory/gpu_allocated_peak_gib" in row]
+        return (_whole(GIB * max(peaks)) if peaks else None), planned, PEAK_CUDA
+    held, off, micro_batch = _held(figures), _off_gpu(plan), figures[MICRO_BATCH][1]
+    if micro_batch is None or not held:
+        return None, planned, PEAK_CPU
+    counted = {Category.weights, Category.optimizer_state}
+    if zero_stage == 3:
+        counted |= {Category.gradients, Category.buckets}
+    on_gpu = sum(
+        max(0, held.get(f"{category}{WHERE[1]}", 0) - off.get(str(category), 0)) for category in counted
+    )
+    return on_gpu + int(micro_batch), planned, PEAK_CPU
+
+
+def _held(figures: Mapping[str, tuple[float | None, float | None]]) -> dict[str, int]:
+    """Measured bytes of the model states by category and place."""
+    return {
+        name: int(measured)
+        for name, (_, measured) in figures.items()
+        if measured is not None
+        and name.endswith(WHERE)
+        and name.removesuffix(WHERE[0]).removesuffix(WHERE[1]) in CATEGORIES
+    }
+
+
+CATEGORIES = {
+    str(c) for c in (Category.weights, Category.gradients, Category.buckets, Category.optimizer_state)
+}
+
+
+def _off_gpu(plan: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the model states that the strategy keeps in host memory, by category, as planned."""
+    found: dict[str, int] = {}
+    for item in plan["model_states"]:
+        if item["place"] != "gpu":
+            category = str((CATEGORY_OF | OFF_GPU).get(item["name"], Category.buckets))
+            found[category] = found.get(category, 0) + item["bytes_per_rank"]
+    return found
+
+
+def _steady(
+    rows: list[dict[str, float]], zero_stage: int, micro_batches: int
+) -> tuple[list[dict[str, float]], int]:
+    """Rows after the steps that are watched op by op: the first, and under ZeRO-3 that of the fourth micro-batch."""
+    watched = math.ceil((LEARNT + 1) / micro_batches) if zero_stage == 3 else 1
+    timed = [row for row in rows if "time/step_s" in row]
+    return [row for row in timed if row["step"] > watched], watched + 1
+
+
+def _accumulated(folder: Path) -> int:
+    return int(_json(folder / "ds_config.json")["gradient_accumulation_steps"])
+
+
+def _plain(row: Mapping[str, Any], side: str) -> float | None:
+    """In bytes where the unit is one of memory: scaled by powers of two, so nothing is lost."""
+    value = row[side]
+    return None if value is None else value * UNITS[row["unit"]]
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not what a run writes")
+    return content

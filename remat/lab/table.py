@@ -1,0 +1,107 @@
+"""The comparison on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from remat.lab.experiment import Experiment
+from remat.lab.figures import Row, Spread
+
+GIB, MIB = 2**30, 2**20
+HEADINGS = (
+    "point",
+    "peak memory",
+    "planned",
+    "kept activations",
+    "s/step",
+    "x baseline",
+    "tokens/s",
+    "loss",
+    "eval",
+)
+
+
+def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
+    """Print it, with what each heading means below."""
+    console.print(title(experiment), style="bold")
+    for text in (experiment.question, experiment.reduction):
+        if text:
+            console.print(text, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for number, heading in enumerate(headings(rows)):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*cells(row, rows), style=None if row.step else "red")
+    console.print(table)
+    for text in notes(rows):
+        console.print(text, highlight=False)
+
+
+def title(experiment: Experiment) -> str:
+    ranks = f"{experiment.ranks} rank{'s' * (experiment.ranks != 1)}"
+    return (
+        f"{experiment.name}: {experiment.title} ({ranks} on {experiment.device}, {experiment.repeats} x each)"
+    )
+
+
+def headings(rows: Sequence[Row]) -> list[str]:
+    """With the unit of bytes: GiB where a peak is that large."""
+    name, _ = unit(rows)
+    return [f"{text}, {name}" if text in ("peak memory", "kept activations") else text for text in HEADINGS]
+
+
+def unit(rows: Sequence[Row]) -> tuple[str, int]:
+    return ("GiB", GIB) if max((row.peak_bytes or 0 for row in rows), default=0) >= GIB else ("MiB", MIB)
+
+
+def cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """Of a point without figures its ending, in the place of its peak."""
+    if row.step is None and row.peak_bytes is None:
+        return [row.name, row.status, *[""] * (len(HEADINGS) - 2)]
+    _, scale = unit(rows)
+    return [
+        row.name,
+        _bytes(row.peak_bytes, scale),
+        error(row.peak_planned_bytes, row.peak_bytes),
+        _bytes(row.kept_bytes, scale),
+        _seconds(row.step),
+        _ratio(row),
+        f"{row.tokens_per_s.median:,.0f}" if row.tokens_per_s else "",
+        "" if row.final_loss is None else f"{row.final_loss:.4f}",
+        "" if row.eval_loss is None else f"{row.eval_loss:.4f}",
+    ]
+
+
+def error(planned: float | None, measured: float | None) -> str:
+    """The plan against what was measured: `-0.3%` where it said too little."""
+    return f"{planned / measured - 1:+.1%}" if planned and measured else ""
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What did not finish and why, and what a reader could misread."""
+    found = [f"{row.name}: {row.status}: {row.words}" for row in rows if row.status != "finished"]
+    found += [f"{row.name}: {row.words}" for row in rows if row.status == "finished" and row.words]
+    found += [
+        f"{row.name}: bytes differ between repeats; the most is shown" for row in rows if not row.same_bytes
+    ]
+    return found
+
+
+def _bytes(size: int | None, scale: int) -> str:
+    return "" if size is None else f"{size / scale:,.2f}" if size / scale < 100 else f"{size / scale:,.1f}"
+
+
+def _seconds(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g}-{spread.high:.3g})"
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return ""
+    if row.baseline == row.name:
+        return "1"
+    return f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})"
