@@ -19,8 +19,6 @@ from remat.lab.experiment import Experiment, Point
 from remat.lab.keys import Place
 from remat.lab.launching import FAILED, REFUSED, Result, Spot
 
-Launch = Callable[[Spot, str, int, Place], Result]
-
 
 class Teller(Protocol):
     """Says how far it is: `begins` before a launch, `ended` after it."""
@@ -67,7 +65,6 @@ def run(
     telling: Telling,
     *,
     fresh: bool = False,
-    launch: Launch = launching.launch,
 ) -> Outcome:
     """Launch what has no result yet, with `fresh` everything. What failed is tried again, what did not fit is not."""
     asked = asked_keys(experiment, place)
@@ -86,7 +83,7 @@ def run(
             key = asked[spot.point.name]
             assert isinstance(key, str)
             teller.begins(done, spot, seconds.left(to_do[done:]))
-            known[spot] = launch(spot, key, experiment.ranks, place)
+            known[spot] = launching.launch(spot, key, experiment.ranks, place)
             seconds.add(known[spot])
             teller.ended(done + 1, known[spot], seconds.left(to_do[done + 1 :]) or 0.0)
     return Outcome([known[spot] for spot in turns], len(to_do))
