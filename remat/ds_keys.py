@@ -63,6 +63,7 @@ FIXED: dict[str, str] = {
     "fp16.fp16_master_weights_and_grads": "optim=... keeps master weights in fp32",
     "zero_optimization.offload_optimizer.super_offload": "optim=... has no optimizer for it",
     "zero_optimization.compute_grad_norm": "the run logs and clips by the gradient norm",
+    "checkpoint.load_universal": "resume switches it on for the states that need it (reshard=auto)",
 }
 
 # Allowed when somebody writes them, absent otherwise.

@@ -328,6 +328,7 @@ def test_accumulation_names_all_three_and_the_nearest() -> None:
         ({**ZERO3, "train_micro_batch_size_per_gpu": 1}, {}, ("=1", "train.micro_batch_size=2")),
         ({**ZERO3, "gradient_accumulation_steps": 3}, {}, ("gradient_accumulation_steps=3", "=4")),
         (ZERO3, {"gradient_clipping": 1.0}, ("gradient_clipping=1.0", "optim.gradient_clipping=0.5")),
+        (ZERO3, {"checkpoint": {"load_universal": True}}, ("checkpoint.load_universal=true", "reshard=auto")),
         ({**ZERO3, "bf16": {"enabled": False}}, {}, ("bf16.enabled=false", "train.precision=bf16")),
         ({**ZERO3, "fp16": {"enabled": True}}, {}, ("fp16.enabled=true", "train.precision=bf16")),
         (

@@ -1,0 +1,57 @@
+"""kill -9 of a rank while it cuts a saved state for another number of ranks, and the launch after it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from remat import manifest, reshard, saving
+from tests.launch import tiny
+from tests.launcher import Launched, deepspeed
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow_fault]
+WORDS = ["deepspeed.config=zero3_offload", "train.steps=6"]
+
+
+def test_a_kill_while_a_state_is_cut_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault_record: Callable[[str, str, float | None], None]
+) -> None:
+    workshop = tiny.make_workshop(tmp_path)
+    run = workshop / "out" / "cut" / "run"
+
+    def launch(ranks: int, *runs: list[str]) -> Launched:
+        (tmp_path / "spec.json").write_text(json.dumps({f"{index}": words for index, words in enumerate(runs)}))
+        return deepspeed(str(tmp_path / "spec.json"), ranks=ranks, script="tests/launch/reshard_runs.py")
+
+    first = [tiny.words(workshop, "whole", *WORDS), tiny.words(workshop, "cut", *WORDS, "train.stop_at=3")]
+    done = launch(2, *first)
+    assert done.code == 0, done.out[-4000:]
+    resume = tiny.words(workshop, "cut", *WORDS, "resume=auto")
+    monkeypatch.setenv("KILL_IN_RESHARD", "30")
+    began = time.monotonic()
+    killed = launch(1, resume)
+    seconds = time.monotonic() - began
+    assert killed.code not in (0, 75), killed.out[-4000:]
+    left = run / "saved" / reshard.UNIVERSAL
+    assert sum(path.is_file() for path in left.rglob("*")) > 20, "it was killed within"
+    assert manifest.verify(run / "saved" / "step-000003") == []
+    found = saving.find(run)
+    assert found.state is not None and found.state.step == 3
+    assert found.notes == [f"{reshard.UNIVERSAL}: unfinished"]
+
+    monkeypatch.delenv("KILL_IN_RESHARD")
+    done = launch(1, resume)
+    assert done.code == 0, done.out[-4000:]
+    assert not left.exists()
+    whole = [row["loss/train"] for row in tiny.rows(workshop / "out" / "whole" / "run")]
+    assert [row["loss/train"] for row in tiny.rows(run)] == pytest.approx(whole, rel=1e-6)
+    assert len(whole) == 6
+    fault_record(
+        "kill -9 of a rank while it cuts a state for another number of ranks",
+        "the launch fails, the state is whole; the next launch removes what was left and goes on",
+        seconds,
+    )
