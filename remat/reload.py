@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from remat import adapter_files, export, hf_files, manifest
@@ -82,8 +82,11 @@ def _readable_without_engine(module: Any, state: Path) -> bool:
 
 def _wrong(name: str, file: Path, plan: hf_files.Plan, saved: torch.Tensor | None) -> str | None:
     """What is wrong with one exported weight; `saved` is the same one of the saved state."""
-    with safe_open(file, framework="pt") as reader:
-        value = reader.get_tensor(name)
+    try:
+        with safe_open(file, framework="pt") as reader:
+            value = reader.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        return f"{name} cannot be read from {file.name}: {error}"
     if value.shape != plan.shapes[name]:
         return f"{name} was exported as {tuple(value.shape)}, the model has {tuple(plan.shapes[name])}"
     if not bool(torch.isfinite(value).all()):

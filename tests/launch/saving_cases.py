@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,12 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, save_room, saving
+from remat import distributed, export, hf_files, manifest, reload, save_room, saving
 from remat.choices import Attention, Precision
 from remat.config import ModelConfig
 from remat.model import build
 
-VOCAB = 97
+VOCAB, NORM = 97, "model.norm.weight"
 
 
 def llama(
@@ -303,13 +304,49 @@ def export_case(
     in_fp32 = export.export(
         target, folder / "fp32", tokenizer=None, dtype=torch.float32, max_shard_size=max_shard_size
     )
+    reloaded = _reload(target, folder, max_shard_size)
     live = logits(target)
     train(target, 2, 3)
     report: dict[str, Any] = {"same_training": digest(target) == digest(control), "result": result}
+    report |= {"reloaded": reloaded}
     if dist.get_rank() == 0:
         report |= _compare(folder, live, masters)
         report["fp32_files"] = in_fp32.files
     return report
+
+
+def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
+    """What a rehearsal finds in folder/own and in a state saved beside it: as they are, with a weight damaged, lost."""
+    state = saving.save(target, folder / "run", step=2, client_state={}, keep=1).path
+    if dist.get_rank() == 0:
+        export.write_model_card(folder / "run", target.module.config, None, target.module.generation_config)
+    distributed.barrier()
+
+    def found() -> str | None:
+        rank, ranks = manifest.place()
+        settings: dict[str, Any] = {"max_shard_size": max_shard_size, "part": rank, "parts": ranks}
+        text = reload.problem(target.module, folder / "own", state, folder / "run", **settings)
+        return next((text for text in distributed.gather(text) if text is not None), None)
+
+    file = next(path for path in (folder / "own").glob("*.safetensors") if NORM in _keys(path))
+    content, texts = file.read_bytes(), [found()]
+    for damage in ("inf", "lost"):
+        if dist.get_rank() == 0:
+            weights = load_file(file)
+            norm = weights.pop(NORM)
+            save_file(weights | ({NORM: norm / 0} if damage == "inf" else {}), file)
+        distributed.barrier()
+        texts.append(found())
+        distributed.barrier()
+    if dist.get_rank() == 0:
+        file.write_bytes(content)
+    distributed.barrier()
+    return texts
+
+
+def _keys(file: Path) -> set[str]:
+    with safe_open(file, framework="pt") as reader:
+        return set(reader.keys())
 
 
 def _masters(target: Any) -> dict[str, torch.Tensor]:

@@ -80,6 +80,39 @@ def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, ca
     )
 
 
+def test_a_rehearsal_needs_room_for_a_state_and_an_export() -> None:
+    more = {"num_params": LLAMA_70B, "ds": rendered("zero3_offload"), "ranks_per_node": 8, "steps": 500}
+    unsaved = SaveConfig(at_end=False)
+    states = states_70b("zero3_offload")
+    without = preflight.required(states, save=unsaved, **more)
+    needs = preflight.required(states, save=unsaved, rehearse=True, **more)
+    assert (without.rehearsal_bytes, needs.rehearsal_bytes) == (0, 14 * LLAMA_70B)
+    assert not [row for row in preflight.rows(without, machine()) if row.name.startswith("disk")]
+    (disk,) = [row for row in preflight.rows(needs, machine()) if row.name.startswith("disk")]
+    assert disk.needed_bytes == 14 * LLAMA_70B and "save.rehearse=false" in disk.remedy
+    kept = preflight.required(states, save=SaveConfig(every=100), rehearse=True, **more)
+    (disk,) = [row for row in preflight.rows(kept, machine()) if row.name.startswith("disk")]
+    assert disk.needed_bytes == 36 * LLAMA_70B  # it is gone before the states come
+
+
+@pytest.mark.parametrize(
+    ("save", "num_params", "shared_by", "expected"),
+    [
+        (SaveConfig(), 2e9, 1, True),
+        (SaveConfig(), 1e9, 1, False),
+        (SaveConfig(at_end=False), 2e9, 1, False),
+        (SaveConfig(at_end=False, export=True), 2e9, 1, True),
+        (SaveConfig(), 2e9, 2, False),
+        (SaveConfig(rehearse=True, at_end=False), 1e6, 1, True),
+        (SaveConfig(rehearse=False), 2e9, 1, False),
+    ],
+)
+def test_large_models_that_are_saved_rehearse(
+    save: SaveConfig, num_params: float, shared_by: int, expected: bool
+) -> None:
+    assert preflight.rehearses(save, int(num_params), tensor_parallel_size=shared_by) is expected
+
+
 def checked(needs: Needs, found: Machine) -> list[str]:
     return preflight.problems(preflight.rows(needs, found))
 

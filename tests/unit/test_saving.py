@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat import manifest, rng, save_room, saving
+from remat import manifest, rng, save_room, saving, unfinished
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import SaveError
@@ -180,6 +181,62 @@ def test_a_kill_while_a_state_is_replaced_loses_nothing(
         save(tmp_path, 2, engine=engine)
     assert names(tmp_path) == ["step-000001"]
     assert manifest.verify(tmp_path / "saved" / "step-000001") == []
+
+
+def begin(run: Path, step: int, *, keep: int = 5) -> unfinished.Unfinished:
+    started = saving.begin(Engine(), run, step=step, client_state={"step": step}, keep=keep)
+    started.in_background()
+    return started
+
+
+def test_a_state_in_the_background_is_unfinished_until_it_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    go, real = threading.Event(), manifest.describe
+
+    def when_told(folder: Path, files: list[str]) -> Any:
+        assert go.wait(60)
+        return real(folder, files)
+
+    monkeypatch.setattr(manifest, "describe", when_told)
+    state = begin(tmp_path, 2, keep=1)
+    assert not state.flushed and names(tmp_path) == ["step-000001", "tmp-step-000002"]
+    assert saving.find(tmp_path).notes == ["tmp-step-000002: unfinished"]
+    go.set()
+    result = state.complete()
+    assert state.flushed and names(tmp_path) == ["step-000002"]  # the older one goes only now
+    assert manifest.verify(result.path) == [] and 0 < result.stall_s < result.seconds
+    found = saving.find(tmp_path).state
+    assert found is not None and found.client_state == {"step": 2}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("what", ["disk full", "thread dead", "no thread"])
+def test_a_failure_in_the_background_is_raised_when_the_state_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise OSError(28, "No space left on device") if what == "disk full" else SystemExit
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    save(tmp_path, 1)
+    if what == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    else:
+        monkeypatch.setattr(manifest, "describe", fails)
+    state = begin(tmp_path, 2, keep=1)
+    text = {"disk full": "No space left", "thread dead": "ended without a result", "no thread": "new thread"}[
+        what
+    ]
+    with pytest.raises(SaveError, match=rf"saving .*step-000002 .* failed on rank 0: .*{text}"):
+        state.complete()
+    assert names(tmp_path) == ["step-000001"]
+    monkeypatch.undo()
+    begin(tmp_path, 3, keep=1).complete()
+    assert names(tmp_path) == ["step-000003"]
 
 
 def test_bad_arguments_fail_before_anything_is_written(tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ def test_a_signal_is_obeyed_from_the_next_question_on(tmp_path: Path, caught: No
     assert not stop(tmp_path).now()
 
 
+def test_what_is_flushed_is_agreed_on_beside_it(tmp_path: Path) -> None:
+    asked = stop(tmp_path)
+    for flushed, agreed in ((0, 0), (1, 1)):
+        asked.ask(flushed=flushed)
+        asked.answer()
+        assert asked.flushed == agreed
+    assert not asked.now() and asked.flushed == 1  # a question about stops alone takes nothing back
+
+
 def test_a_stop_file_is_obeyed_and_removed(tmp_path: Path) -> None:
     asked = stop(tmp_path)
     assert not asked.now()
