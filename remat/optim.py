@@ -70,6 +70,22 @@ def set_options(optimizer: Any, cfg: OptimConfig) -> None:
         optimizer.clip_grad = cfg.gradient_clipping
 
 
+def count_on(optimizer: Any) -> None:
+    """After a resume: bias corrections to the last bit those of a run that never stopped.
+
+    DeepSpeedCPUAdam keeps beta ** step as a product that grows by a factor a step. No saved state holds it, and a new
+    one takes the power at once (deepspeed/ops/csrc/includes/cpu_adam.h), which for many steps differs in the last
+    bit. So the steps are counted again on one number, some microseconds each.
+    """
+    adam = getattr(optimizer, "optimizer", optimizer)
+    if not hasattr(adam, "ds_opt_adam"):
+        return
+    beta1, beta2 = adam.param_groups[0]["betas"]
+    unused = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, 1 + max((int(state.get("step", 0)) for state in adam.state.values()), default=0)):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *unused)
+
+
 def set_lr(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

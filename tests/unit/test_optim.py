@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +87,26 @@ def test_options_asked_for_win_over_those_a_saved_state_brought_back() -> None:
     optim.set_options(built, OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3))
     assert [group["weight_decay"] for group in built.param_groups] == [0.3, 0.0]
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in built.param_groups)
+
+
+def cpu_adam_steps(count: int, saved: dict[str, Any] | None = None, value: torch.Tensor | None = None) -> Any:
+    """(optimizer, weight) after `count` more steps of offloaded AdamW, on from `saved` and `value` if given."""
+    weight = torch.nn.Parameter(torch.ones(40, 5) if value is None else value.clone())
+    net = torch.nn.ParameterDict({"weight": weight})
+    built = optim.build(net, OptimConfig(lr=0.1), offloaded=True, device=torch.device("cpu"))
+    if saved is not None:
+        built.load_state_dict(saved)
+        optim.count_on(built)
+    start = int(built.state[weight]["step"]) if saved else 0
+    for step in range(start, start + count):
+        weight.grad = torch.randn(40, 5, generator=torch.Generator().manual_seed(step))
+        built.step()
+    return built, weight.data
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 9, 30])
+def test_offloaded_adam_goes_on_bit_for_bit_after_any_number_of_steps(first: int) -> None:
+    _, expected = cpu_adam_steps(first + 4)
+    begun, value = cpu_adam_steps(first)
+    _, found = cpu_adam_steps(4, copy.deepcopy(begun.state_dict()), value)
+    assert torch.equal(found, expected)
