@@ -68,10 +68,16 @@ def set_options(optimizer: Any, cfg: OptimConfig) -> None:
         group["weight_decay"] = cfg.weight_decay if group["decayed"] else 0.0
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = cfg.gradient_clipping
+    _count_on(optimizer)
 
 
-def count_on(optimizer: Any) -> None:
-    """After a resume: bias corrections to the last bit those of a run that never stopped.
+def set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _count_on(optimizer: Any) -> None:
+    """Bias corrections to the last bit those of a run that never stopped.
 
     DeepSpeedCPUAdam keeps beta ** step as a product that grows by a factor a step. No saved state holds it, and a new
     one takes the power at once (deepspeed/ops/csrc/includes/cpu_adam.h), which for many steps differs in the last
@@ -84,8 +90,3 @@ def count_on(optimizer: Any) -> None:
     unused = [torch.zeros(1) for _ in range(4)]
     for step in range(1, 1 + max((int(state.get("step", 0)) for state in adam.state.values()), default=0)):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *unused)
-
-
-def set_lr(optimizer: Any, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr

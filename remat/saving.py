@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import __version__, distributed, frozen, manifest, nvme_state, optim, reshard, rng, save_room
+from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, save_room
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
@@ -187,7 +187,6 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     )
     if loaded is None:
         raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
-    optim.count_on(engine.optimizer)
     rng.put(own["rng"])
     distributed.barrier()
     return state.client_state

@@ -93,10 +93,11 @@ def cpu_adam_steps(count: int, saved: dict[str, Any] | None = None, value: torch
     """(optimizer, weight) after `count` more steps of offloaded AdamW, on from `saved` and `value` if given."""
     weight = torch.nn.Parameter(torch.ones(40, 5) if value is None else value.clone())
     net = torch.nn.ParameterDict({"weight": weight})
-    built = optim.build(net, OptimConfig(lr=0.1), offloaded=True, device=torch.device("cpu"))
+    cfg = OptimConfig(lr=0.1)
+    built = optim.build(net, cfg, offloaded=True, device=torch.device("cpu"))
     if saved is not None:
         built.load_state_dict(saved)
-        optim.count_on(built)
+        optim.set_options(built, cfg)
     start = int(built.state[weight]["step"]) if saved else 0
     for step in range(start, start + count):
         weight.grad = torch.randn(40, 5, generator=torch.Generator().manual_seed(step))
