@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def watch_saves() -> None:
     real = saving.save
 
     def save(engine: Any, run_dir: Path, *, step: int, **more: Any) -> Any:
-        error = None
+        error, began = None, time.monotonic()
         try:
             with faults(run_dir.parent.name, step, engine):
                 return real(engine, run_dir, step=step, **more)
@@ -77,7 +78,8 @@ def watch_saves() -> None:
             texts = distributed.gather(error)
             left = sorted(path.name for path in (run_dir / "saved").iterdir())
             whole = [name for name in left if not manifest.verify(run_dir / "saved" / name)]
-            note(f"{run_dir.parent.name} {step}", {"errors": texts, "left": left, "whole": whole})
+            found = {"errors": texts, "left": left, "whole": whole, "monotonic_s": began}
+            note(f"{run_dir.parent.name} {step}", found)
 
     saving.save = save
 

@@ -25,7 +25,7 @@ def names(saved: Path) -> list[str]:
 
 
 def test_a_kill_within_a_save_costs_only_that_save(
-    tmp_path: Path, fault_record: Callable[[str, str, float], None]
+    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
 ) -> None:
     workshop = tiny.make_workshop(tmp_path)
     runs = [tiny.words(workshop, "whole", *SAVING[:2]), tiny.words(workshop, "killed", *SAVING)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 
 @pytest.mark.launch
 def test_wandb_that_fails_or_hangs_changes_nothing(
-    tmp_path: Path, fault_record: Callable[[str, str, float], None]
+    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
 ) -> None:
     """Losses are bit-equal to those without W&B, the record is complete, and one line says how to upload later."""
     workshop = tiny.make_workshop(tmp_path)
@@ -36,7 +35,6 @@ def test_wandb_that_fails_or_hangs_changes_nothing(
     runs = {"alone": words(workshop, "alone")}
     runs |= {name: words(workshop, name, "tracking=wandb_offline") for name in FAULTS}
     spec.write_text(json.dumps(runs))
-    start = time.monotonic()
     launched = deepspeed(str(spec), script="tests/faults/services.py", ranks=2)
     assert launched.code == 0, launched.out[-4000:]
     expected = [row["loss/train"] for row in tiny.rows(tmp_path / "out" / "alone" / "run")]
@@ -45,14 +43,13 @@ def test_wandb_that_fails_or_hangs_changes_nothing(
         folder = tmp_path / "out" / name / "run"
         assert [row["loss/train"] for row in tiny.rows(folder)] == expected, name
         assert launched.out.count(f"wandb sync {folder}/wandb") == 1, launched.out
-        fault_record(
-            f"W&B {name.replace('-', ' in ')}",
-            "trained on, record complete, one warning",
-            time.monotonic() - start,
-        )
     assert launched.out.count("W&B is off for the rest of this run") == len(FAULTS)
     assert launched.out.count("(ConnectionError: ") == 2
     assert launched.out.count("(it did not finish within ") == 2
+    for name in FAULTS:
+        fault_record(
+            f"W&B {name.replace('-', ' in ')}", "trains on: equal losses, whole record, one warning", None
+        )
 
 
 @pytest.mark.launch

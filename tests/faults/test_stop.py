@@ -76,7 +76,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_stop_saves_one_state_where_all_ranks_agree(stopped: Stopped, name: str) -> None:
+def test_a_stop_saves_one_state_where_all_ranks_agree(
+    stopped: Stopped, name: str, fault_record: Callable[[str, str, float | None], None]
+) -> None:
     out, found, text = stopped
     more, _, step, why = STOPS[name]
     assert found[name][0]["error"] is None and found[name][0]["finished"] is False
@@ -89,6 +91,13 @@ def test_a_stop_saves_one_state_where_all_ranks_agree(stopped: Stopped, name: st
     assert f"resume with resume=auto ({folder})" in text
     assert not (folder / "stop").exists()
     assert "Traceback" not in text and "KeyboardInterrupt" not in text
+    when = name.replace("_", " ") if name in ("evaluating", "saving", "building", "first_evaluation") else ""
+    goes_on = "; the resumed run is the uninterrupted one" if name in RESUMED else ""
+    fault_record(
+        f"stop by {why.replace('RUN', 'RUN_DIR')}{f', {when}' if when else ''}",
+        f"one whole state, after the step that all ranks agree on{goes_on}",
+        None,
+    )
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -114,7 +123,7 @@ def one_state(folder: Path) -> None:
 
 
 def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(
-    tmp_path: Path, fault_record: Callable[[str, str, float], None]
+    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
 ) -> None:
     words = tiny.words(tiny.make_workshop(tmp_path), "signalled", *ENDLESS)
     folder = tmp_path / "out" / "signalled" / "run"
@@ -135,7 +144,7 @@ def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1], ids=["ctrl_c", "usr1_to_ranks"])
 def test_plain_deepspeed_stops_with_75_too(
-    tmp_path: Path, fault_record: Callable[[str, str, float], None], signum: signal.Signals
+    tmp_path: Path, fault_record: Callable[[str, str, float | None], None], signum: signal.Signals
 ) -> None:
     """Ctrl-C reaches the launcher and each rank, as from a terminal; SIGUSR1 each rank."""
     words = tiny.words(tiny.make_workshop(tmp_path), "plain", *ENDLESS)

@@ -20,7 +20,7 @@ from tests.launcher import ROOT
 from tests.pool import CPU_ONLY
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float], None]
+Record = Callable[[str, str, float | None], None]
 slow = pytest.mark.slow_fault
 
 
@@ -28,9 +28,9 @@ def rank(folder: Path, *words: str) -> tuple[str, ...]:
     return (str(RANK), str(folder), *words)
 
 
-def ends(run: Supervised, code: int) -> float:
-    """The run ends with `code` and leaves no process; seconds it took."""
-    began = time.monotonic()
+def ends(run: Supervised, code: int, began: float | None = None) -> float:
+    """The run ends with `code` and leaves no process; seconds it took since `began`, by default now."""
+    began = time.monotonic() if began is None else began
     assert run.finish() == code, run.out
     assert run.left() == [], run.out
     return time.monotonic() - began
@@ -71,20 +71,21 @@ def test_the_exit_code_of_a_rank_is_that_of_the_run(
 ) -> None:
     with supervised(tmp_path, *rank(tmp_path, "exit", str(who), str(code)), options=("--grace-s", "5")) as run:
         run.ready()
+        began = time.monotonic()
         (tmp_path / "go").touch()
         if code == 75:  # one has stopped: the other may still be saving, and is not ended by anybody
             run.until(
                 lambda: f"rank {who} ends" in (tmp_path / f"logs/rank-{who}.log").read_text(), "end of a rank"
             )
             os.kill(run.ready()[1 - who], signal.SIGTERM)
-        seconds = ends(run, code)
+        seconds = ends(run, code, began)
         services = [int((tmp_path / f"service-{n}").read_text()) for n in (0, 1)]
         assert not any(psutil.pid_exists(pid) for pid in services)
         assert (f"rank {who} failed with exit code {code}" in run.out) == (code != 75)
         if (who, code) == (1, 70):
             tail = run.out.split("the last lines of rank 1, which failed first:\n")[1]
             assert tail.startswith("  rank 1 is ready\n  rank 1 ends with 70\n")
-    fault_record(f"a rank exits {code}", f"exit code {code}, no process left", seconds)
+    fault_record(f"rank {who} exits {code}", f"exit code {code}, no process left", seconds)
 
 
 def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path, fault_record: Record) -> None:
@@ -126,7 +127,7 @@ def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path, fault_record: R
         (tmp_path / "go").touch()
         seconds = ends(run, 70)
         assert "1 rank did not end in time: killed" in run.out
-    fault_record("a rank fails while another hangs (SIGSTOP)", "exit code of the failed rank", seconds)
+    fault_record("a rank fails while another is stopped (SIGSTOP)", "the code of the failed rank", seconds)
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path, fault_record: Record) -> None:
@@ -142,10 +143,8 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, fault_record: Record) -> N
 
         run.until(again, "end")
         assert "SIGINT again: ending at once" in run.out
-        ends(run, 128 + signal.SIGINT)
-    fault_record(
-        "a second Ctrl-C, ranks deaf to signals", "killed at once, exit code 130", time.monotonic() - began
-    )
+        seconds = ends(run, 128 + signal.SIGINT, began)
+    fault_record("Ctrl-C twice, ranks deaf to signals", "killed at once, exit code 130", seconds)
 
 
 @slow
