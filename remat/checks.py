@@ -14,6 +14,7 @@ from remat.config import (
     ModelConfig,
     OptimConfig,
     PeftConfig,
+    ProfileConfig,
     RunConfig,
     SaveConfig,
     TrainConfig,
@@ -40,6 +41,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
+        *_profile(cfg.profile),
         *_top(cfg),
     ]
 
@@ -235,6 +237,17 @@ def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
             checkpointing__offload__keep_last_layers=cfg.offload.keep_last_layers,
         ),
     ]
+
+
+def _profile(cfg: ProfileConfig) -> list[str]:
+    found = []
+    if cfg.after < 0:
+        found.append(f"profile.after={cfg.after}: give how many steps come before, 0 or more")
+    if cfg.steps < 1:
+        found.append(f"profile.steps={cfg.steps}: give at least 1, or profile=none")
+    if cfg.nvml_interval_s < 0:
+        found.append(f"profile.nvml_interval_s={cfg.nvml_interval_s}: give seconds, or 0 for no samples")
+    return found
 
 
 def _save(save: SaveConfig) -> list[str]:

@@ -224,6 +224,18 @@ class HardwareConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """Memory and time of a few steps, in detail, under RUN_DIR/profile. What is profiled is slower."""
+
+    memory: bool = False  # the allocator's history; also when memory runs out. Needs a GPU
+    trace: bool = False  # a Chrome trace, each phase a range
+    summary: bool = False  # tables by operation, and the allocator's summary
+    after: int = 2  # steps of this launch before it begins: the first is watched operation by operation
+    steps: int = 2
+    nvml_interval_s: float = 0.0  # seconds between samples of the driver's figures, over the whole run; 0: none
+
+
+@dataclass(kw_only=True)
 class TrackingConfig:
     """Weights & Biases beside `metrics.jsonl`, which is always written."""
 
@@ -241,7 +253,9 @@ class SaveConfig:
     at_end: bool = True
     keep: int = 2
     on_error: SaveFailure = SaveFailure.stop
-    rehearse: bool | None = None  # save, export and read back after the first step; None: if above 1e9 parameters
+    rehearse: bool | None = (
+        None  # save, export and read back after the first step; None: if above 1e9 parameters
+    )
     in_background: bool = False  # flush, hash and name a state while training goes on
     export: bool = False  # Hugging Face safetensors after the last step
     max_shard_size: str = "5GB"
@@ -261,6 +275,7 @@ class RunConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     output_dir: str = "outputs"

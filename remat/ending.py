@@ -26,14 +26,17 @@ def finish(parts: Parts, step: int, metrics: Mapping[str, float], *, finished: b
     )
 
 
-def failed(parts: Parts) -> None:
-    """What is known when a run fails: the ledger, once there was a first step. No collectives; raises nothing."""
+def failed(parts: Parts, error: BaseException) -> None:
+    """What is known when a run fails: the allocator's history if memory ran out and `profile.memory` is on; the
+    ledger, once there was a first step. No collectives; raises nothing."""
+    if isinstance(error, out_of_memory.OutOfMemory) and (path := parts.profiler.out_of_memory()):
+        parts.console.warning(f"the allocator's history: {path} (pytorch.org/memory_viz)")
     if not parts.proven:
         return
     try:
         _write_ledger(parts, {}, finished=False)
-    except Exception as error:  # it would hide why the run failed
-        parts.console.warning(f"no ledger: {type(error).__name__}: {error}")
+    except Exception as second:  # it would hide why the run failed
+        parts.console.warning(f"no ledger: {type(second).__name__}: {second}")
 
 
 def _export(parts: Parts, step: int) -> None:

@@ -21,7 +21,9 @@ from remat.distributed import World
 from remat.held import Held
 from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
+from remat.profiling import Profiler
 from remat.run_saves import Saves
+from remat.snapshots import Snapshots
 from remat.stopping import Stop
 from remat.strategy import Strategy
 from remat.throughput import PhaseTimer, Window
@@ -48,6 +50,8 @@ class Parts:
     stop: Stop
     watchdog: Watchdog
     memory: MemoryMonitor
+    snapshots: Snapshots
+    profiler: Profiler
     timer: PhaseTimer
     window: Window
     tokenizer: PreTrainedTokenizerBase

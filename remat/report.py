@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from remat import report_snapshots
 from remat.config import ConfigError
 from remat.redact import redact
 from remat.report_charts import DARK, LIGHT, PHASES, Rows, charts, series
@@ -39,14 +40,15 @@ def draw(run_dir: Path) -> list[Path]:
     folder has no record or an empty one.
     """
     rows = _record(run_dir)
-    light, dark = charts(rows, LIGHT), charts(rows, DARK)
+    light, dark = (charts(rows, theme) | report_snapshots.pictures(run_dir, theme) for theme in (LIGHT, DARK))
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
     paths = []
     for name, image in light.items():
         paths.append(folder / f"{name}.png")
         paths[-1].write_bytes(image)
-    pictures = [Picture(name, ALT[name], light[name], dark[name]) for name in light]
+    alt = ALT | report_snapshots.ALT
+    pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
     paths.append(folder / "index.html")
     paths[-1].write_text(render(_page(run_dir, rows, pictures)), encoding="utf-8")
     return paths

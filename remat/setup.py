@@ -25,6 +25,7 @@ from remat import (
     ops,
     optim,
     out_of_memory,
+    profiling,
     qlora,
     resuming,
     run_dir,
@@ -45,6 +46,7 @@ from remat.distributed import World
 from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
 from remat.parts import Parts, record_folder
+from remat.snapshots import Snapshots
 from remat.stopping import Stop
 from remat.strategy import Strategy, check_machine, decide, throughput_figures
 from remat.throughput import FORMULAS, PhaseTimer, Window
@@ -77,6 +79,8 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
     check_machine(cfg, local_size=local_ranks, warn=console.warning)
     world, group = _join(cfg)
+    profiling.check(cfg.profile, world.device)
+    snapshots = Snapshots(world.device)
     plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
@@ -93,8 +97,9 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     swap_folder = _own_swap_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
         engine, applied = _engine(
-            cfg, hf_config, strategy, world, console, plan, watchdog, group=group, resuming=point is not None
-        )
+            cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
+            group=group, resuming=point is not None,
+        )  # fmt: skip
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
         resumed = saving.load(engine, point.state) if point else None
@@ -103,8 +108,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     if world.is_main:
         _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
         _write_card(folder, hf_config, tokenizer, engine.module)
-    timer = PhaseTimer(world.device)
-    figures = throughput_figures(cfg, strategy, console.warning)
+    snapshots.take("engine")
     parts = Parts(
         cfg=cfg,
         strategy=strategy,
@@ -120,15 +124,29 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
         tracker=_tracker(cfg, folder, world, console, resumed),
         stop=Stop(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
         watchdog=watchdog,
-        memory=MemoryMonitor(world.device),
-        timer=timer,
-        window=Window(timer, device=world.device, world_size=world.size, **figures),
+        snapshots=snapshots,
+        **_instruments(cfg, strategy, folder, world, console),
         tokenizer=tokenizer,
         resumed=resumed,
         swap_folder=swap_folder,
     )
     console.header(f"remat {cfg.name}", summary.rows(parts))
     return parts
+
+
+def _instruments(
+    cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
+) -> dict[str, Any]:
+    """What measures the run: memory, phases, throughput, and the profiler if one was asked for."""
+    timer = PhaseTimer(world.device)
+    figures = throughput_figures(cfg, strategy, console.warning)
+    window = Window(timer, device=world.device, world_size=world.size, **figures)
+    return {
+        "memory": MemoryMonitor(world.device),
+        "profiler": profiling.Profiler(cfg.profile, folder, timer, window, world.device, world.rank),
+        "timer": timer,
+        "window": window,
+    }
 
 
 def _join(cfg: RunConfig) -> tuple[World, Any | None]:
@@ -199,6 +217,7 @@ def _engine(
     console: Console,
     plan: LaunchPlan,
     watchdog: Watchdog,
+    snapshots: Snapshots,
     *,
     group: Any | None,
     resuming: bool,
@@ -215,6 +234,7 @@ def _engine(
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
         net = _model(cfg, hf_config, strategy, world, resuming=resuming)
+    snapshots.take("load")
     watchdog.enter("build")
     applied = apply(
         net,

@@ -7,12 +7,13 @@ only synchronisation here, besides one after the first step and two around each 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
 import torch
+from torch.profiler import record_function
 
 PHASES = ("data", "forward", "backward", "optimizer")
 MAX_PAIRS = 4096  # CUDA event pairs held between rows; beyond it, finished ones are read early
@@ -49,8 +50,10 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         clock = _CudaClock() if device.type == "cuda" else _HostClock()
         self._clock = clock
-        self._phases = {name: _Phase(name, clock) for name in PHASES}
+        self._phases = {name: _Phase(name, clock, self) for name in PHASES}
         self.last = PHASES[0]  # the phase that was entered last
+        self.named = False  # each phase is a range of torch's profiler
+        self.ended: Callable[[str], object] | None = None  # told of the end of each phase
 
     def phase(self, name: str) -> _Phase:
         """The context of one of PHASES. Raises KeyError for any other name."""
@@ -188,17 +191,27 @@ class _Totals:
 class _Phase:
     """A context entered thousands of times: one object per phase, no generator."""
 
-    __slots__ = ("_clock", "_name")
+    __slots__ = ("_clock", "_name", "_range", "_timer")
 
-    def __init__(self, name: str, clock: _HostClock | _CudaClock) -> None:
+    def __init__(self, name: str, clock: _HostClock | _CudaClock, timer: PhaseTimer) -> None:
         self._name = name
         self._clock = clock
+        self._timer = timer
+        self._range: record_function | None = None
 
     def __enter__(self) -> None:
+        if self._timer.named:
+            self._range = record_function(f"remat/{self._name}")
+            self._range.__enter__()
         self._clock.begin(self._name)
 
     def __exit__(self, *_: object) -> None:
         self._clock.end()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._timer.ended is not None:
+            self._timer.ended(self._name)
 
 
 class _HostClock:

@@ -52,12 +52,13 @@ def train(parts: Parts) -> Outcome:
         # raised by all ranks: what they are saving can still be completed
         if isinstance(error, TrainingFailed):
             run_saves.wait(parts, may_fail=True)
-        ending.failed(parts)
+        ending.failed(parts, error)
         parts.console.close()
         parts.tracker.finish(1)
         raise
     finally:
         parts.watchdog.close()
+        parts.profiler.close()
         parts.applied.remove()
         if parts.swap_folder is not None and parts.world.local_rank == 0:
             shutil.rmtree(parts.swap_folder, ignore_errors=True)
@@ -97,11 +98,13 @@ def step(parts: Parts, progress: Progress, losses: LossWindow, last: int) -> dic
     parts.watchdog.enter("step", progress.step + 1)
     with parts.timer.phase("data"):
         batch = parts.batches.next_step()
+    parts.profiler.step_begins()
     with out_of_memory.named(lambda: parts.timer.last, parts.plan):
         found = _forward_backward_update(parts, batch, progress.step)
     if parts.engine.was_step_applied():
         losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
     _advance(parts, progress, batch, found)
+    parts.profiler.step_ended()
     if parts.stop.answer() or progress.step % parts.cfg.train.log_every == 0 or progress.step == last:
         return _log(parts, progress, losses.take())
     return {}
@@ -119,6 +122,7 @@ def start(parts: Parts) -> Progress:
     parts.engine.train()
     parts.memory.reset_peak()  # the peak of a step, not of loading
     parts.console.progress(progress.step, parts.cfg.train.steps)
+    parts.snapshots.follow(parts.timer)
     parts.window.start()
     return progress
 
@@ -171,6 +175,7 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch, losses: torch.T
     parts.console.progress(progress.step, parts.cfg.train.steps)
     if not parts.proven and progress.skipped_in_a_row == 0:
         proof.prove(parts)
+        parts.snapshots.write(parts.record_folder, parts.world)
     nonfinite.refuse_too_many(parts, progress.skipped_in_a_row, progress.step)
 
 

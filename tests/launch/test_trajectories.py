@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -32,6 +33,7 @@ STRATEGIES = {
     ],
     "zero3_no_checkpointing": ["deepspeed.config=zero3", "checkpointing=none"],
     "zero3_full_logits": ["deepspeed.config=zero3", "train.loss=full"],
+    "zero2_profiled": ["deepspeed.config=zero2", "profile=summary", "profile.trace=true", "profile.after=0"],
     "zero2_micro1": ["deepspeed.config=zero2", "train.micro_batch_size=1"],
     "zero3_micro1": ["deepspeed.config=zero3_offload", "train.micro_batch_size=1"],
 }
@@ -124,6 +126,19 @@ def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path)
     assert [layer["recomputations"] for layer in proof["layers"]] == [0, 0]
     assert proof["first_micro_batch_flops"]["recompute"] == 0 < proof["first_micro_batch_flops"]["forward"]
     assert all(rank["parameters"]["sharded"] == 21 for rank in proof["placement_by_rank"])
+
+
+def test_profiling_leaves_its_files_and_changes_nothing(two_rank_runs: Path) -> None:
+    run, plain = (two_rank_runs / name / "run" for name in ("zero2_profiled", "zero2"))
+    for rank in (0, 1):
+        assert "aten::mm" in (run / "profile" / f"summary-rank-{rank}.txt").read_text()
+        with gzip.open(run / "profile" / f"trace-rank-{rank}.json.gz", "rt") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"remat/forward", "remat/backward", "remat/optimizer"} <= names
+    losses, expected = ([row["loss/train"] for row in tiny.rows(folder)] for folder in (run, plain))
+    assert losses == expected
+    labels = [moment["label"] for moment in json.loads((run / "snapshots.json").read_text())["snapshots"]]
+    assert labels == ["load", "engine", "forward", "backward", "step"]
 
 
 @pytest.mark.parametrize("name", list(BF16))

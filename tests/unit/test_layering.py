@@ -70,6 +70,9 @@ LEVELS = [
     },
     {
         "node",
+        "profiling",
+        "nvml",
+        "snapshots",
         "preflight",
         "launch_plan",
         "supervise",
@@ -106,6 +109,7 @@ LEVELS = [
         "calibrate",
         "report_page",
         "report_charts",
+        "report_snapshots",
     },
     {"train", "cli"},
 ]
