@@ -117,6 +117,7 @@ def test_runs_that_cannot_share() -> None:
         ("save.at_end=true", "save.at_end with train.tensor_parallel_size=2"),
         ("save.every=1", "save.every with"),
         ("save.export=true", "save.export with"),
+        ("save.rehearse=true", "save.rehearse with"),
         ("train.stop_at=1", "train.stop_at with"),
         ("resume=auto", "resume=auto with"),
         ("peft=lora", "peft.method=lora with"),
