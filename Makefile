@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 3 # test processes, each with whole files; a launch waits much for its own ranks
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults lint types check benchmark lock clean
+.PHONY: help setup demo test test-faults reliability lint types check benchmark lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,11 @@ test: $(VENV)/test-ready ## lint, types and the whole test suite
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones
 	@$(BIN)/python -m pytest tests/faults -n $(strip $(WORKERS)) --dist loadfile
+
+reliability: $(VENV)/test-ready ## docs/reliability.md anew: every fault, one after another
+	@rm -f $(VENV)/faults.jsonl
+	@REMAT_FAULT_TABLE=$(CURDIR)/$(VENV)/faults.jsonl $(BIN)/python -m pytest tests/faults
+	@$(BIN)/python scripts/reliability_page.py $(VENV)/faults.jsonl
 
 lint: $(STAMP) ## ruff: lint and format
 	@$(BIN)/ruff check .
