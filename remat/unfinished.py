@@ -67,7 +67,7 @@ class Unfinished:
         thread = threading.Thread(target=self._flush, name="remat-save", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no thread left; the other ranks learn of it in `complete`
+        except RuntimeError as error:  # no thread is left; the other ranks learn of it in `complete`
             self._error = error
         else:
             self._thread = thread
