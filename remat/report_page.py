@@ -102,7 +102,7 @@ h2 { font-size: 1.02rem; margin: 0 0 0.75rem; }
 .tables { columns: 25rem 2; column-gap: 1.25rem; }
 .tables .card { display: inline-block; width: 100%; }
 .tables .wide { display: block; column-span: all; }
-.wide td { white-space: normal; }
+td.long { white-space: normal; text-align: left; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.32rem 0 0.32rem 1.1rem; border-top: 1px solid var(--line); white-space: nowrap; }
@@ -190,7 +190,11 @@ TEMPLATE = """<!doctype html>
 <thead><tr>{% for name in table.head %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in table.rows %}
-<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
+<tr><th scope="row">{{ row[0] }}</th>
+{% for cell in row[1:] %}
+<td{% if cell|length > 60 %} class="long"{% endif %}>{{ cell }}</td>
+{% endfor %}
+</tr>
 {% endfor %}
 </tbody>
 </table>

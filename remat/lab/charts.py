@@ -26,8 +26,7 @@ MEMORY_NAMES = {
     "kept": "kept activations",
     "micro_batch": "peak of a micro-batch without model states",
 }
-LABEL_WIDTH = 30
-COUNTED = "counted peak, CPU"
+LABEL_WIDTH = 32
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
@@ -99,35 +98,34 @@ def _png(
 
 
 def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
-    height = 2.1 + 0.36 * len(rows)
-    figure = Figure(figsize=(1.35 * WIDTH_IN, 3.9 + max(2.9, height) + 0.2 * len(rows)), layout="constrained")
+    names = [_wrapped(row.name) for row in rows]
+    bars = 1.1 + sum(0.24 + 0.15 * (name.count("\n") + 1) for name in names)
+    legend = [textwrap.shorten(row.name, 70) for row in rows if row.loss]
+    columns = max(1, min(5, 150 // (max(map(len, legend), default=1) + 12)))
+    height = 4.4 + max(2.4, bars) + 0.2 * len(legend) / columns
+    figure = Figure(figsize=(1.35 * WIDTH_IN, height), layout="constrained")
     figure.suptitle(_heading(experiment), x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
-    grid = figure.subplots(2, 2, height_ratios=(3.4, max(2.7, height)))
-    losses, memory, times, trade = grid[0][0], grid[1][0], grid[1][1], grid[0][1]
+    (losses, trade), (memory, times) = figure.subplots(2, 2, height_ratios=(3.4, max(2.4, bars)))
     styles = {row.name: _line(place, theme) for place, row in enumerate(rows)}
     _losses(losses, rows, styles)
+    _trade(trade, experiment, rows, styles, theme)
     _bars(memory, rows, styles, theme, of="memory")
     _bars(times, rows, styles, theme, of="time")
-    _trade(trade, experiment, rows, styles, theme)
-    handles, labels = losses.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        [textwrap.shorten(text, 60) for text in labels],
-        loc="outside lower left",
-        ncols=_columns(labels),
-        fontsize=8.5,
-        handlelength=3,
-    )
+    memory.set_yticks(range(len(rows)), names)
+    times.set_yticks([])  # in the order of the panel beside it
+    handles, _ = losses.get_legend_handles_labels()
+    figure.legend(handles, legend, loc="outside lower left", ncols=columns, fontsize=8.5, handlelength=3)
     return figure
+
+
+def _wrapped(name: str) -> str:
+    """On at most three lines."""
+    return "\n".join(textwrap.wrap(name, LABEL_WIDTH, max_lines=3, placeholder=" ..."))
 
 
 def _heading(experiment: Experiment) -> str:
     text = f"{experiment.title}, {experiment.ranks} rank{'s' * (experiment.ranks != 1)} on {experiment.device}"
     return "\n".join(textwrap.wrap(text + (": reduced size" if experiment.reduction else ""), 120))
-
-
-def _columns(labels: Sequence[str]) -> int:
-    return max(1, min(4, 130 // (max(map(len, labels), default=1) + 10)))
 
 
 def _line(place: int, theme: Theme) -> dict[str, Any]:
@@ -171,7 +169,6 @@ def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], th
         )
         if of == "memory" and row.kept_bytes is not None:
             axes.barh(place, row.kept_bytes / scale, color=theme.text, alpha=0.35, height=0.66)
-    axes.set_yticks(range(len(rows)), [textwrap.fill(row.name, LABEL_WIDTH) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     ends = [
         row.step.high if of == "time" and row.step else (value or 0) / scale
@@ -210,6 +207,13 @@ def _trade(
 ) -> None:
     """Each point against its own baseline, which lies at zero."""
     found = tradeoff(rows, experiment.tradeoff)
+    axes.set_title("Trade-off against each point's baseline")
+    if not found:
+        axes.set_axis_off()
+        axes.text(
+            0, 0.9, "No point has figures beside its baseline's.", transform=axes.transAxes, color=theme.text
+        )
+        return
     percent = FuncFormatter(lambda value, _: f"{value:+.0f}%" if value else "0%")
     axes.axhline(0, color=theme.text, linewidth=0.8)
     axes.axvline(0, color=theme.text, linewidth=0.8)
@@ -230,7 +234,6 @@ def _trade(
             linestyle="",
         )
     axes.margins(0.14)
-    axes.set_title("Trade-off against each point's baseline")
     axes.set_xlabel(f"{MEMORY_NAMES[experiment.tradeoff]} saved")
     axes.set_ylabel("more time per step")
     axes.xaxis.set_major_formatter(percent)
