@@ -24,7 +24,11 @@ def test_named_files_exist(path: Path) -> None:
     """Paths into the repository, in backticks, as the docs name them."""
     root = DOCS.parent
     for word in path.read_text().replace("\n", " ").split("`")[1::2]:
-        if word.startswith(("tests/", "remat/", "benchmarks/", "scripts/", "conf/")) and " " not in word:
+        if (
+            word.startswith(("tests/", "remat/", "benchmarks/", "scripts/", "conf/"))
+            and " " not in word
+            and "NAME" not in word
+        ):
             assert (root / word).exists(), word
 
 
@@ -39,3 +43,21 @@ def test_every_plan_in_the_docs_composes(command: str) -> None:
         fixed, points = sweep.split(words)
         words = [*fixed, *points[0]]
     compose.from_command_line(words)
+
+
+def test_troubleshooting_names_tests_that_exist() -> None:
+    """Each entry is shown by a test, or says that it was only reported."""
+    root = DOCS.parent / "tests"
+    rows = [
+        line.split(" | ") for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line[:2] == "| "
+    ]
+    entries = [cells for cells in rows if cells[0] != "| symptom"]
+    assert len(entries) > 30
+    for cells in entries:
+        assert len(cells) == 4, cells
+        shown = cells[3].removesuffix(" |").strip("`")
+        if shown == "reported":
+            continue
+        name, _, function = shown.partition("::")
+        (path,) = root.rglob(name)
+        assert f"def {function}(" in path.read_text(), shown
