@@ -33,8 +33,8 @@ $(VENV)/test-ready: $(STAMP)
 demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample
 	@./scripts/demo.sh
 
-test: $(VENV)/test-ready ## lint, types and the whole test suite
-	@$(MAKE) --no-print-directory lint types
+test: $(STAMP) ## lint, types and the whole test suite
+	@$(MAKE) --no-print-directory -j 2 lint types $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests -n $(strip $(WORKERS)) --dist loadfile -m "not slow_fault"
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones
