@@ -19,6 +19,7 @@ from tests.faults.supervised import supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
 from tests.pool import CPU_ONLY, free_port
+from tests.wandb_file import read_wandb
 
 pytestmark = pytest.mark.launch
 
@@ -33,7 +34,12 @@ STOPS: dict[str, tuple[list[str], dict[str, Any] | None, int, str]] = {
     "saving": ([*ZERO2, "save.every=2"], {"what": "SIGTERM", "rank": 1, "at": "save"}, 2, "SIGTERM on rank 1"),
     "last_step": (ZERO2, {"what": "SIGTERM", "rank": 0, "at": "step 4"}, 4, "SIGTERM on rank 0"),
     "building": (ZERO3, {"what": "SIGTERM", "rank": 0, "at": "built"}, 0, "SIGTERM on rank 0"),
-    "file": (ZERO2, {"what": "stop file", "rank": 0, "at": "step 3"}, 3, "RUN/stop"),
+    "file": (
+        [*ZERO2, "tracking.wandb=offline"],
+        {"what": "stop file", "rank": 0, "at": "step 3"},
+        3,
+        "RUN/stop",
+    ),
     "minutes": ([*ZERO2, "train.max_minutes=0.001"], None, 0, "train.max_minutes=0.001"),
 }
 RESUMED = list(STOPS)[:6]
@@ -107,6 +113,18 @@ def test_the_run_that_goes_on_from_there_is_the_uninterrupted_one(stopped: Stopp
     whole = out / ("whole_zero2" if "deepspeed.config=zero2" in STOPS[name][0] else "whole_zero3") / "run"
     assert losses(out / name / "run") == losses(whole)
     assert len(losses(whole)) == 4 + 3
+
+
+def test_a_stopped_run_keeps_its_rows_in_wandb(stopped: Stopped) -> None:
+    """W&B is finished before the save, which whoever stops a run may not wait for: its time is in the record alone."""
+    folder = stopped[0] / "file" / "run"
+    (file,) = folder.glob("wandb/*run-*/*.wandb")
+    history, _, exit_code = read_wandb(file)
+    recorded = {int(row["step"]): row["loss/train"] for row in tiny.rows(folder)}
+    assert {step: row["loss/train"] for step, row in history.items() if "loss/train" in row} == recorded
+    assert len(recorded) == 3 and exit_code == 0
+    assert len(tiny.rows(folder, "time/save_s")) == 1
+    assert not any("time/save_s" in row for row in history.values())
 
 
 ENDLESS = ["train.steps=100000", "optim.warmup_steps=0", "train.log_every=1", "deepspeed.config=zero2"]
