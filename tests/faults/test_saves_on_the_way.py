@@ -76,7 +76,8 @@ def test_the_stall_is_a_metric_of_its_own(done: Done) -> None:
     out, _, _ = done
     for row in tiny.rows(out / "plain" / "run", "time/save_s"):
         assert row["time/save_stall_s"] == row["time/save_s"] > 0
-    first, *others = tiny.rows(out / "background" / "run", "time/save_s")  # the state of step 2, complete in step 4
+    first, *others = tiny.rows(out / "background" / "run", "time/save_s")
+    # the state of step 2 is complete in step 4
     assert first["step"] == 4 and 0 < first["time/save_stall_s"] < first["time/save_s"]
     assert len(others) == 2 and others[-1]["step"] == 6
 
