@@ -73,7 +73,8 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     own = torch.load(state.path / "rng" / "rank-00000.pt", map_location="cpu", weights_only=True)
     folder = state.path.parent / UNIVERSAL
     what = f"cutting {state.path} for {size} ranks in {folder}"
-    manifest.on_main(lambda: _refuse_other_model(engine, state, own["frozen"]), what)
+    frozen_now = frozen.fingerprint_of_first(engine.module, state.info.world_size)
+    manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
     try:
         if state.info.zero_stage == 0:
             loaded = _load_engine(engine, state.path, state.info.frozen_excluded)
@@ -115,7 +116,7 @@ def _room(state: SavedState, world_size: int) -> tuple[int, int]:
     return BYTES_PER_PARAMETER * numel + small, save_room.free_bytes(state.path)
 
 
-def _refuse_other_model(engine: Any, state: SavedState, frozen_then: str) -> None:
+def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> None:
     """Names, shapes and frozen weights must be as saved. The order of groups may differ: all goes by name."""
     if state.info.zero_stage:
         saved = SavedWeights(state.path / ENGINE, state.info.zero_stage).trained
@@ -126,11 +127,10 @@ def _refuse_other_model(engine: Any, state: SavedState, frozen_then: str) -> Non
                 f"resume: {state.path} has other parameters than this run ({other[0]} and {len(other) - 1} more): "
                 "the model and its adapters must be as saved"
             )
-    if state.info.frozen_excluded and frozen_then != frozen.fingerprint(engine.module):
+    if state.info.frozen_excluded and not same_frozen:
         raise ConfigError(
-            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run "
-            "(or one has less than 16 numbers on a rank): build the model with model.init and model.path as in the "
-            "saved run"
+            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
+            "build the model with model.init and model.path as in the saved run"
         )
 
 

@@ -230,7 +230,7 @@ def _points(
         taken = [word for word in words if word.lstrip("+~").partition("=")[0] in OWN_WORDS]
         if taken:
             raise ConfigError(f"{taken[0]}: remat compare chooses where each run lands; leave it out")
-        made.append(Point(name, slug(name), tuple(own), (*search, *words), ""))
+        made.append(Point(name, slug(name), tuple(merged([*own, *sized])), (*search, *words), ""))
     for key in ("name", "slug"):
         twice = [
             name for name in (getattr(p, key) for p in made) if [getattr(p, key) for p in made].count(name) > 1

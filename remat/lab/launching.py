@@ -22,14 +22,14 @@ from remat.lab.experiment import Point
 from remat.lab.keys import Place
 from remat.lab.measure import FAILED, FINISHED, Measured
 
-REFUSED = "refused"
 GRACE_S = 1.0  # a run that is stopped here is thrown away: its ranks need no time to save
 KEPT_OF_ENV = ("python", "torch", "deepspeed", "transformers", "commit", "started", "platform")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one launch. `status`: finished, out of memory, does not fit, failed, or refused (never launched)."""
+    """Of one launch. `status`: finished, out of memory, does not fit, failed, or refused: by this machine, or (without
+    a key) by composition, which nothing was launched for."""
 
     key: str
     point: str
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def ran(self) -> bool:
-        return self.status != REFUSED
+        return bool(self.key)
 
 
 @dataclass(frozen=True)

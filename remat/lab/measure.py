@@ -26,6 +26,7 @@ PEAK_CPU = (
 )
 TIMES = ("step", "data", "forward", "backward", "optimizer")
 FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT, FAILED = "finished", "out of memory", "does not fit", "failed"
+REFUSED = "refused"
 RAN_OUT = re.compile(r"out of (?:GPU|host) memory in .+ on rank \d+")
 KILLED = re.compile(r"rank \d+ was killed \(SIGKILL\).*counts [1-9]\d* out-of-memory kill.*")
 SAYS = re.compile(r"^remat(?: \(rank \d+\))?: (.+)$", re.MULTILINE)
@@ -36,7 +37,7 @@ STILL = "Start anyway with force=true"  # ends the refusal of a run that its pla
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended: finished, out of memory, does not fit, or failed; and in which words."""
+    """How a launch ended: finished, out of memory, does not fit, refused or failed; and in which words."""
 
     status: str
     words: str = ""
@@ -81,6 +82,8 @@ def ended(code: int, text: str) -> Ended:
     killed = KILLED.search(text)
     if code == EXIT_KILLED and killed:
         return Ended(OUT_OF_MEMORY, killed.group())
+    if code == EXIT_CONFIG:
+        return Ended(REFUSED, first)
     if code == EXIT_NOT_ABLE and STILL in text:
         return Ended(DOES_NOT_FIT, _refusal(text))
     return Ended(FAILED, f"exit code {code}: {first}" if said else first)

@@ -17,7 +17,8 @@ from remat.config import ConfigError
 from remat.lab import keys, launching
 from remat.lab.experiment import Experiment, Point
 from remat.lab.keys import Place
-from remat.lab.launching import FAILED, REFUSED, Result, Spot
+from remat.lab.launching import Result, Spot
+from remat.lab.measure import FAILED, REFUSED
 
 
 class Teller(Protocol):

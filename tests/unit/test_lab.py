@@ -103,6 +103,19 @@ def test_a_named_experiment_at_the_size_of_the_machine(tmp_path: Path) -> None:
     assert "train.seq_len=4096" in large.points[0].words
     assert "train.micro_batch_size=1" not in large.points[0].words
     assert {point.baseline for point in small.points} == {"one"}
+    assert small.points[0].own == ("checkpointing=none", "train.micro_batch_size=1")
+    assert large.points[0].own == ("checkpointing=none",)
+
+
+def test_points_that_differ_in_their_size_alone_have_baselines_of_their_own() -> None:
+    axis = ["checkpointing=none,full", "train.seq_len=512"]
+    points = [
+        (f"{length}, {label}", words, [f"train.seq_len={length}"])
+        for length in (64, 128)
+        for label, words in experiment.axes(axis)
+    ]
+    made = experiment._points(points, [], [], "checkpointing=none", [])
+    assert [point.baseline for point in made] == ["64, none", "64, none", "128, none", "128, none"]
 
 
 def test_every_problem_of_a_file_in_one_message(tmp_path: Path) -> None:
@@ -342,6 +355,7 @@ KILLED = launch_report.killed(0, peak_bytes=1, together_bytes=1, limit_bytes=1, 
             "out of GPU memory in backward, layer 3 on rank 0",
         ),
         (70, "\nremat: training failed: NaN\n", "failed", "exit code 70: training failed: NaN"),
+        (2, "\nremat: profile.memory=true: torch sees no GPU\n", "refused", "profile.memory=true: torch sees"),
         (137, f"remat launch: {KILLED}", "out of memory", KILLED),
         (
             137,
