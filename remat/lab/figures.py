@@ -49,7 +49,9 @@ class Row:
     command: str = ""
     same_bytes: bool = True
     peak_bytes: int | None = None
-    peak_planned_bytes: int | None = None
+    counted_bytes: int | None = None
+    counted_planned_bytes: int | None = None
+    peak_in_update: bool = False
     kept_bytes: int | None = None
     kept_planned_bytes: int | None = None
     kept_bytes_per_layer: list[int] = field(default_factory=list)
@@ -159,7 +161,9 @@ def _row(point: Point, results: Sequence[Result]) -> Row:
         command=commands[0],
         same_bytes=len({_bytes(measured) for measured in known}) == 1,
         peak_bytes=_most(known, "peak_bytes"),
-        peak_planned_bytes=last.peak_planned_bytes,
+        counted_bytes=_most(known, "counted_bytes"),
+        counted_planned_bytes=last.counted_planned_bytes,
+        peak_in_update=last.peak_in_update,
         kept_bytes=_most(known, "kept_bytes"),
         kept_planned_bytes=last.kept_planned_bytes,
         kept_bytes_per_layer=last.kept_bytes_per_layer,
@@ -191,6 +195,7 @@ def _bytes(measured: Measured) -> tuple[object, ...]:
     """All that must be the same whenever the same is run on the same machine."""
     return (
         measured.peak_bytes,
+        measured.counted_bytes,
         measured.kept_bytes,
         measured.micro_batch_bytes,
         tuple(measured.kept_bytes_per_layer),
@@ -213,7 +218,8 @@ def _flat(result: Result) -> dict[str, Any]:
         "status": result.status,
         "words": result.words,
         "peak_bytes": measured.peak_bytes,
-        "peak_planned_bytes": measured.peak_planned_bytes,
+        "counted_bytes": measured.counted_bytes,
+        "counted_planned_bytes": measured.counted_planned_bytes,
         "kept_bytes": measured.kept_bytes,
         "kept_planned_bytes": measured.kept_planned_bytes,
         "moved_bytes": measured.moved_bytes if result.measured else None,

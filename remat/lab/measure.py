@@ -12,8 +12,9 @@ from typing import Any
 
 from remat.ledger import KEPT, MIB, MICRO_BATCH, OFF_GPU
 from remat.memory import GIB
+from remat.planning.gradients import IN_BACKWARD
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.records import Category
+from remat.planning.records import Category, Phase
 from remat.proof import LEARNT
 
 UNITS = {"GiB": GIB, "MiB": MIB, "%": 1, "s": 1, "tokens/s": 1}
@@ -22,8 +23,10 @@ RECOMPUTED = "recomputed FLOPs, of forward"
 PEAK_CUDA = "torch.cuda.max_memory_allocated, highest rank"
 PEAK_CPU = (
     "counted peak, CPU: the model states that a GPU would hold, from the storages of the engine's tensors, and the "
-    "most that was alive of what a micro-batch allocates, counted op by op"
+    "most that was alive of what a micro-batch allocates, counted op by op; where the optimizer step needs more, that "
+    "as planned, for it is not counted"
 )
+UPDATE = str(Phase.step)
 TIMES = ("step", "data", "forward", "backward", "optimizer")
 FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT, FAILED = "finished", "out of memory", "does not fit", "failed"
 REFUSED = "refused"
@@ -44,6 +47,19 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """`counted_bytes` is what was measured and `planned_bytes` what the plan says of the same. `peak_bytes` is higher
+    where an optimizer step needs more (`in_update`): on CPUs that is as planned.
+    """
+
+    peak_bytes: int | None
+    counted_bytes: int | None
+    planned_bytes: int | None
+    how: str
+    in_update: bool = False
+
+
+@dataclass(frozen=True)
 class Measured:
     """Bytes of one rank, the highest where they differ; times in seconds per steady step, losses in nats per token.
 
@@ -51,7 +67,9 @@ class Measured:
     """
 
     peak_bytes: int | None = None
-    peak_planned_bytes: int | None = None
+    counted_bytes: int | None = None
+    counted_planned_bytes: int | None = None
+    peak_in_update: bool = False
     peak_how: str = ""
     kept_bytes: int | None = None
     kept_planned_bytes: int | None = None
@@ -101,12 +119,14 @@ def read(folder: Path) -> Measured:
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
     steady, first = _steady(rows, proof["zero_stage"], _accumulated(folder))
     evals = [row["loss/eval"] for row in rows if "loss/eval" in row]
-    peak, planned, how = _peak(figures, plan, rows, proof["zero_stage"])
+    peak = _peak(figures, plan, rows, proof["zero_stage"])
     held = _held(figures)
     return Measured(
-        peak_bytes=peak,
-        peak_planned_bytes=planned,
-        peak_how=how,
+        peak_bytes=peak.peak_bytes,
+        counted_bytes=peak.counted_bytes,
+        counted_planned_bytes=peak.planned_bytes,
+        peak_in_update=peak.in_update,
+        peak_how=peak.how,
         kept_bytes=_whole(figures[KEPT][1]),
         kept_planned_bytes=_whole(figures[KEPT][0]),
         kept_bytes_per_layer=ledger["kept_bytes_per_layer"]["measured"] or [],
@@ -130,22 +150,39 @@ def _peak(
     plan: Mapping[str, Any],
     rows: list[dict[str, float]],
     zero_stage: int,
-) -> tuple[int | None, int | None, str]:
-    """Measured, planned, how. Below stage 3 gradients come and go with a backward: they are in the micro-batch."""
-    planned = (plan["planned"] or {}).get("gpu_allocated_peak_bytes")
+) -> Peak:
+    planned = plan["planned"] or {}
     if plan["device"] == "cuda":
         peaks = [row["memory/gpu_allocated_peak_gib"] for row in rows if "memory/gpu_allocated_peak_gib" in row]
-        return (_whole(GIB * max(peaks)) if peaks else None), planned, PEAK_CUDA
+        highest = _whole(GIB * max(peaks)) if peaks else None
+        return Peak(highest, highest, planned.get("gpu_allocated_peak_bytes"), PEAK_CUDA)
+    counted = _counted(figures, plan, zero_stage)
+    states = sum(
+        item["bytes_per_rank"]
+        for item in plan["model_states"]
+        if item["place"] == "gpu" and (zero_stage == 3 or item["name"] not in IN_BACKWARD)
+    )
+    expected = states + planned["micro_batch_peak_bytes"] if planned else None
+    update = planned["gpu_allocated_peak_bytes"] if planned and planned["peak"]["phase"] == UPDATE else 0
+    if counted is not None and update > counted:
+        return Peak(update, counted, expected, PEAK_CPU, in_update=True)
+    return Peak(counted, counted, expected, PEAK_CPU)
+
+
+def _counted(
+    figures: Mapping[str, tuple[float | None, float | None]], plan: Mapping[str, Any], zero_stage: int
+) -> int | None:
+    """Below stage 3 gradients come and go with a backward: they are a part of the micro-batch."""
     held, off, micro_batch = _held(figures), _off_gpu(plan), figures[MICRO_BATCH][1]
     if micro_batch is None or not held:
-        return None, planned, PEAK_CPU
-    counted = {Category.weights, Category.optimizer_state}
+        return None
+    categories = {Category.weights, Category.optimizer_state}
     if zero_stage == 3:
-        counted |= {Category.gradients, Category.buckets}
+        categories |= {Category.gradients, Category.buckets}
     on_gpu = sum(
-        max(0, held.get(f"{category}{WHERE[1]}", 0) - off.get(str(category), 0)) for category in counted
+        max(0, held.get(f"{category}{WHERE[1]}", 0) - off.get(str(category), 0)) for category in categories
     )
-    return on_gpu + int(micro_batch), planned, PEAK_CPU
+    return on_gpu + int(micro_batch)
 
 
 def _held(figures: Mapping[str, tuple[float | None, float | None]]) -> dict[str, int]:

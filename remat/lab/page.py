@@ -71,7 +71,7 @@ def _overview(content: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         tuple(table.headings(rows)),
         [tuple(table.cells(row, rows)) for row in rows],
         note=(
-            "planned: the plan's peak against the measured one. s/step: median of all steady steps of all repeats, "
+            "planned: the plan of what was measured against it. s/step: median of all steady steps of all repeats, "
             "with quartiles. x baseline: median over median, from quartile against quartile. loss: of the last step."
         ),
         wide=True,

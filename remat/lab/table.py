@@ -66,7 +66,7 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
     return [
         row.name,
         _bytes(row.peak_bytes, scale),
-        error(row.peak_planned_bytes, row.peak_bytes),
+        error(row.counted_planned_bytes, row.counted_bytes),
         _bytes(row.kept_bytes, scale),
         _seconds(row.step),
         _ratio(row),
@@ -87,6 +87,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found += [f"{row.name}: {row.words}" for row in rows if row.status == "finished" and row.words]
     found += [
         f"{row.name}: bytes differ between repeats; the most is shown" for row in rows if not row.same_bytes
+    ]
+    found += [
+        f"{row.name}: the peak is in the optimizer step, as planned; counted in a micro-batch: "
+        f"{(row.counted_bytes or 0) / MIB:,.1f} MiB"
+        for row in rows
+        if row.peak_in_update
     ]
     return found
 

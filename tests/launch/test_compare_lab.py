@@ -26,7 +26,15 @@ WORDS = [
     "train.steps=3",
     "data.synthetic_blocks=16",
 ]
-EXACT = ("peak_bytes", "kept_bytes", "kept_bytes_per_layer", "micro_batch_bytes", "states_bytes", "loss")
+EXACT = (
+    "peak_bytes",
+    "counted_bytes",
+    "kept_bytes",
+    "kept_bytes_per_layer",
+    "micro_batch_bytes",
+    "states_bytes",
+    "loss",
+)
 
 
 def points(folder: Path) -> dict[str, Any]:
@@ -44,10 +52,12 @@ def test_two_points_then_nothing_then_the_same_bytes(
     first = points(tmp_path)
     none, full = first["none"], first["full"]
     assert none["status"] == full["status"] == "finished", (none["words"], full["words"])
-    assert full["kept_bytes"] == 2 * (2 * 64 * 32 * 4), "the output of each of 2 layers: batch, sequence, width, fp32"
+    assert full["kept_bytes"] == 2 * (2 * 64 * 32 * 4), (
+        "the output of each of 2 layers: batch, sequence, width, fp32"
+    )
     assert none["kept_bytes"] > 10 * full["kept_bytes"] and none["peak_bytes"] > full["peak_bytes"]
-    assert none["kept_bytes"] == none["kept_planned_bytes"]
-    assert none["peak_bytes"] == pytest.approx(none["peak_planned_bytes"], rel=0.01)
+    assert none["kept_bytes"] == pytest.approx(none["kept_planned_bytes"], rel=1e-3)
+    assert none["counted_bytes"] == pytest.approx(none["counted_planned_bytes"], rel=0.01)
     assert none["loss"] == full["loss"], "recomputation changes no value"
     assert len(none["loss"]) == 3 and none["times"]["step"]["count"] == 2
     assert full["ratio"]["low"] <= full["ratio"]["median"] <= full["ratio"]["high"]

@@ -384,7 +384,15 @@ def test_endings_in_words(code: int, text: str, status: str, words: str) -> None
 MIB = 2**20
 
 
-def leave_files(folder: Path, stage: int, *, items: list[tuple[str, str, int]], accumulated: int = 1) -> Path:
+def leave_files(
+    folder: Path,
+    stage: int,
+    *,
+    items: list[tuple[str, str, int]],
+    accumulated: int = 1,
+    phase: str = "backward",
+    planned_mib: int = 0,
+) -> Path:
     """What a run on a CPU leaves: 40 MiB weights, 60 optimizer state, 7 gradients, 2 buckets, 100 per micro-batch."""
     folder.mkdir(parents=True)
     held = {"weights": 40.0, "optimizer state": 60.0, "gradients": 7.0, "communication buckets": 2.0}
@@ -401,7 +409,11 @@ def leave_files(folder: Path, stage: int, *, items: list[tuple[str, str, int]], 
         },
         "plan": {
             "device": "cpu",
-            "planned": {"gpu_allocated_peak_bytes": 77},
+            "planned": {
+                "gpu_allocated_peak_bytes": planned_mib * MIB,
+                "micro_batch_peak_bytes": 99 * MIB,
+                "peak": {"phase": phase},
+            },
             "model_states": [{"name": n, "place": p, "bytes_per_rank": size * MIB} for n, p, size in items],
         },
         "proof": {"zero_stage": stage, "in_words": "full", "layers": [{"moved_bytes": 40, "forwards": 4}]},
@@ -430,9 +442,23 @@ def test_the_counted_peak(tmp_path: Path, stage: int, items: list[Any], peak_mib
     """Below stage 3 gradients are a part of the micro-batch; what the strategy offloads is not on the GPU."""
     found = measure.read(leave_files(tmp_path / "run", stage, items=items))
     assert (found.peak_bytes, found.off_gpu_bytes) == (peak_mib * MIB, off_mib * MIB)
-    assert found.peak_how.startswith("counted peak, CPU") and found.peak_planned_bytes == 77
+    assert found.peak_how.startswith("counted peak, CPU") and not found.peak_in_update
+    on_gpu = sum(size for _, place, size in items if place == "gpu")
+    assert found.counted_planned_bytes == (on_gpu + 99) * MIB
     assert (found.kept_bytes, found.kept_bytes_per_layer) == (256 * MIB, [128 * MIB] * 2)
     assert (found.moved_bytes, found.eval_loss, found.loss[1]) == (10, 0.1, (2, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("phase", "planned_mib", "peak_mib"),
+    [("optimizer step", 250, 250), ("optimizer step", 150, 200), ("backward", 250, 200)],
+)
+def test_an_optimizer_step_that_needs_more_is_planned(
+    tmp_path: Path, phase: str, planned_mib: int, peak_mib: int
+) -> None:
+    found = measure.read(leave_files(tmp_path / "run", 1, items=ON_GPU, phase=phase, planned_mib=planned_mib))
+    assert (found.peak_bytes, found.counted_bytes) == (peak_mib * MIB, 200 * MIB)
+    assert found.peak_in_update == (peak_mib == 250)
 
 
 @pytest.mark.parametrize(("stage", "accumulated", "first"), [(1, 1, 2), (3, 1, 5), (3, 2, 3), (3, 8, 2)])

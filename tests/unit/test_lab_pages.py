@@ -28,7 +28,8 @@ def measured(place: int, repeat: int) -> Measured:
     steps = [(1 + place / 4) * (1 + 0.1 * repeat) + 0.01 * number for number in range(4)]
     return Measured(
         peak_bytes=(900 - 100 * place) * MIB,
-        peak_planned_bytes=(909 - 101 * place) * MIB,
+        counted_bytes=(900 - 100 * place) * MIB,
+        counted_planned_bytes=(909 - 101 * place) * MIB,
         peak_how=PEAK_CPU,
         kept_bytes=(500 - 60 * place) * MIB,
         micro_batch_bytes=400 * MIB,
@@ -105,6 +106,13 @@ def test_bytes_that_differ_between_repeats_are_told() -> None:
     rows = figures.rows(made, [*found[:3], dataclasses.replace(found[3], measured=larger)])
     assert (rows[0].same_bytes, rows[1].same_bytes, rows[1].peak_bytes) == (True, False, 10**9)
     assert table.notes(rows) == ["full: bytes differ between repeats; the most is shown"]
+
+
+def test_a_peak_that_was_not_counted_is_told() -> None:
+    _, _, rows = compared("none", "full")
+    assert table.notes([dataclasses.replace(rows[1], peak_in_update=True)]) == [
+        "full: the peak is in the optimizer step, as planned; counted in a micro-batch: 800.0 MiB"
+    ]
 
 
 def test_out_of_memory_is_a_row_with_its_words() -> None:
