@@ -5,6 +5,7 @@ how each of the others ended and what was seen on the way. Faults:
 - `slow POINT`: rank 1 flushes its first state only once training has come to POINT: `step N` (its first forward),
   `stop` (W&B is told to finish, before anything is saved) or `failed` (a NaN in step 3 has ended the run);
 - `flush`: rank 1 cannot flush its first state;
+- `leftover`: a rehearsal of this run that was killed has left its folder;
 - `nan`, `other`, `drop`: the final norm is exported as NaN, with other values, or not at all.
 """
 
@@ -26,7 +27,7 @@ from remat.cores import hide_gpus_from_cpu_ranks, share_cores
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-from remat import compose, distributed, hf_files, manifest, run_saves, setup, stop_signals, trainer  # noqa: E402
+from remat import compose, distributed, hf_files, manifest, rehearsal, run_saves, setup, stop_signals, trainer  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 60.0
@@ -45,6 +46,8 @@ class Fault:
             manifest.describe = self._describe
         if self.what in ("nan", "other", "drop"):
             hf_files.save_file = self._save_file
+        if self.what == "leftover" and RANK == 0:
+            (parts.folder / rehearsal.FOLDER / "saved").mkdir(parents=True)
         if parts is not None and self.what == "slow":
             self._watch(parts)
 

@@ -23,8 +23,9 @@ RUNS: dict[str, tuple[list[str], str | None]] = {
     "fails": ([*RUN, BACKGROUND, "save.on_error=continue"], "flush"),
     "ends": ([*RUN, BACKGROUND], "flush"),
     "stops": ([*RUN, BACKGROUND], "slow stop"),
+    "stops resumed": ([*RUN, BACKGROUND, REHEARSED, "resume=auto"], None),
     "breaks": ([*RUN, BACKGROUND, "train.max_skipped_steps=1"], "slow failed"),
-    "bf16": (ZERO3_BF16, None),
+    "bf16": (ZERO3_BF16, "leftover"),
     "bf16_rehearsed": ([*ZERO3_BF16, REHEARSED], None),
     "lora": ([*ZERO3_BF16, "deepspeed.config=zero3", "peft=lora", REHEARSED], None),
     "nan": ([*ZERO3_BF16, REHEARSED], "nan"),
@@ -39,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """(folder of the runs, how each but the last ended, the launch): all in one."""
     workshop = tiny.make_workshop(tmp_path_factory.mktemp("on_the_way"))
     spec = [
-        {"name": name, "words": tiny.words(workshop, name, *more), "fault": fault}
+        {"name": name, "words": tiny.words(workshop, name.split()[0], *more), "fault": fault}
         for name, (more, fault) in RUNS.items()
     ]
     (workshop / "runs.json").write_text(json.dumps(spec))
@@ -102,7 +103,9 @@ def test_a_failure_in_the_background_is_found_by_all_ranks(
 def test_a_stop_waits_for_the_state_on_its_way(done: Done) -> None:
     out, seen, launched = done
     assert seen["stops"] == {"errors": [None, None], "seen": ["tmp-step-000002"]}
-    assert states(out / "stops") == named(2, 3)
+    assert seen["stops resumed"]["errors"] == [None, None]
+    assert states(out / "stops") == named(2, 3, 4, 6)  # of the stopped run: 2 and 3
+    assert steps(out / "stops") == steps(out / "plain")
     assert "stopping after step 3 (SIGTERM on all ranks): saving" in launched.out
 
 
@@ -121,7 +124,10 @@ def test_a_rehearsal_changes_nothing_and_leaves_nothing(done: Done) -> None:
         assert not [path.name for path in (out / name / "run").iterdir() if "tmp" in path.name]
         (row,) = tiny.rows(out / name / "run", "time/rehearsal_s")
         assert row["step"] == 1 and row["time/rehearsal_s"] > 0
-    assert launched.out.count("read back and the same") == 3
+    (row,) = tiny.rows(out / "stops" / "run", "time/rehearsal_s")
+    assert row["step"] == 4  # the first of the launch that resumed
+    assert launched.out.count("read back and the same") == 4
+    assert not [path.name for path in (out / "bf16" / "run").iterdir() if "tmp" in path.name]
     assert "a save, an export and their reload after the first step" in launched.out
     assert tiny.rows(out / "plain" / "run", "time/rehearsal_s") == []
 
