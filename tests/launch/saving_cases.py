@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from remat import distributed, export, hf_files, manifest, reload, save_room, saving
+from remat import frozen as frozen_weights
 from remat.choices import Attention, Precision
 from remat.config import ModelConfig
 from remat.model import build
@@ -441,3 +443,15 @@ def _names(folder: Path) -> list[str]:
     names = sorted(p.name for p in folder.iterdir())
     distributed.barrier()
     return names
+
+
+def fingerprint_case() -> tuple[bool, bool, bool]:
+    """Frozen weights of 24 numbers, 12 on each of two ranks: what one rank, and what two, would have noted of them."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    module = llama(config, tie=False, precision="fp32", seed=0, hidden_size=24).requires_grad_(False)
+    as_two, as_one = (frozen_weights.fingerprint_of_first(module, ranks) for ranks in (2, 1))
+    spread = frozen_weights.fingerprint(module)
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        values = [(name, torch.nn.Parameter(p.clone(), False)) for name, p in module.named_parameters()]
+    whole: Any = SimpleNamespace(named_parameters=lambda: values)
+    return as_two == spread, as_one == frozen_weights.fingerprint(whole), as_one == as_two

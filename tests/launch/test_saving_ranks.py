@@ -128,6 +128,10 @@ def test_one_failing_rank_fails_all_and_keeps_older_states(
         assert rank["after_retry"] == ["step-000001", "step-000003"]
 
 
+def test_frozen_weights_are_known_again_by_another_number_of_ranks(two_ranks: RankPool) -> None:
+    assert two_ranks.run(cases.fingerprint_case)[0] == (True, True, False)
+
+
 def test_all_ranks_pass_over_a_damaged_state(two_ranks: RankPool, tmp_path: Path) -> None:
     for rank in two_ranks.run(cases.damage_case, folder=tmp_path):
         assert rank["before"] == ["step-000002", "step-000003"]  # keep=2 of three saves
