@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat import processes, run_dir
+from remat import compose, processes, run_dir
 from remat.lab import measure
 from remat.lab.experiment import Point
 from remat.lab.keys import Place
@@ -96,7 +96,8 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
     ]
     options = ["--log-dir", str(spot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
-    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, *words], spot.logs, place)
+    script = str(compose.ROOT / "train.py")  # named, for --config-dir among the words is its option
+    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, script, *words], spot.logs, place)
     text = "\n".join(path.read_text(errors="replace") for path in sorted(spot.logs.glob("*.log")))
     end, found = measure.ended(code, text), None
     if end.status == FINISHED:
@@ -114,7 +115,7 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
         words=end.words,
         exit_code=code,
         seconds=round(time.monotonic() - began, 1),
-        command=f"remat launch --num_gpus {ranks} {' '.join(words)}",
+        command=f"remat launch --num_gpus {ranks} train.py {' '.join(words)}",
         env=_env(spot.run) | place.hardware,
         measured=found,
     )

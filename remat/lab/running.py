@@ -67,7 +67,10 @@ def run(
     *,
     fresh: bool = False,
 ) -> Outcome:
-    """Launch what has no result yet, with `fresh` everything. What failed is tried again, what did not fit is not."""
+    """Launch what has no result yet, with `fresh` everything.
+
+    What failed or was refused by the machine is tried again, what did not fit or ran out of memory is not.
+    """
     asked = asked_keys(experiment, place)
     turns = [Spot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
     known: dict[Spot, Result] = {}
@@ -75,7 +78,11 @@ def run(
         answer = asked[spot.point.name]
         if isinstance(answer, ConfigError):
             known[spot] = Result("", spot.point.name, spot.repeat, REFUSED, " ".join(str(answer).split()))
-        elif not fresh and (found := launching.stored(spot, answer)) is not None and found.status != FAILED:
+        elif (
+            not fresh
+            and (found := launching.stored(spot, answer)) is not None
+            and found.status not in (FAILED, REFUSED)
+        ):
             known[spot] = replace(found, point=spot.point.name)
     to_do = [spot for spot in turns if spot not in known]
     seconds = _Seconds(known)
