@@ -102,6 +102,7 @@ h2 { font-size: 1.02rem; margin: 0 0 0.75rem; }
 .tables { columns: 25rem 2; column-gap: 1.25rem; }
 .tables .card { display: inline-block; width: 100%; }
 .tables .wide { display: block; column-span: all; }
+.wide td:not(:first-child), .wide th:not(:first-child) { padding-left: 0.6rem; font-size: 0.88rem; }
 td.long { white-space: normal; text-align: left; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }

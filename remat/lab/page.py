@@ -72,7 +72,8 @@ def _overview(content: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         [tuple(table.cells(row, rows)) for row in rows],
         note=(
             "planned: the plan of what was measured against it. s/step: median of all steady steps of all repeats, "
-            "with quartiles. x baseline: median over median, from quartile against quartile. loss: of the last step."
+            "with quartiles. x baseline: median over median, from quartile against quartile. loss: of the last step. "
+            + ". ".join(table.notes([row for row in rows if row.step]))
         ),
         wide=True,
     )
