@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher import runner
 
-from remat import launch_report, launch_words, processes, rank_keeper
+from remat import cli, launch_report, launch_words, processes, rank_keeper
 from remat.config import ConfigError
 
 
@@ -121,3 +121,14 @@ def test_only_the_shared_buffers_of_this_run_go(tmp_path: Path) -> None:
     other.touch()
     processes.remove_shared_buffers(4001, tmp_path)
     assert not mine.exists() and other.exists()
+
+
+@pytest.mark.parametrize(("command", "shared"), [("launch", False), ("plan", True)])
+def test_ranks_share_the_cores_themselves(command: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of threads that the supervisor had chosen for itself would be each rank's."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("sys.argv", ["remat", command, "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert ("OMP_NUM_THREADS" in os.environ) is shared
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
