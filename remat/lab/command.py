@@ -12,7 +12,7 @@ from rich.console import Console
 
 from remat import compose, run_dir
 from remat.config import ConfigError
-from remat.lab import charts, experiment, figures, keys, page, running, table
+from remat.lab import charts, experiment, figures, keys, launching, page, running, table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
 from remat.lab.keys import Place
@@ -110,12 +110,7 @@ def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Seque
     elif known:
         console.print(f"{outcome.launched} launched now, {known} from before (--fresh runs them again)")
     for path in paths:
-        console.print(str(from_here(path)), highlight=False, soft_wrap=True)
-
-
-def from_here(path: Path) -> Path:
-    """As seen from the current folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        console.print(str(launching.from_here(path)), highlight=False, soft_wrap=True)
 
 
 def listed(config_dirs: Sequence[Path] = ()) -> str:

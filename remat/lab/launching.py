@@ -82,6 +82,11 @@ def stored(spot: Spot, key: str) -> Result | None:
     return found if found.key == key else None
 
 
+def from_here(path: Path) -> Path:
+    """As seen from the current folder, where launches start: no path of this machine in a result."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
     """Run it to its end and store what it shows. KeyboardInterrupt ends it at once and stores nothing."""
     for old in (spot.run, spot.logs):
@@ -92,7 +97,7 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
         *spot.point.words,
         f"name={spot.point.slug}",
         f"run_id={spot.run_id}",
-        f"output_dir={spot.folder}",
+        f"output_dir={from_here(spot.folder)}",
     ]
     options = ["--log-dir", str(spot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
