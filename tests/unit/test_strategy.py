@@ -7,11 +7,13 @@ import json
 import pytest
 
 from remat import compose, preflight, strategy
+from remat.choices import Precision
 from remat.config import ConfigError, RunConfig
 from remat.planning import states
 
 GIB = 2**30
 PARAMETERS = {
+    "gpt2_medium_lab": 354.8e6,
     "llama70b_zero3_offload": 70.55e9,
     "llama8b_zero3_offload_optimizer": 8.03e9,
     "tiny_zero3_offload": 1.72e6,
@@ -31,11 +33,12 @@ def test_every_recipe_renders_completely(name: str) -> None:
     assert '"auto"' not in json.dumps(decided.ds)
     batch = decided.ds["train_micro_batch_size_per_gpu"] * decided.ds["gradient_accumulation_steps"] * ranks
     assert batch == decided.ds["train_batch_size"] == run.train.global_batch_size
-    assert len(decided.decisions) == run.model.architecture["num_hidden_layers"]
-    assert decided.ds["bf16"]["enabled"]
+    layers = run.model.architecture.get("num_hidden_layers") or run.model.architecture["n_layer"]
+    assert len(decided.decisions) == layers
+    assert decided.ds["bf16"]["enabled"] is (run.train.precision is Precision.bf16)
 
 
-@pytest.mark.parametrize("name", [n for n in compose.recipe_names() if n.startswith("llama")])
+@pytest.mark.parametrize("name", [n for n in compose.recipe_names() if not n.startswith("tiny")])
 def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
     run, decided, ranks = recipe(name)
     per_node = run.hardware.gpus_per_node
