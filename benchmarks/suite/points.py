@@ -55,6 +55,11 @@ def _longest(name: str, *words: str, shape: str = "llama-1b") -> Point:
     return Point("longest", name, "longest", words, shape=shape, micro_batch=1, seconds=120, limit_s=240)
 
 
+def _lab(name: str) -> Point:
+    words = ("-m", "remat.cli", "compare", f"lab={name}", "--publish", "benchmarks/results/lab")
+    return Point("lab", name, "script", words, seconds=150, limit_s=420)
+
+
 HOST_STATES = ("deepspeed.config=zero2_offload",)
 POINTS = [
     _train("mfu", "llama-1b full", "deepspeed.config=zero2", "checkpointing=full"),
@@ -88,6 +93,7 @@ POINTS = [
            shape="llama2-7b", micro_batch=4),
     Point("accuracy", "planner accuracy, the rest", "script",
           ("benchmarks/plan_accuracy.py", "--minutes", "6"), seconds=380, limit_s=560),
+    *(_lab(f"seed_{claim}") for claim in ("b8", "b7", "d3", "b10", "b5", "c4", "a5")),
     _longest("none", "deepspeed.config=zero2", "checkpointing=none"),
     _longest("full", "deepspeed.config=zero2", "checkpointing=full"),
     _longest("full, activations offloaded", "deepspeed.config=zero2", "checkpointing=offload"),

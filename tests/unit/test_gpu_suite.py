@@ -28,8 +28,14 @@ def test_every_point_is_a_run_that_can_be_composed(device: str, tmp_path: Path) 
     assert len(set(files)) == len(files)
 
 
+def test_every_experiment_is_there() -> None:
+    for point in POINTS:
+        if point.section == "lab":
+            assert (budget.ROOT / "conf" / "lab" / f"{point.name}.yaml").is_file()
+
+
 def test_the_promised_sections_are_there() -> None:
-    assert {"mfu", "accuracy", "policies", "peers", "offload", "overhead", "longest"} == set(SECTIONS)
+    assert {"mfu", "accuracy", "policies", "peers", "offload", "overhead", "lab", "longest"} == set(SECTIONS)
     scripts = {point.words[0] for point in POINTS if point.kind == "peer"}
     for name in scripts:
         assert (budget.ROOT / "benchmarks" / "peers" / f"{name}.py").is_file()
