@@ -27,6 +27,7 @@ MEMORY_NAMES = {
     "micro_batch": "peak of a micro-batch without model states",
 }
 LABEL_WIDTH = 32
+CORNERS = ((8, 5), (-14, -13), (-14, 5), (8, -13))  # of a point's number, in points of the picture
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
@@ -250,6 +251,7 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     for front in best:
         across, up = zip(*((_cost(row)[0] / scale, _cost(row)[1]) for row in front), strict=True)
         axes.plot(across, up, color=theme.green, drawstyle="steps-post", linewidth=1.4, zorder=1)
+    corners = _corners(timed)
     for row in timed:
         assert row.step is not None and row.peak_bytes is not None
         place = [other.name for other in rows].index(row.name)
@@ -269,7 +271,7 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
         axes.annotate(
             str(place + 1),
             (x, y),
-            (8, 5),
+            corners[row.name],
             textcoords="offset points",
             fontsize=9.5,
             fontweight="bold",
@@ -281,6 +283,24 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     axes.margins(0.12)
     _key(words, rows, {row.name for front in best for row in front}, scale, unit, theme)
     return figure
+
+
+def _corners(timed: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """Where the number of each point stands: beside numbers of points that lie close by, not on them."""
+    wide, high = (
+        max(_cost(row)[i] for row in timed) - min(_cost(row)[i] for row in timed) or 1 for i in (0, 1)
+    )
+    found: dict[str, tuple[int, int]] = {}
+    for row in timed:
+        near = {
+            found[other.name]
+            for other in timed
+            if other.name in found
+            and abs(_cost(other)[0] - _cost(row)[0]) < 0.05 * wide
+            and abs(_cost(other)[1] - _cost(row)[1]) < 0.05 * high
+        }
+        found[row.name] = next((corner for corner in CORNERS if corner not in near), CORNERS[0])
+    return found
 
 
 def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:

@@ -162,6 +162,13 @@ def test_the_front_is_that_of_one_baseline() -> None:
     assert [row.name for front in charts.fronts([rows[0], alone]) for row in front] == ["none", "full"]
 
 
+def test_numbers_of_points_that_lie_close_by_stand_apart() -> None:
+    rows = compared("none", "full", "sqrt")[2]
+    close = dataclasses.replace(rows[0], name="close", peak_bytes=900 * MIB + 1)
+    corners = charts._corners([*rows, close])
+    assert corners["close"] != corners["none"] == corners["full"] == corners["sqrt"]
+
+
 def test_the_trade_off_is_against_the_baseline() -> None:
     rows = compared("none", "full")[2]
     ((row, saved, slower),) = charts.tradeoff(rows, "peak")
