@@ -161,9 +161,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     Raises ConfigError when the parameters or frozen weights are not those of the saved run, SaveError when
     DeepSpeed loads nothing.
     """
-    check_compatible(
-        state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine)
-    )
+    check_compatible(state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine))
     if state.info.world_size != manifest.place()[1]:
         return reshard.load(engine, state)
     if _layout(engine) != state.info.layout:
