@@ -39,8 +39,9 @@ test: $(STAMP) ## lint, types and the whole test suite
 	    echo "== what failed, once more, one by one: who passes now depends on load or order, which is a fault too"; \
 	    $(BIN)/python -m pytest tests -m "not slow_fault" --last-failed --last-failed-no-failures none; }
 
-test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones
+test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
 	@$(BIN)/python -m pytest tests/faults -n $(strip $(WORKERS)) --dist loadfile
+	@$(BIN)/python -m pytest tests/launch -n $(strip $(WORKERS)) --dist loadfile -m slow_fault
 
 reliability: $(VENV)/test-ready ## docs/reliability.md anew: every fault, one after another
 	@rm -f $(VENV)/faults.jsonl
