@@ -30,7 +30,7 @@ hide_gpus_from_cpu_ranks()
 from remat import compose, distributed, hf_files, manifest, rehearsal, run_saves, setup, stop_signals, trainer  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
-NORM, LONGEST_S = "model.norm.weight", 60.0
+NORM, LONGEST_S = "model.norm.weight", 240.0
 real_describe, real_save_file, real_wait = manifest.describe, hf_files.save_file, run_saves.wait
 
 

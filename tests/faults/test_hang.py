@@ -19,13 +19,13 @@ from tests.launcher import ROOT
 SHORT = ["deepspeed.config=zero3", "data.eval_fraction=0.3", "save.every=1", "train.eval_every=2"]
 
 
-def launch(folder: Path, fault: dict[str, Any], *more: str) -> tuple[Supervised, Path, float]:
+def launch(folder: Path, script: str, fault: dict[str, Any], *more: str) -> tuple[Supervised, Path, float]:
     """One supervised run that hangs, to its end: (launch, run directory, seconds after the fault)."""
     workshop = tiny.make_workshop(folder)
     words = tiny.words(workshop, "hangs", *SHORT, *more)
     (workshop / "spec.json").write_text(json.dumps([{"name": "hangs", "words": words, "fault": fault}]))
-    script, run = str(ROOT / "tests/faults/faulty_runs.py"), workshop / "out" / "hangs" / "run"
-    with supervised(folder, script, str(workshop / "spec.json")) as launched:
+    run = workshop / "out" / "hangs" / "run"
+    with supervised(folder, str(ROOT / "tests/faults" / script), str(workshop / "spec.json")) as launched:
         launched.until(
             lambda: (run / "saved" / "step-000001").is_dir() or launched.process.poll() is not None, "save"
         )
@@ -36,24 +36,29 @@ def launch(folder: Path, fault: dict[str, Any], *more: str) -> tuple[Supervised,
     return launched, run, seconds
 
 
+REAL_TIME = pytest.param("faulty_runs.py", 30, marks=pytest.mark.slow_fault, id="real time")
+
+
 @pytest.mark.launch
+@pytest.mark.parametrize(("script", "step_s"), [pytest.param("hangs_soon.py", 5, id="soon"), REAL_TIME])
 def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
-    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
+    tmp_path: Path, fault_record: Callable[[str, str, float | None], None], script: str, step_s: int
 ) -> None:
     fault = {"what": "SIGSTOP", "rank": 1, "at": "step 2"}
-    launched, run, seconds = launch(tmp_path, fault, "train.deadlines.step_s=12")
-    assert "in step 2 of rank 0 (train.deadlines.step_s=12)" in launched.out
+    launched, run, seconds = launch(tmp_path, script, fault, f"train.deadlines.step_s={step_s}")
+    assert f"in step 2 of rank 0 (train.deadlines.step_s={step_s})" in launched.out
     assert "rank 1: did not report: it was stopped or hangs itself, and is the suspect" in launched.out
     assert [path.name for path in sorted((run / "hang").iterdir())] == ["rank-0.json", "rank-0.txt"]
     report = json.loads((run / "hang" / "rank-0.json").read_text())
-    assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= 12
+    assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= step_s
     assert "trainer.py" in (run / "hang" / "rank-0.txt").read_text()
     assert [path.name for path in (run / "saved").iterdir()] == ["step-000001"]
-    fault_record(
-        "SIGSTOP of a rank in a step",
-        "ended by train.deadlines.step_s=12 with a report of each live rank, exit code 70",
-        seconds,
-    )
+    if script == "faulty_runs.py":
+        fault_record(
+            "SIGSTOP of a rank in a step",
+            f"ended by train.deadlines.step_s={step_s} with a report of each live rank, exit code 70",
+            seconds,
+        )
 
 
 @pytest.mark.launch
@@ -62,8 +67,8 @@ def test_a_rank_asleep_reports_where_it_sleeps(
     tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
 ) -> None:
     fault = {"what": "sleep", "rank": 0, "at": "evaluate 5"}
-    launched, run, seconds = launch(tmp_path, fault, "train.deadlines.evaluate_s=12")
-    assert "(train.deadlines.evaluate_s=12)" in launched.out
+    launched, run, seconds = launch(tmp_path, "faulty_runs.py", fault, "train.deadlines.evaluate_s=30")
+    assert "(train.deadlines.evaluate_s=30)" in launched.out
     reports = [json.loads((run / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(report["phase"], report["step"]) for report in reports] == [("evaluate", 2)] * 2
     assert "happen (faulty_runs.py" in reports[0]["where"]
@@ -71,7 +76,7 @@ def test_a_rank_asleep_reports_where_it_sleeps(
     assert "did not report" not in launched.out
     fault_record(
         "a rank asleep in an evaluation",
-        "ended by train.deadlines.evaluate_s=12 with a report of each rank, exit code 70",
+        "ended by train.deadlines.evaluate_s=30 with a report of each rank, exit code 70",
         seconds,
     )
 

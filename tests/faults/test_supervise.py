@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.supervised import RANK, Supervised, supervised
+from tests.faults.supervised import DEADLINE_S, RANK, Supervised, supervised
 from tests.launch import tiny
 from tests.launcher import ROOT
 from tests.pool import CPU_ONLY
@@ -197,7 +197,7 @@ def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path: Path) -> None:
             shown += data
     except OSError:  # the last process has closed it
         pass
-    assert process.wait(60) == 0, shown
+    assert process.wait(DEADLINE_S) == 0, shown
     assert b"\x1b[31mred\x1b[0m" in shown and b"bar 10%\rbar 100% True" in shown
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "red\nbar 100% True\nerror of rank 0\n"
 
