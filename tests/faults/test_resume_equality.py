@@ -122,6 +122,8 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
     rows = record(out / whole["name"] / "run")
     assert record(out / first["name"] / "run") == rows
     assert sum("loss/train" in row for row in rows) == point.steps
+    if point.options is EVALUATED:  # before step 1, after steps 3 and 5, each once
+        assert sum("loss/eval" in row for row in rows) == 3
     assert rest["weights"] == whole["weights"]
     assert first["weights"] != whole["weights"]
     states = [path.name for path in (out / first["name"] / "run" / "saved").iterdir()]
@@ -132,7 +134,7 @@ def row_of(point: Point, strategy: str, where: str) -> tuple[str, str, None]:
     return f"resume {point.words}, {strategy}", f"same data, bit-equal losses, equal weights ({where})", None
 
 
-HERE = [(AFTER_EVALUATION, strategy) for strategy in STRATEGIES] + [(IN_ACCUMULATION, "zero2")]
+HERE = [(AFTER_EVALUATION, "zero2_offload"), (AFTER_EVALUATION, "zero3"), (IN_ACCUMULATION, "zero2")]
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +152,14 @@ def test_k_steps_and_the_rest_are_n_steps(
     out, done = in_one_process
     point, strategy = HERE[cell]
     check(out, point, *done[cell])
-    evaluated = ["loss/eval" in row for row in record(out / done[cell][1]["name"] / "run")]
-    assert sum(evaluated) == 3  # before step 1, after steps 3 and 5, each once
     fault_record(*row_of(point, strategy, "a new engine in the same process"))
 
 
-FRESH = [(point, strategy) for point in (IN_ACCUMULATION, EPOCH_END, WRAPS) for strategy in STRATEGIES]
+FRESH = [(point, s) for point in (AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS) for s in STRATEGIES]
 
 
 @pytest.mark.slow_fault
-def test_in_a_fresh_process_at_the_ends_of_epochs(tmp_path: Path, fault_record: Record) -> None:
+def test_in_a_fresh_process_everywhere(tmp_path: Path, fault_record: Record) -> None:
     workshop = tiny.make_workshop(tmp_path)
     begun = launch(workshop, [runs(workshop, *cell, part) for cell in FRESH for part in ("whole", "first")])
     rests = launch(workshop, [runs(workshop, *cell, "rest") for cell in FRESH])

@@ -1,4 +1,4 @@
-"""`remat compare` through the real launcher: two points of a tiny model, then nothing, then the same bytes again."""
+"""`remat compare` through the real launcher: two points of a tiny model, then nothing; slow: the same bytes again."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ def points(folder: Path) -> dict[str, Any]:
     return {point["name"]: point for point in content["points"]}
 
 
-def test_two_points_then_nothing_then_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(autouse=True)
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in CPU_ONLY.items():
         monkeypatch.setenv(name, value)
+
+
+def test_two_points_then_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = command.Options(out=tmp_path, repeats=1)
     assert command.run(WORDS, options) == 0
     first = points(tmp_path)
@@ -68,12 +72,16 @@ def test_two_points_then_nothing_then_the_same_bytes(
     def no_launch(*_: object) -> None:
         raise AssertionError("launched what is known")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(launching, "launch", no_launch)
-        assert command.run(WORDS, options) == 0
+    monkeypatch.setattr(launching, "launch", no_launch)
+    assert command.run(WORDS, options) == 0
     assert "nothing was launched: all 2 results are from before" in capfd.readouterr().out
     assert points(tmp_path) == first
 
+
+@pytest.mark.slow_fault
+def test_fresh_launches_give_the_same_bytes(tmp_path: Path) -> None:
+    assert command.run(WORDS, command.Options(out=tmp_path, repeats=1)) == 0
+    first = points(tmp_path)
     assert command.run(WORDS, command.Options(out=tmp_path, repeats=1, fresh=True)) == 0
     again = points(tmp_path)
     for name in first:

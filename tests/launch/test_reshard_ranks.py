@@ -42,8 +42,11 @@ MORE = {
     "zero3_optimizer_parameters": ["deepspeed.config=zero3_offload"],
     "zero3_tied": ["deepspeed.config=zero3"],
     "zero2_tied": ["deepspeed.config=zero2"],
+    "zero2_optimizer_again": ESSENTIAL["zero2_optimizer"],
+    "zero3_lora_parameters_again": ESSENTIAL["zero3_lora_parameters"],
 }
 CELLS = ESSENTIAL | MORE
+AGAIN = {"zero3", *MORE}  # go on once more, with as many ranks
 PARAMETERS = [*ESSENTIAL, *(pytest.param(name, marks=pytest.mark.slow_fault) for name in MORE)]
 # Two summands have one sum in either order: on 2 ranks and 1 the losses are equal but for fused sums of LoRA's rows.
 REL = 1e-6
@@ -78,7 +81,7 @@ def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(workshop: Path) -> Callable[[str], dict[str, Any]]:
-    """Of a cell: its run whole on 2 ranks, from step 3 on with 1, from 5 on with 2, from 6 on with 2 again."""
+    """Of a cell: its run whole on 2 ranks, from step 3 on with 1, from 5 on with 2; of AGAIN from 6 on with 2 again."""
     known: dict[str, dict[str, Any]] = {}
 
     def words(name: str, *more: str) -> list[str]:
@@ -99,14 +102,11 @@ def runs(workshop: Path) -> Callable[[str], dict[str, Any]]:
                 (left / "optimizer_state.pt").write_text("half")
             one = launch(workshop, {cell: resume(cell, FIRST, f"train.stop_at={SECOND}") for cell in cells}, 1)
             spec = {cell: resume(cell, SECOND, "save.every=1") for cell in cells}
-            two = launch(workshop, spec | {f"{cell} again": resume(cell, THIRD) for cell in cells}, 2)
+            repeated = {f"{cell} again": resume(cell, THIRD) for cell in cells if cell in AGAIN}
+            two = launch(workshop, spec | repeated, 2)
             for cell in cells:
-                known[cell] = {
-                    "whole": whole[cell],
-                    "one": one[cell],
-                    "two": two[cell],
-                    "again": two[f"{cell} again"],
-                }
+                known[cell] = {"whole": whole[cell], "one": one[cell], "two": two[cell]}
+                known[cell] |= {"again": two[f"{cell} again"]} if cell in AGAIN else {}
         return known[name]
 
     return of
@@ -121,16 +121,19 @@ def test_two_ranks_then_one_then_two_follow_the_uninterrupted_run(
     name: str, runs: Callable[[str], dict[str, Any]]
 ) -> None:
     found = runs(name)
-    whole, one, two, again = (found[key] for key in ("whole", "one", "two", "again"))
+    whole, one, two = (found[key] for key in ("whole", "one", "two"))
     for key in ("loss/train", "optim/grad_norm"):
         assert column(one, key) == pytest.approx(column(whole, key)[:SECOND], rel=REL)
         assert column(two, key) == pytest.approx(column(whole, key), rel=REL)
-        assert column(again, key) == column(two, key), "a resume with as many ranks is bit-equal"
     for key in ("tokens/seen", "tokens/trained", "optim/lr"):
         assert column(two, key) == column(whole, key)
     assert one["ids"] == whole["ids"][FIRST:SECOND]
     assert two["ids"] == whole["ids"][SECOND:]
-    assert again["ids"] == whole["ids"][THIRD:]
+    if name in AGAIN:
+        again = found["again"]
+        assert again["ids"] == whole["ids"][THIRD:]
+        for key in ("loss/train", "optim/grad_norm"):
+            assert column(again, key) == column(two, key), "a resume with as many ranks is bit-equal"
     assert column(whole, "loss/train")[-1] < column(whole, "loss/train")[0] - 0.1, "it learns something"
 
 
