@@ -152,7 +152,7 @@ def test_k_steps_and_the_rest_are_n_steps(
     out, done = in_one_process
     point, strategy = HERE[cell]
     check(out, point, *done[cell])
-    fault_record(*row_of(point, strategy, "a new engine in the same process"))
+    fault_record(*row_of(point, f"{strategy}, same process", "a new engine in the same process"))
 
 
 FRESH = [(point, s) for point in (AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS) for s in STRATEGIES]
