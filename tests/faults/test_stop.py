@@ -145,7 +145,7 @@ def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(
 ) -> None:
     words = tiny.words(tiny.make_workshop(tmp_path), "signalled", *ENDLESS)
     folder = tmp_path / "out" / "signalled" / "run"
-    with supervised(tmp_path, str(ROOT / "train.py"), *words) as launch:
+    with supervised(tmp_path, *words) as launch:  # no script named: train.py
         launch.until(lambda: trains(folder)() or launch.process.poll() is not None, "steps")
         launch.watch()
         launch.signal(signal.SIGTERM)
@@ -153,8 +153,9 @@ def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(
         assert launch.finish() == 75, launch.out[-4000:]
         seconds = time.monotonic() - began
         assert launch.left() == []
-    assert "(SIGTERM on" in launch.out and f"resume with resume=auto ({folder})" in launch.out
-    assert "Traceback" not in launch.out
+    for text in (launch.out, (tmp_path / "logs" / "rank-0.log").read_text()):
+        assert "(SIGTERM on" in text and f"resume with resume=auto ({folder})" in text
+        assert "Traceback" not in text
     one_state(folder)
     fault_record("SIGTERM to remat launch while it trains", "one saved state, exit 75", seconds)
 

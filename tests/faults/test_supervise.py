@@ -202,8 +202,12 @@ def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "red\nbar 100% True\nerror of rank 0\n"
 
 
+@slow
 def test_the_real_thing(tmp_path: Path) -> None:
-    """train.py under `remat launch`: the run and its exit code are what they are under `deepspeed`."""
+    """train.py under `remat launch`: the run and its exit code are what they are under `deepspeed`.
+
+    The normal tests have it in test_stop.py, stopped by a signal.
+    """
     words = tiny.words(tiny.make_workshop(tmp_path), "supervised", "train.steps=3", "train.stop_at=2")
     with supervised(tmp_path, *words) as run:
         assert run.finish() == 75, run.out
