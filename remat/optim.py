@@ -63,6 +63,7 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
 
 def set_options(optimizer: Any, cfg: OptimConfig) -> None:
     """What the run asks for, after a resume: DeepSpeed restores the saved run's options with its state."""
+    _as_own(getattr(optimizer, "optimizer", optimizer))
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = (cfg.beta1, cfg.beta2), cfg.eps
         group["weight_decay"] = cfg.weight_decay if group["decayed"] else 0.0
@@ -74,6 +75,23 @@ def set_options(optimizer: Any, cfg: OptimConfig) -> None:
 def set_lr(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def _as_own(adam: Any) -> None:
+    """A state that the other implementation saved (offload switched since): options it lacks, its kind of step."""
+    on_host = hasattr(adam, "ds_opt_adam")
+    for group in adam.param_groups:
+        for name, value in adam.defaults.items():
+            group.setdefault(name, value)
+    for parameter, state in adam.state.items():
+        if "step" not in state:
+            continue
+        if on_host:
+            state["step"] = int(state["step"])
+        elif not isinstance(state["step"], torch.Tensor):
+            fused = adam.param_groups[0].get("fused")
+            device = parameter.device if fused else "cpu"
+            state["step"] = torch.tensor(float(state["step"]), device=device)
 
 
 def _count_on(optimizer: Any) -> None:

@@ -81,7 +81,8 @@ def async_io() -> bool:
 
 def launch(workshop: Path, strategies: dict[str, list[str]], ranks: int) -> None:
     spec = workshop / f"spec_{ranks}.json"
-    spec.write_text(json.dumps({name: words(workshop, name, *more) for name, more in strategies.items()}))
+    runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
+    spec.write_text(json.dumps(runs | (switched(workshop) if ranks == 2 else {})))
     done = deepspeed(str(spec), ranks=ranks, script="tests/launch/many_runs.py")
     assert done.code == 0, done.out[-6000:]
 
@@ -90,6 +91,16 @@ def launch(workshop: Path, strategies: dict[str, list[str]], ranks: int) -> None
 def two_rank_runs(workshop: Path, async_io: bool) -> Path:
     launch(workshop, STRATEGIES | BF16 | (larger(workshop) if async_io else {}), ranks=2)
     return workshop / "out"
+
+
+def switched(workshop: Path) -> dict[str, list[str]]:
+    """Runs that are saved after 2 steps and resumed with the optimizer in the other place."""
+    device, host = ["deepspeed.config=zero3"], ["deepspeed.config=zero3_offload_optimizer"]
+    parts = {}
+    for name, before, after in (("switched_to_host", device, host), ("switched_to_device", host, device)):
+        parts[f"{name}_1"] = words(workshop, name, *before, "train.stop_at=2")
+        parts[f"{name}_2"] = words(workshop, name, *after, "resume=auto")
+    return parts
 
 
 def larger(workshop: Path) -> dict[str, list[str]]:
@@ -126,6 +137,14 @@ def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path)
     assert [layer["recomputations"] for layer in proof["layers"]] == [0, 0]
     assert proof["first_micro_batch_flops"]["recompute"] == 0 < proof["first_micro_batch_flops"]["forward"]
     assert all(rank["parameters"]["sharded"] == 21 for rank in proof["placement_by_rank"])
+
+
+@pytest.mark.parametrize("name", ["switched_to_host", "switched_to_device"])
+def test_offload_may_be_switched_at_a_resume(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    """Each implementation of Adam takes over the other's state."""
+    compare(two_rank_runs / name / "run", reference)
 
 
 def test_profiling_leaves_its_files_and_changes_nothing(two_rank_runs: Path) -> None:
