@@ -27,7 +27,7 @@ MEMORY_NAMES = {
     "micro_batch": "peak of a micro-batch without model states",
 }
 LABEL_WIDTH = 32
-CORNERS = ((8, 5), (-14, -13), (-14, 5), (8, -13))  # of a point's number, in points of the picture
+NEAR = 0.06  # of the width and height of the picture: numbers of points as close would cover each other
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
@@ -286,21 +286,19 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
 
 
 def _corners(timed: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Where the number of each point stands: beside numbers of points that lie close by, not on them."""
-    wide, high = (
-        max(_cost(row)[i] for row in timed) - min(_cost(row)[i] for row in timed) or 1 for i in (0, 1)
-    )
-    found: dict[str, tuple[int, int]] = {}
-    for row in timed:
-        near = {
-            found[other.name]
-            for other in timed
-            if other.name in found
-            and abs(_cost(other)[0] - _cost(row)[0]) < 0.05 * wide
-            and abs(_cost(other)[1] - _cost(row)[1]) < 0.05 * high
-        }
-        found[row.name] = next((corner for corner in CORNERS if corner not in near), CORNERS[0])
-    return found
+    """Where the number of each point stands, from the point: away from points that lie close by."""
+    costs = {row.name: _cost(row) for row in timed}
+    spans = [max(cost[i] for cost in costs.values()) - min(cost[i] for cost in costs.values()) for i in (0, 1)]
+
+    def ahead(name: str, axis: int) -> bool:
+        near = [
+            cost
+            for other, cost in costs.items()
+            if other != name and all(abs(cost[i] - costs[name][i]) <= NEAR * spans[i] for i in (0, 1))
+        ]
+        return costs[name][axis] >= sum(cost[axis] for cost in near) / max(1, len(near))
+
+    return {name: (8 if ahead(name, 0) else -16, 5 if ahead(name, 1) else -14) for name in costs}
 
 
 def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:
