@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from remat import manifest
-from tests.faults.supervised import supervised
+from tests.faults.supervised import DEADLINE_S, supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
 from tests.pool import CPU_ONLY, free_port
@@ -178,13 +178,19 @@ def test_plain_deepspeed_stops_with_75_too(
         str(ROOT / "train.py"),
         *words,
     ]
-    output = tmp_path / "terminal"
+    output, ranks = tmp_path / "terminal", []
     with output.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of `&` ignores it
         )
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + DEADLINE_S
         while not trains(folder)():
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()[-4000:]
             time.sleep(0.05)
@@ -200,17 +206,21 @@ def test_plain_deepspeed_stops_with_75_too(
             for rank in ranks:
                 rank.send_signal(signum)
         began = time.monotonic()
-        code = process.wait(240)
-        psutil.wait_procs(ranks, timeout=120)
+        code = process.wait(DEADLINE_S)
+        code = 128 - code if code < 0 else code  # as a shell says it
+        psutil.wait_procs(ranks, timeout=DEADLINE_S)
         assert not any(rank.is_running() for rank in ranks)
     finally:
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     text = output.read_text()
     assert "stopping after step" in text and "resume with resume=auto" in text, text[-4000:]
     one_state(folder)
-    if signum is signal.SIGUSR1:  # DeepSpeed's own answer to Ctrl-C is another exit code
-        assert code == 75, text[-4000:]
+    expected = 75 if signum is signal.SIGUSR1 else 130  # DeepSpeed's own answer to Ctrl-C
+    assert code == expected, text[-4000:]
     fault_record(
         f"{signum.name} with plain deepspeed", f"one saved state, exit {code}", time.monotonic() - began
     )
