@@ -81,8 +81,9 @@ POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16]
 
 
 def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, Any]:
-    """The `whole` run, the `first` part of the other or the `rest` of it."""
-    name = f"{'whole' if part == 'whole' else 'parts'}_{strategy}_{POINTS.index(point)}"
+    """The `whole` run, the `first` part of the other or the `rest` of it. Points of equal options share the whole."""
+    as_point = [p.options for p in POINTS].index(point.options) if part == "whole" else POINTS.index(point)
+    name = f"{'whole' if part == 'whole' else 'parts'}_{strategy}_{as_point}"
     words = [f"train.steps={point.steps}", f"deepspeed.config={strategy}", *point.options]
     more = {"whole": [], "first": point.asked, "rest": ["resume=auto"]}[part]
     fault = {"whole": point.whole_fault, "first": point.fault, "rest": point.rest_fault}[part]
@@ -90,12 +91,14 @@ def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, An
 
 
 def launch(workshop: Path, spec: list[dict[str, Any]], script: str = "faulty_runs") -> list[dict[str, Any]]:
-    """What became of each run of `spec`."""
+    """What became of each run of `spec`; one that is in it twice is run once."""
     path = workshop / "spec.json"
-    path.write_text(json.dumps(spec))
+    asked = [json.dumps(run) for run in spec]
+    path.write_text(f"[{', '.join(dict.fromkeys(asked))}]")
     done = deepspeed(str(path), script=f"tests/faults/{script}.py")
     assert done.code == 0, done.out[-6000:]
-    return list(json.loads((workshop / "spec.done.json").read_text()))
+    became = dict(zip(dict.fromkeys(asked), json.loads((workshop / "spec.done.json").read_text()), strict=True))
+    return [became[run] for run in asked]
 
 
 def record(folder: Path) -> list[str]:
@@ -134,7 +137,7 @@ def row_of(point: Point, strategy: str, where: str) -> tuple[str, str, None]:
     return f"resume {point.words}, {strategy}", f"same data, bit-equal losses, equal weights ({where})", None
 
 
-HERE = [(AFTER_EVALUATION, "zero2_offload"), (AFTER_EVALUATION, "zero3"), (IN_ACCUMULATION, "zero2")]
+HERE = [(AFTER_EVALUATION, "zero2_offload"), (IN_ACCUMULATION, "zero2_offload"), (AFTER_EVALUATION, "zero3")]
 
 
 @pytest.fixture(scope="module")
