@@ -22,7 +22,7 @@ class Verdict(StrEnum):
     confirmed = "confirmed"
     refuted = "refuted"
     depends = "depends"
-    open = "not yet measured"
+    open = "open: needs a GPU"
 
 
 class Unit(StrEnum):

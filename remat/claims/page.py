@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from remat.claims import adapters, depth, memory, recomputation, techniques
+from remat.claims import adapters, depth, measured, memory, recomputation, techniques
 from remat.claims.claim import POINTS, TOLERANCE, Claim, Outcome, Verdict, verdict
 from remat.claims.figures import Planning
 from remat.config import ConfigError
@@ -26,8 +26,12 @@ Public tutorials on activation checkpointing and memory give these figures. Here
 `remat plan` says of the same run. The page is written by `remat claims --out docs/claims.md`: verdicts and figures are
 computed, and a sentence that no longer follows from the figures stops the command.
 
-- **Planned, not measured.** The real model runs forward and backward on tensors without memory, and DeepSpeed's model
-  states are added. What was measured says where; nothing here has run on a GPU yet.
+- **Planned.** The real model runs forward and backward on tensors without memory, and DeepSpeed's model states are
+  added. Verdicts follow from plans; where no plan decides, from a measurement.
+- **Measured.** From committed results of the experiments in [lab.md](lab.md), where one measures that very figure.
+  "CPU, reduced" is a share or a ratio at a smaller size, which its file states; no verdict follows from it. Shares of
+  activations are those of the peak of a micro-batch, gradients included. Times on a CPU are those of its kernels. What
+  is measured on a GPU is at the claim's size and names the GPU.
 - **Units.** The sources write GB, taken as 1e9 bytes; plans are in GiB, 1024**3 bytes.
 - **Verdicts.** A figure is confirmed within {TOLERANCE:.0%} of the claim (a share in percent: within {100 * POINTS:.0f}
   points). Where a claim leaves a setting open, several are planned, separated by a slash: confirmed when all agree,
@@ -68,7 +72,7 @@ def rows(ids: Iterable[str] = (), shown: Callable[[str], None] = lambda text: No
 def row(claim: Claim, planning: Planning) -> Row:
     """Plan the runs of one claim and write it."""
     runs = planning.of(claim.runs)
-    outcomes = [part.outcome(runs) for part in claim.compared]
+    outcomes = [measured.added(claim.id, part.outcome(runs)) for part in claim.compared]
     words = verdict(claim, outcomes)
     link = f"[{claim.id}](#{claim.id.lower()})"
     instead = "; ".join(_instead(o) for o in outcomes if o.verdict in (Verdict.refuted, Verdict.depends))
@@ -91,7 +95,7 @@ def row(claim: Claim, planning: Planning) -> Row:
 
 
 def _instead(outcome: Outcome) -> str:
-    figure = outcome.planned if outcome.planned != "-" else outcome.measured
+    figure = outcome.planned if outcome.planned != "-" else outcome.measured.partition("; ")[0]
     return f"{outcome.what}: {figure}"
 
 
