@@ -60,7 +60,7 @@ def test_d2_accumulation_saves_activations_and_leaves_the_loss(compare: Compare)
 def test_c1_the_reentrant_variant_runs_every_layer_again(compare: Compare) -> None:
     found = compare("seed_c1", ("none", "reentrant"), "train.steps=3")
     none, again = found.values()
-    assert again["recomputed_percent"] == pytest.approx(100, abs=1) and not none["recomputed_percent"]
+    assert again["recomputed_percent"] > 95 and not none["recomputed_percent"], "all but the output layer"
     assert again["kept_bytes"] < 0.1 * none["kept_bytes"]
     assert again["micro_batch_bytes"] < 0.5 * none["micro_batch_bytes"]
     assert again["loss"] == none["loss"]
