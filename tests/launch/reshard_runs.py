@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from remat.cores import hide_gpus_from_cpu_ranks, share_cores
 
-os.environ["OMP_NUM_THREADS"] = "1"  # also for a single rank: two threads wait for each other where others work too
+os.environ["OMP_NUM_THREADS"] = "1"  # a single rank too: two threads wait for each other on a busy machine
 share_cores()
 hide_gpus_from_cpu_ranks()
 
