@@ -236,7 +236,7 @@ def _trade(
         )
     axes.margins(0.14)
     if max(abs(saved) for _, saved, _ in found) < 1:  # nothing saved: no axis of shares of a percent
-        axes.set_xlim(-10, 10)
+        axes.set_xlim(-20, 20)
     axes.set_xlabel(f"{MEMORY_NAMES[experiment.tradeoff]} saved")
     axes.set_ylabel("more time per step")
     axes.xaxis.set_major_formatter(percent)
