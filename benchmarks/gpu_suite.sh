@@ -2,8 +2,10 @@
 # Every GPU figure of the project, on a machine with an NVIDIA GPU, without network:
 #   benchmarks/gpu_suite.sh [--wheels DIR] [--minutes 9] [--only SECTION ...] [--work DIR] [--results DIR]
 # Wheels of DIR are unpacked beside the environment, not into it; those of DIR/peers are seen by peers alone.
-# A second start goes on where the first ended. --device cpu rehearses everything with a tiny shape.
+# A second start goes on where the first ended. Outside of git, REMAT_COMMIT says which commit this is.
+# --device cpu rehearses with a tiny shape.
 set -euo pipefail
+started=$(date +%s)
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 work=outputs/gpu_suite
@@ -30,4 +32,4 @@ if [ -n "$wheels" ]; then
 fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
 "$python" -m remat.cli doctor --build cpu_adam || echo "cpu_adam is not there: points with the optimizer in host memory will fail"
-exec "$python" -m benchmarks.suite.budget ${rest[@]+"${rest[@]}"}
+exec "$python" -m benchmarks.suite.budget --started "$started" ${rest[@]+"${rest[@]}"}

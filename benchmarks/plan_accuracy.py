@@ -13,12 +13,12 @@ runs out of memory is a row. Every finished point is a file of its own, so a sec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
 WORK = ROOT / "outputs" / "plan_accuracy"
 
-from remat import compose, planner  # noqa: E402
+from remat import compose, planner, run_dir  # noqa: E402
 from remat.host_memory import host_memory  # noqa: E402
 from remat.tracking import RECORD  # noqa: E402
 
@@ -135,7 +135,8 @@ def main() -> None:
         require_gpu()
     folder = args.work / "points"
     folder.mkdir(parents=True, exist_ok=True)
-    run_all(points, folder, args)
+    with contextlib.suppress(KeyboardInterrupt):  # what is finished is written
+        run_all(points, folder, args)
     measured = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     rows = [measured.get(point.name) or not_measured(point, args) for point in points]
     result.parent.mkdir(parents=True, exist_ok=True)
@@ -359,8 +360,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return run_dir.commit() or "unknown"
 
 
 def write(path: Path, content: Any) -> None:

@@ -72,7 +72,8 @@ def environment() -> dict[str, Any]:
     import torch
     import transformers
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    from remat import run_dir
+
     return {
         "cpu_cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -80,7 +81,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": run_dir.commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from remat import compose, loss  # noqa: E402
+from remat import compose, loss, run_dir  # noqa: E402
 from remat.activation_checkpointing import apply, policy  # noqa: E402
 from remat.config import CheckpointingConfig, LossKind  # noqa: E402
 
@@ -188,12 +187,11 @@ def table(points: list[dict[str, Any]]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": name,
         "torch": str(torch.__version__),
-        "commit": commit.stdout.strip(),
+        "commit": run_dir.commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 

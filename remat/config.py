@@ -230,7 +230,9 @@ class ProfileConfig:
     memory: bool = False  # the allocator's history; also when memory runs out. Needs a GPU
     trace: bool = False  # a Chrome trace, each phase a range
     summary: bool = False  # tables by operation, and the allocator's summary
-    after: int = 2  # steps of this launch before it begins: the first is watched operation by operation
+    after: int = (
+        4  # steps of this launch before it begins: the first, and the fourth of ZeRO-3, are watched op by op
+    )
     steps: int = 2
     nvml_interval_s: float = 0.0  # seconds between samples of the driver's figures, over the whole run; 0: none
 

@@ -11,6 +11,8 @@ from torch import nn
 from remat.choices import Schedule
 from remat.config import OptimConfig
 
+KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: matrices are decayed, vectors (norms, biases) are not.
@@ -79,19 +81,20 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 def _as_own(adam: Any) -> None:
     """A state that the other implementation saved (offload switched since): options it lacks, its kind of step."""
-    on_host = hasattr(adam, "ds_opt_adam")
     for group in adam.param_groups:
         for name, value in adam.defaults.items():
             group.setdefault(name, value)
+            if name in KERNEL:  # torch puts None where the saved group had none
+                group[name] = value
     for parameter, state in adam.state.items():
         if "step" not in state:
             continue
-        if on_host:
-            state["step"] = int(state["step"])
-        elif not isinstance(state["step"], torch.Tensor):
-            fused = adam.param_groups[0].get("fused")
-            device = parameter.device if fused else "cpu"
-            state["step"] = torch.tensor(float(state["step"]), device=device)
+        step = int(state["step"])
+        if hasattr(adam, "ds_opt_adam"):
+            state["step"] = step
+        else:
+            device = parameter.device if adam.defaults["fused"] else "cpu"
+            state["step"] = torch.tensor(float(step), device=device)
 
 
 def _count_on(optimizer: Any) -> None:

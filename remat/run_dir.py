@@ -65,7 +65,7 @@ def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": world.size,
         "ranks_per_node": world.local_size,
-        "commit": _commit(),
+        "commit": commit(),
         "command": sys.argv,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "formulas": formulas,
@@ -86,14 +86,16 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def _commit() -> str | None:
-    """The commit of this checkout, with -dirty when files differ; None outside git."""
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None
+def commit() -> str | None:
+    """The commit of this checkout, with -dirty when files differ; REMAT_COMMIT or None outside git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # there is no git
+        return os.environ.get("REMAT_COMMIT")
+    return done.stdout.strip() or os.environ.get("REMAT_COMMIT")

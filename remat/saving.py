@@ -162,13 +162,14 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     DeepSpeed loads nothing.
     """
     check_compatible(state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine))
-    if state.info.world_size != manifest.place()[1]:
-        return reshard.load(engine, state)
-    if _layout(engine) != state.info.layout:
+    same_ranks = state.info.world_size == manifest.place()[1]
+    if (same_ranks or state.info.zero_stage == 0) and _layout(engine) != state.info.layout:
         raise ConfigError(
             f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "
             "the optimizer's groups and zero_optimization (sub_group_size, round_robin_gradients) must be as saved"
         )
+    if not same_ranks:
+        return reshard.load(engine, state)
     own = torch.load(_rng_file(state.path), map_location="cpu", weights_only=True)
     if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
         raise ConfigError(

@@ -51,7 +51,7 @@ def train(parts: Parts) -> Outcome:
     except BaseException as error:
         # raised by all ranks: what they are saving can still be completed
         if isinstance(error, TrainingFailed):
-            run_saves.wait(parts, may_fail=True)
+            _complete_last(parts)
         ending.failed(parts, error)
         parts.console.close()
         parts.tracker.finish(1)
@@ -62,6 +62,14 @@ def train(parts: Parts) -> Outcome:
         parts.applied.remove()
         if parts.swap_folder is not None and parts.world.local_rank == 0:
             shutil.rmtree(parts.swap_folder, ignore_errors=True)
+
+
+def _complete_last(parts: Parts) -> None:
+    """The state on its way; whatever happens to it does not hide why the run failed."""
+    try:
+        run_saves.wait(parts, may_fail=True)
+    except Exception as error:
+        parts.console.warning(f"the state on its way was not completed: {type(error).__name__}: {error}")
 
 
 def _train(parts: Parts) -> Outcome:
@@ -80,6 +88,7 @@ def _train(parts: Parts) -> Outcome:
         run_saves.complete(parts, progress.step)
         if parts.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
             rehearsal.rehearse(parts, progress)
+            stop.now()  # it may have been asked for within the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):

@@ -91,7 +91,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, and the peak since the last warm one. Works alone as well: call `step`."""
+    """Seconds from the end of each optimizer step to the end of the next, and the peak after the first WARM.
+
+    Works alone as well: call `start` once, then `step`.
+    """
 
     def __init__(self, device: str) -> None:
         self.device, self.seconds, self.since = device, list[float](), 0.0
@@ -106,7 +109,7 @@ class Clock(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
         self.since = self._now()
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -149,8 +152,8 @@ def finish(args: argparse.Namespace, row: dict[str, Any]) -> None:
 def bare_steps(step: Callable[[dict[str, torch.Tensor]], None], rows: Rows, args: argparse.Namespace) -> Clock:
     """STEPS calls of `step` with a micro-batch [micro_batch, seq_len] on the device."""
     clock = Clock(args.device)
+    clock.start()
     for number in range(STEPS):
-        clock.start()
         first = number * args.micro_batch % (len(rows) - args.micro_batch + 1)
         items = [rows[first + index] for index in range(args.micro_batch)]
         step({name: torch.stack([item[name] for item in items]).to(args.device) for name in items[0]})

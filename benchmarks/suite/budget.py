@@ -8,21 +8,29 @@ tries it again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.plan_accuracy import commit, write
 from benchmarks.suite.points import POINTS, SECTIONS, Point
 from benchmarks.suite.training import folder_name, longest, measure, overrides
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+OWN = ROOT / "benchmarks" / "results"
+RESULTS = OWN / "gpu"
+GRACE_S = 20  # for a point that took too long to write what it has
 OWN_RESULTS = {"accuracy", "policies", "overhead", "lab"}  # they write files of their own
 
 
@@ -46,6 +54,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, default=9, help="no point is started that would end after that"
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--started", type=float, default=time.time(), help="unix time from which minutes count")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, small shapes"
     )
@@ -59,18 +68,18 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 def run_all(points: list[Point], folder: Path, environment: dict[str, Any], args: argparse.Namespace) -> None:
     """Measure what has no file in `folder`, while what a point is expected to take is left."""
-    ends = time.monotonic() + 60 * args.minutes
+    ends = args.started + 60 * args.minutes
     for number, point in enumerate(points, 1):
         path = folder / f"{folder_name(point)}.json"
         if is_done(path, point):
             continue
-        left = ends - time.monotonic()
+        left = ends - time.time()
         if left < point.seconds:
             print(f"[{number}/{len(points)}] {point.section}: {point.name}: left out, {left:.0f} s are left")
             continue
         print(f"[{number}/{len(points)}] {point.section}: {point.name} ...", flush=True)
         started = time.monotonic()
-        row = one(point, args)
+        row = one(replace(point, limit_s=min(point.limit_s, left)), args)
         spent = round(time.monotonic() - started, 1)
         head = {
             "section": point.section,
@@ -113,20 +122,35 @@ def script(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     env = dict(os.environ)
     if point.kind == "peer":
         env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", str(ROOT)), str(args.work / "site-peers")])
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, timeout=point.limit_s, check=False, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        code, said = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        code, said = -1, f"ended after {point.limit_s:.0f} s\n{(late.stdout or b'').decode(errors='replace')}"
+    code, said = run(command, env, point.limit_s)
     row: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     row |= {"command": portable(command, args), "exit_code": code, "status": "ran" if code == 0 else "failed"}
     if code:
         ran_out = re.search(r"OutOfMemoryError|CUDA out of memory", said)
         row |= {"status": "out of memory" if ran_out else "failed", "said": said[-3000:]}
     return row
+
+
+def run(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
+    """Exit code and output. After `limit_s` it is interrupted, and 20 s later all that it started is killed."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)  # what keeps finished points does so now
+    try:
+        said, _ = process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        said = ""
+    for child in [*started, process]:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    said = said or process.communicate()[0]
+    return -1, f"{said}\nended after {limit_s:.0f} s"
 
 
 def peer_command(point: Point, out: Path, args: argparse.Namespace) -> list[str]:
@@ -167,6 +191,12 @@ def gather(folder: Path, results: Path) -> None:
         rows = [json.loads(path.read_text()) for path in paths if path.exists()]
         if rows and section not in OWN_RESULTS:
             write(results / f"{section}.json", rows)
+    if results != RESULTS:  # the scripts write to their own place
+        made = {path.name: path for path in (*OWN.glob("*_cuda.json"), OWN / "plan_accuracy.json")}
+        made |= {f"lab-{path.name}": path for path in (OWN / "lab").glob("*-gpu.json")}
+        for name, path in made.items():
+            if path.exists():
+                shutil.copyfile(path, results / name)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def folder_name(point: Point) -> str:
 
 
 def measure(point: Point, work: Path, device: str) -> dict[str, Any]:
-    """Run it; medians of the steps after the first WARM, the largest peak of any step."""
+    """Run it; medians of the steps after the first WARM, the largest peak of them."""
     words = overrides(point, work, device)
     return {"words": words} | launch(
         words, work / "runs" / "gpu_suite" / folder_name(point), point.limit_s, device
@@ -92,7 +92,7 @@ def figures(run_folder: Path) -> dict[str, Any]:
             found[name] = statistics.median(values)
             found[f"{name}_lowest"], found[f"{name}_highest"] = min(values), max(values)
     for name, metric in PEAKS.items():
-        sizes = [int(row[metric] * GIB) for row in steps if metric in row]
+        sizes = [int(row[metric] * GIB) for row in steps[WARM:] or steps if metric in row]
         if sizes:
             found[name] = max(sizes)
     if plan.exists():

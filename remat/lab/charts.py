@@ -41,6 +41,8 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
             _pareto,
         ),
     }
+    if not any(row.step and row.peak_bytes is not None for row in rows):
+        del makers["pareto"]
     found = {}
     for name, (alt, make) in makers.items():
         light, dark = (_png(make, experiment, rows, theme) for theme in (LIGHT, DARK))
@@ -156,10 +158,11 @@ def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], th
     """A bar for each point; of one without a figure its ending in words."""
     scale, unit = _scale(rows) if of == "memory" else (1, "s")
     values = [_value(row, of) for row in rows]
-    longest = max(value / scale for value in values if value is not None)
+    longest = max((value / scale for value in values if value is not None), default=1.0)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         if value is None:
-            axes.text(0, place, f" {row.status}", va="center", color=theme.red, fontsize=9, fontweight="bold")
+            words = row.status if row.step is None else "not counted"
+            axes.text(0, place, f" {words}", va="center", color=theme.red, fontsize=9, fontweight="bold")
             continue
         size = value / scale
         spread = [[size - row.step.low], [row.step.high - size]] if of == "time" and row.step else None
@@ -175,7 +178,7 @@ def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], th
         row.step.high if of == "time" and row.step else (value or 0) / scale
         for row, value in zip(rows, values, strict=True)
     ]
-    axes.set_xlim(0, 1.28 * max(ends))
+    axes.set_xlim(0, 1.28 * max(ends) or 1)
     axes.grid(axis="y", visible=False)
     if of == "memory":
         axes.set_title("Peak memory of a rank (dark: kept activations)")

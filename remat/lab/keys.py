@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from remat import compose
+from remat.cores import available_cores
 from remat.memory import GIB, host_memory
 
 FORMAT = 2  # of a stored result: raise it when what is measured changes
@@ -47,9 +48,9 @@ def here(ranks: int) -> Place:
 
 
 def threads(ranks: int) -> int:
-    """Of each rank on a CPU: what OMP_NUM_THREADS says, shared among the ranks of this machine."""
-    allowed = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
-    return max(1, min(allowed, (os.cpu_count() or 1) // ranks))
+    """Of each rank on a CPU: what OMP_NUM_THREADS says, or its share of the cores that may be used."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(asked) if asked.isdigit() and int(asked) else max(1, available_cores() // ranks)
 
 
 def key(words: Sequence[str], ranks: int, place: Place) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,6 +88,13 @@ def from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def quoted(value: str) -> str:
+    """A value as Hydra reads it, whatever is in it."""
+    if re.fullmatch(r"[\w./+-]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
     """Run it to its end and store what it shows. KeyboardInterrupt ends it at once and stores nothing."""
     for old in (spot.run, spot.logs):
@@ -97,7 +105,7 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
         *spot.point.words,
         f"name={spot.point.slug}",
         f"run_id={spot.run_id}",
-        f"output_dir={from_here(spot.folder)}",
+        f"output_dir={quoted(str(from_here(spot.folder)))}",
     ]
     options = ["--log-dir", str(spot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()

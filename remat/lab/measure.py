@@ -217,7 +217,8 @@ def _steady(
     """Rows after the steps that are watched op by op: the first, and under ZeRO-3 that of the fourth micro-batch."""
     watched = math.ceil((LEARNT + 1) / micro_batches) if zero_stage == 3 else 1
     timed = [row for row in rows if "time/step_s" in row]
-    return [row for row in timed if row["step"] > watched], watched + 1
+    before = [0.0, *(row["step"] for row in timed)]  # a row is the mean of the steps since the one before it
+    return [row for row, since in zip(timed, before, strict=False) if since >= watched], watched + 1
 
 
 def _accumulated(folder: Path) -> int:

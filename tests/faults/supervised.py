@@ -74,8 +74,8 @@ class Supervised:
 
     def launchers(self) -> tuple[psutil.Process, psutil.Process]:
         """(runner, node launcher)."""
-        runner = next(p for p in self.seen if "deepspeed.launcher.runner" in p.cmdline())
-        node = next(p for p in self.seen if "deepspeed.launcher.launch" in p.cmdline())
+        runner = next(p for p in self.seen if "deepspeed.launcher.runner" in words_of(p))
+        node = next(p for p in self.seen if "deepspeed.launcher.launch" in words_of(p))
         return runner, node
 
     def signal(self, signum: int) -> None:
@@ -95,7 +95,7 @@ class Supervised:
 
     def left(self) -> list[psutil.Process]:
         """Processes of the run that still live."""
-        return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in self.seen if _lives(p)]
 
     def close(self) -> None:
         for process in (
@@ -115,3 +115,18 @@ def supervised(
         yield run
     finally:
         run.close()
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its command line; nothing of one that has ended since it was seen."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

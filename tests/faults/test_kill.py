@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from remat import manifest, saving
-from tests.faults.supervised import DEADLINE_S, Supervised, supervised
+from tests.faults.supervised import DEADLINE_S, Supervised, supervised, words_of
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
 from tests.pool import CPU_ONLY, free_port
@@ -62,7 +62,7 @@ def killed(folder: Path, path: Path, whole: Path, code: int) -> tuple[Supervised
         begun = whole / "metrics.jsonl"
         launch.until(lambda: begun.exists() or launch.process.poll() is not None, "first run")
         launch.watch()
-        assert sum("faulty_runs.py" in " ".join(p.cmdline()) for p in launch.seen) >= 2, launch.out[-4000:]
+        assert sum("faulty_runs.py" in words_of(p) for p in launch.seen) >= 2, launch.out[-4000:]
         assert launch.finish() == code, launch.out[-4000:]
         seconds = launch.after(path)
         assert launch.left() == [], launch.out[-4000:]
@@ -159,7 +159,7 @@ def test_a_killed_rank_under_plain_deepspeed(tmp_path: Path, fault_record: Recor
     ended_at = time.monotonic()
     seconds = ended_at - json.loads(path.with_suffix(".fault.json").read_text())["monotonic_s"]
     assert done.code == 247, done.out[-4000:]
-    assert [p.pid for p in psutil.process_iter() if str(path) in _words_of(p)] == []
+    assert [p.pid for p in psutil.process_iter() if str(path) in words_of(p)] == []
     assert seconds < within_s()
     states(workshop / "out" / "killed" / "run", 2, 4)
     fault_record(
@@ -195,8 +195,8 @@ def test_a_killed_node_launcher_under_plain_deepspeed_leaves_its_ranks(
     try:
         _until(lambda: process.poll() is not None or _rows(run) > 2, output)
         of_run = psutil.Process(process.pid).children(recursive=True)
-        (node,) = (p for p in of_run if "deepspeed.launcher.launch" in p.cmdline())
-        ranks = [p for p in node.children() if "train.py" in " ".join(p.cmdline())]
+        (node,) = (p for p in of_run if "deepspeed.launcher.launch" in words_of(p))
+        ranks = [p for p in node.children() if "train.py" in words_of(p)]
         node.kill()
         assert process.wait(DEADLINE_S) == 0, output.read_text()[-4000:]
         before = _rows(run)
@@ -228,10 +228,3 @@ def _until(true: Callable[[], bool], output: Path) -> None:
     while not true():
         assert time.monotonic() < deadline, output.read_text()[-4000:]
         time.sleep(0.05)
-
-
-def _words_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.suite import budget, training
@@ -110,3 +113,22 @@ def test_the_page_shows_figures_errors_and_gaps(tmp_path: Path) -> None:
     assert f"| {names[1]} | failed: ImportError: no / such thing |" in page
     assert f"| {names[2]} | not yet measured |" in page
     assert "Measured on A GPU; torch 2.13" in page
+
+
+def test_a_point_that_takes_too_long_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither it nor what it started in a session of its own: the next point needs the GPU."""
+    monkeypatch.setattr(budget, "GRACE_S", 0.2)
+    pids = tmp_path / "pids"
+    deaf = "import signal, threading; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    grandchild = f"{deaf}threading.Event().wait()"
+    child = (
+        f"import os, subprocess, sys; {deaf}p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
+        f"start_new_session=True); open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); p.wait()"
+    )
+    code, said = budget.run([sys.executable, "-c", child], dict(os.environ), limit_s=5)
+    assert code == -1 and "ended after 5 s" in said
+    found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(found, timeout=10)
+    assert len(alive) == 0

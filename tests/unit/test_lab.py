@@ -505,3 +505,26 @@ def test_a_run_without_its_files_failed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(launching, "_run", lambda command, logs, place: 0)
     result = launching.launch(spot, "key", 1, CPU)
     assert result.status == "failed" and "cannot be read: FileNotFoundError" in result.words
+
+
+def test_a_row_that_holds_a_watched_step_is_not_steady() -> None:
+    """Rows are means since the row before: with train.log_every=10 the first one holds the first step."""
+    rows = [{"step": step, "time/step_s": 1.0} for step in (10.0, 20.0, 30.0)]
+    assert [row["step"] for row in measure._steady(rows, 2, 1)[0]] == [20, 30]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("4,2", 4), ("", 8), (None, 8)])
+def test_threads_are_those_asked_for_or_a_share_of_the_cores(
+    asked: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "available_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert keys.threads(2) == expected
+
+
+def test_any_folder_is_a_word_that_hydra_reads() -> None:
+    for folder in ("outputs/lab", "out (1)", "a,b=c", "it's"):
+        run = compose.compose_run(["recipe=tiny_zero3_offload", f"output_dir={launching.quoted(folder)}"]).run
+        assert run.output_dir == folder

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -138,7 +139,7 @@ def test_one_line_of_csv_per_launch() -> None:
     assert float(lines[0]["step_s"]) == pytest.approx(1.115)
 
 
-def test_the_table_holds_everything_in_110_columns() -> None:
+def test_the_table_holds_everything_in_120_columns() -> None:
     made, _, rows = compared("none", "full", "sqrt", without=("sqrt",))
     console = Console(width=120, file=io.StringIO(), record=True)
     table.show(made, rows, console)
@@ -200,3 +201,9 @@ def test_nothing_finished_draws_nothing() -> None:
     made, found, rows = compared("none", "full", without=("none", "full"))
     assert charts.draw(made, rows) == {}
     assert "out of GPU memory" in page.render(figures.as_json(made, found, rows, CPU), made, rows, [])
+
+
+def test_points_without_a_counted_peak_are_still_drawn() -> None:
+    made, _, rows = compared("none", "full")
+    bare = [replace(row, peak_bytes=None, kept_bytes=None) for row in rows]
+    assert set(charts.draw(made, bare)) == {"panels"}

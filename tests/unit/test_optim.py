@@ -111,3 +111,16 @@ def test_offloaded_adam_goes_on_bit_for_bit_after_any_number_of_steps(first: int
     begun, value = cpu_adam_steps(first)
     _, found = cpu_adam_steps(4, copy.deepcopy(begun.state_dict()), value)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_of_offloaded_adam_is_taken_over_with_the_kernel_of_this_run(fused: bool) -> None:
+    begun, value = cpu_adam_steps(3)
+    weight = torch.nn.Parameter(value.clone())
+    own = torch.optim.AdamW([{"params": [weight], "decayed": True}], fused=fused)
+    own.load_state_dict(copy.deepcopy(begun.state_dict()))
+    optim.set_options(own, OptimConfig(lr=0.1))
+    assert own.param_groups[0]["fused"] is fused
+    weight.grad = torch.ones(40, 5)
+    own.step()
+    assert own.state[weight]["step"].item() == 4
