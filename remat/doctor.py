@@ -21,6 +21,9 @@ from remat.memory import host_memory
 
 GIB = 2**30
 
+LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # of runs without `distributed.init`, or killed ones
+SCARCE_SHM_BYTES = GIB
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -133,18 +136,18 @@ def _memory() -> Finding:
     )
 
 
-def _shared_memory() -> Finding:
-    folder = Path("/dev/shm")
+def _shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """Files of earlier runs are told of; they are in the way only when little is free."""
     if not folder.exists():
         return Finding("/dev/shm", "absent", "mount a tmpfs at /dev/shm: data workers and NCCL need it")
-    left = sorted(p.name for p in folder.glob("deepspeed_allreduce_buffer_*") if p.stat().st_uid == os.getuid())
-    free = shutil.disk_usage(folder).free / GIB
-    remedy = (
-        f"{len(left)} files of earlier runs hold memory: rm /dev/shm/deepspeed_allreduce_buffer_*"
-        if left
-        else ""
-    )
-    return Finding("/dev/shm", f"{free:.1f} GiB free", remedy)
+    left = [path for path in folder.glob(LEFT_IN_SHM) if path.stat().st_uid == os.getuid()]
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free"
+    if left:
+        held = sum(path.stat().st_size for path in left) / GIB
+        found += f"; {len(left)} files of earlier runs hold {held:.1f} GiB (rm {folder}/{LEFT_IN_SHM})"
+    scarce = left and free < SCARCE_SHM_BYTES
+    return Finding("/dev/shm", found, f"rm {folder}/{LEFT_IN_SHM}" if scarce else "")
 
 
 def _locked_memory() -> Finding:

@@ -36,14 +36,18 @@ def arguments(*more: tuple[str, list[str]]) -> argparse.Namespace:
     return args
 
 
-def alone() -> None:
-    """The environment of a launcher that starts one rank."""
+def alone(args: argparse.Namespace) -> None:
+    """The environment of a launcher that starts one rank; on a CPU without DeepSpeed's buffers in /dev/shm."""
     from tests.pool import free_port
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
+    if args.device == "cpu":
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def model_config(args: argparse.Namespace) -> Any:

@@ -9,7 +9,7 @@ from benchmarks.peers import common
 
 def main() -> None:
     args = common.arguments()
-    common.alone()
+    common.alone(args)
     from torchtune.training import OffloadActivations  # first: it fails without the torchao it was made for
     import deepspeed  # isort: skip
     from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ def main() -> None:
     args = common.arguments(
         ("--checkpointing", [FULL, OFFLOAD]), ("--zero", ["zero2", "zero2_offload", "zero3"])
     )
-    common.alone()
+    common.alone(args)
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     from remat import console, ops

@@ -9,7 +9,7 @@ from benchmarks.peers import common
 
 def main() -> None:
     args = common.arguments()
-    common.alone()
+    common.alone(args)
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -121,3 +122,16 @@ def test_a_recipe_that_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     (lacking,) = [finding for finding in found if not finding.ok and finding.what.startswith("host")]
     assert "needed" in lacking.remedy
     assert "too small" in table
+
+
+def test_files_of_earlier_runs_are_told_of_and_in_the_way_only_when_little_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor._shared_memory(tmp_path).ok
+    (tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * GIB))
+    plenty = doctor._shared_memory(tmp_path)
+    assert plenty.ok and "1 files of earlier runs hold" in plenty.found
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB // 2))
+    scarce = doctor._shared_memory(tmp_path)
+    assert not scarce.ok and scarce.remedy == f"rm {tmp_path}/deepspeed_allreduce_buffer_*"
