@@ -23,7 +23,7 @@ SHORT = [
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launched]:
     folder = tmp_path_factory.mktemp("demo")
     own = [f"output_dir={folder}/out", f"data.cache_dir={folder}/cache"]
-    done = run([str(ROOT / "scripts" / "demo.sh"), *SHORT, *own], cwd=folder, timeout_s=300)
+    done = run([str(ROOT / "scripts" / "demo.sh"), *SHORT, *own], cwd=folder, timeout_s=900)
     assert done.code == 0, done.out[-6000:]
     return folder / "out" / "tiny_zero3_offload" / "demo", done
 
