@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.suite.points import POINTS, Point  # noqa: E402
+from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -169,18 +170,8 @@ def _read(path: Path) -> Any:
 
 def renewed(page: str) -> str:
     """`page` with what lies between its marks replaced."""
-    before, _, rest = page.partition(MARK)
-    _, _, after = rest.partition(END)
-    return f"{before}{MARK}\n\n{text()}\n\n{END}{after}"
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    if "--check" in sys.argv:
-        return int(renewed(page) != page)
-    PAGE.write_text(renewed(page))
-    return 0
+    return between(page, MARK, END, text())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(PAGE, renewed))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from remat import compare_policies, compose  # noqa: E402
+from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "granularity.md"
 GRID = ROOT / "docs" / "granularity.json"
@@ -57,19 +58,9 @@ def counted() -> str:
 def renewed(page: str) -> str:
     """`page` with both tables replaced."""
     for mark, text in ((MARKS["grid"], grid(json.loads(GRID.read_text()))), (MARKS["counted"], counted())):
-        before, _, rest = page.partition(mark)
-        _, _, after = rest.partition(END)
-        page = f"{before}{mark}\n\n{text}\n\n{END}{after}"
+        page = between(page, mark, END, text)
     return page
 
 
-def main() -> int:
-    text = PAGE.read_text()
-    if "--check" in sys.argv:
-        return int(renewed(text) != text)
-    PAGE.write_text(renewed(text))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(PAGE, renewed))

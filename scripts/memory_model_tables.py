@@ -15,6 +15,7 @@ from remat.config import Precision  # noqa: E402
 from remat.planning.records import Category  # noqa: E402
 from remat.planning.states import Item, by_place, model_states  # noqa: E402
 from remat.recordings import Recordings  # noqa: E402
+from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory-model.md"
 END = "<!-- end of table -->"
@@ -228,20 +229,9 @@ def mark(name: str) -> str:
 def renewed(page: str) -> str:
     """`page` with every table replaced."""
     for name, make in TABLES.items():
-        before, found, rest = page.partition(mark(name))
-        assert found, f"{PAGE.name} has no {mark(name)}"
-        _, _, after = rest.partition(END)
-        page = f"{before}{mark(name)}\n\n{make()}\n\n{END}{after}"
+        page = between(page, mark(name), END, make())
     return page
 
 
-def main() -> int:
-    page = PAGE.read_text()
-    if "--check" in sys.argv:
-        return int(renewed(page) != page)
-    PAGE.write_text(renewed(page))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(PAGE, renewed))

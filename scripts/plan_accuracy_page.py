@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.generated import between, update  # noqa: E402
+
 PAGE = ROOT / "docs" / "plan-accuracy.md"
 RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
 MARK, END = "<!-- points: written by scripts/plan_accuracy_page.py -->", "<!-- end of points -->"
@@ -83,18 +87,8 @@ def _gib(size: int) -> str:
 
 def renewed(page: str) -> str:
     """`page` with what lies between its marks replaced."""
-    before, _, rest = page.partition(MARK)
-    _, _, after = rest.partition(END)
-    return f"{before}{MARK}\n\n{text(json.loads(RESULT.read_text()))}\n\n{END}{after}"
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    if "--check" in sys.argv:
-        return int(renewed(page) != page)
-    PAGE.write_text(renewed(page))
-    return 0
+    return between(page, MARK, END, text(json.loads(RESULT.read_text())))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(PAGE, renewed))

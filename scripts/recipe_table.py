@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from remat import compose  # noqa: E402
+from scripts.generated import between, update  # noqa: E402
 
 BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end of recipes -->"
 
@@ -25,19 +26,8 @@ def table() -> str:
 
 def renewed(readme: str) -> str:
     """`readme` with the table between its two marks replaced."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-
-
-def main() -> int:
-    path = ROOT / "README.md"
-    text = path.read_text()
-    if "--check" in sys.argv:
-        return int(renewed(text) != text)
-    path.write_text(renewed(text))
-    return 0
+    return between(readme, BEGIN, END, table())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(ROOT / "README.md", renewed))

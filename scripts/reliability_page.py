@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.generated import between, update  # noqa: E402
+
 PAGE = ROOT / "docs" / "reliability.md"
 RESULT = ROOT / "benchmarks" / "results" / "faults.json"
 MARK, END = "<!-- faults: written by scripts/reliability_page.py -->", "<!-- end of faults -->"
@@ -89,20 +93,15 @@ def environment() -> dict[str, Any]:
 
 def renewed(page: str) -> str:
     """`page` with what lies between its marks replaced."""
-    before, _, rest = page.partition(MARK)
-    _, _, after = rest.partition(END)
-    return f"{before}{MARK}\n\n{text(json.loads(RESULT.read_text()))}\n\n{END}{after}"
+    return between(page, MARK, END, text(json.loads(RESULT.read_text())))
 
 
 def main(argv: list[str]) -> int:
-    if "--check" in argv:
-        return int(renewed(PAGE.read_text()) != PAGE.read_text())
-    if argv:
+    if argv and "--check" not in argv:
         rows = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
         old = json.loads(RESULT.read_text()) if RESULT.exists() else {"environments": {}, "rows": []}
         RESULT.write_text(json.dumps(merged(old, rows, environment()), indent=2) + "\n")
-    PAGE.write_text(renewed(PAGE.read_text()))
-    return 0
+    return update(PAGE, renewed)
 
 
 def _git(*words: str) -> str:

@@ -1,0 +1,24 @@
+"""What the scripts that write tables into pages have in common: replace what lies between two marks; --check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def between(page: str, mark: str, end: str, text: str) -> str:
+    """`page` with `text` in place of what lies between `mark` and the next `end`."""
+    before, found, rest = page.partition(mark)
+    assert found, f"the page has no {mark}"
+    _, _, after = rest.partition(end)
+    return f"{before}{mark}\n\n{text}\n\n{end}{after}"
+
+
+def update(path: Path, renewed: Callable[[str], str]) -> int:
+    """Write the page anew; with --check write nothing. The exit code: 1 when --check finds it out of date."""
+    page = path.read_text()
+    if "--check" in sys.argv:
+        return int(renewed(page) != page)
+    path.write_text(renewed(page))
+    return 0
