@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,13 @@ def _with_front(points: Sequence[Point]) -> Iterator[Point]:
     }
     for index, point in enumerate(points):
         mine = costs.get(index)
-        beaten = mine is None or any(
-            other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in costs.values()
-        )
-        yield Point(point.overrides, point.planned, point.refused, on_front=not beaten)
+        on_front = mine is not None and not is_beaten(mine, costs.values())
+        yield Point(point.overrides, point.planned, point.refused, on_front=on_front)
+
+
+def is_beaten(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+    """Whether one of `others` costs no more in memory and in time, and less in one of them."""
+    return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in others)
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from remat.lab.figures import Row
 from remat.lab.table import GIB, MIB
 from remat.report_charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
 from remat.report_page import Picture
+from remat.sweep import is_beaten
 
 COLORS = ("blue", "orange", "green", "purple", "red")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))
@@ -61,11 +62,8 @@ def fronts(rows: Sequence[Row]) -> list[list[Row]]:
 def _front(rows: Sequence[Row]) -> list[Row]:
     """By memory, the least first."""
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
-
-    def beaten(row: Row) -> bool:
-        return any(_cost(other) != _cost(row) and _at_most(_cost(other), _cost(row)) for other in timed)
-
-    return sorted((row for row in timed if not beaten(row)), key=_cost)
+    costs = [_cost(row) for row in timed]
+    return sorted((row for row in timed if not is_beaten(_cost(row), costs)), key=_cost)
 
 
 def tradeoff(rows: Sequence[Row], which: str) -> list[tuple[Row, float, float]]:
@@ -82,10 +80,6 @@ def tradeoff(rows: Sequence[Row], which: str) -> list[tuple[Row, float, float]]:
 def _cost(row: Row) -> tuple[float, float]:
     assert row.step is not None and row.peak_bytes is not None
     return row.peak_bytes, row.step.median
-
-
-def _at_most(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one[0] <= other[0] and one[1] <= other[1]
 
 
 def _png(
