@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from remat import rng
 from remat.config import ConfigError, PeftConfig
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def apply(
     """
     with _sharded(ds_config) if zero_stage == 3 else contextlib.nullcontext():
         wrapped = wrap(model, cfg, layers)
-    set_seed(seed)
+    rng.seed(seed)
     for module in wrapped.modules():
         if ADAPTER in getattr(module, "lora_A", ()):
             with _whole(module) if zero_stage == 3 else contextlib.nullcontext():

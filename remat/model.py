@@ -17,10 +17,10 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
-    set_seed,
 )
 from transformers.initialization import no_init_weights
 
+from remat import rng
 from remat.choices import ModelInit, Precision
 from remat.config import ConfigError, ModelConfig
 
@@ -226,12 +226,12 @@ def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool
     Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,
     creation would draw first, so it is kept from doing so. On a GPU, stage 3 draws there and the others on the host.
     """
-    set_seed(seed)
+    rng.seed(seed)
     if sharded:
         return AutoModelForCausalLM.from_config(config, **settings)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, **settings)
-    set_seed(seed)
+    rng.seed(seed)
     model.initialize_weights()
     model.tie_weights()
     return model

@@ -1,4 +1,7 @@
-"""FLOPs of one operation: torch's formulas and those it lacks. A multiply-add is 2; causal attention counts whole."""
+"""FLOPs of one operation: torch's formulas, and ours where it has none or too narrow a one. A multiply-add is 2.
+
+Causal attention counts whole.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name: the library is there only if it is used
 
@@ -16,7 +19,7 @@ def formula(func: Any) -> Callable[..., int] | None:
     packet = getattr(func, "_overloadpacket", func)
     if str(packet) == FOUR_BIT_PRODUCT:
         return _four_bit
-    return flop_registry.get(packet) or _MORE.get(packet)
+    return _OWN.get(packet) or flop_registry.get(packet)
 
 
 def dequantised_bytes(func: Any, args: Any) -> int:
@@ -36,12 +39,19 @@ def _four_bit(left: Any, packed: Any, shape: Any, *args: Any, **kwargs: Any) -> 
     return 2 * int(left.numel()) * int(shape[0])
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """QK^T and PV: [b, h, s_q, d_q], [b, h or fewer, s_k, d_q], [b, h or fewer, s_k, d_v].
+
+    torch's own formulas refuse grouped-query attention before 2.13.
+    """
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
 
 
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """QK^T again, then the gradients of P, V, Q and K: five products, three of them of the width of the query."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -50,8 +60,9 @@ def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs
 
 
 aten = torch.ops.aten
-_MORE: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_OWN: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_mm,
+    **{getattr(aten, f"_scaled_dot_product_{name}"): _attention for name in _KERNELS},
+    **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _KERNELS},
 }

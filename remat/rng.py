@@ -34,7 +34,11 @@ def put(states: dict[str, Any]) -> None:
 def start_anew(saved: dict[str, Any], *, step: int, rank: int) -> None:
     """Fresh states for a rank that has none of its own: from another rank's `get`, the step and this rank's number."""
     digest = hashlib.sha256(saved["torch"].numpy().tobytes() + f" step {step} rank {rank}".encode()).digest()
-    seed = int.from_bytes(digest[:4])
-    torch.manual_seed(seed)  # GPUs too
-    np.random.seed(seed)
-    random.seed(seed)
+    seed(int.from_bytes(digest[:4]))
+
+
+def seed(value: int) -> None:
+    """As `transformers.set_seed`, whose import brings peft, bitsandbytes and torch's compiler into every rank."""
+    torch.manual_seed(value)  # GPUs too
+    np.random.seed(value)
+    random.seed(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat import (
     adapter_files,
@@ -28,6 +28,7 @@ from remat import (
     profiling,
     qlora,
     resuming,
+    rng,
     run_dir,
     saving,
     summary,
@@ -248,7 +249,7 @@ def _engine(
     engine, _, _, _ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
     )
-    set_seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
+    rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
     return engine, applied
 
 

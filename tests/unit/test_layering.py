@@ -113,7 +113,7 @@ LEVELS = [
     },
     {"train", "cli"},
 ]
-EVERYWHERE_IN_L2 = {"distributed", "op_flops"}
+EVERYWHERE_IN_L2 = {"distributed", "op_flops", "rng"}
 ONE_ROOM = [
     {
         "saving",
