@@ -45,7 +45,7 @@ for requirement in $wanted; do
 done
 if [ -n "$peers" ]; then
     mkdir -p "$folder/peers"
-    for requirement in trl torchtune 'torchao<0.13' blobfile kagglehub lxml pycryptodomex unsloth unsloth_zoo; do
+    for requirement in trl torchtune torchao==0.11.0 blobfile kagglehub lxml pycryptodomex unsloth unsloth_zoo; do
         fetch "$folder/peers" "$requirement" || echo "left out: $requirement"
     done
 fi

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +44,32 @@ def build(
     if offloaded:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        with _cpu_vendor_at_once():
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     return torch.optim.AdamW(groups, fused=device.type == "cuda", **settings)
+
+
+@contextlib.contextmanager
+def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
+    """Linux names the vendor, which is all that DeepSpeedCPUAdam asks py-cpuinfo for; that takes a second a rank."""
+    import cpuinfo
+
+    lines = cpuinfo_file.read_text().splitlines() if cpuinfo_file.exists() else []
+    vendors = [line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")]
+    if not vendors:
+        yield
+        return
+    whole = cpuinfo.get_cpu_info
+
+    def vendor() -> dict[str, str]:
+        cpuinfo.get_cpu_info = whole  # a build of the op asks for more
+        return {"vendor_id_raw": vendors[0]}
+
+    cpuinfo.get_cpu_info = vendor
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = whole
 
 
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:

@@ -221,7 +221,7 @@ class _WandbThread(threading.Thread):
         try:
             wandb = _module()
             run = self._open(wandb)
-            while (item := self._rows.get()) is not None:
+            while (item := self._next()) is not None:
                 step, metrics = item
                 if step is None:
                     run.summary.update(metrics)
@@ -232,6 +232,13 @@ class _WandbThread(threading.Thread):
             self._give_up(f"{type(error).__name__}: {error}")
         with contextlib.suppress(BaseException):  # here, or its exit hook would do it and hold the interpreter
             wandb.teardown(self._exit_code)
+
+    def _next(self) -> tuple[int | None, dict[str, float]] | None:
+        """None ends the thread. Once W&B is given up, nothing more comes: what still waits is all."""
+        try:
+            return self._rows.get(block=not self._failed)
+        except queue.Empty:
+            return None
 
     def _open(self, wandb: Any) -> Any:
         settings = wandb.Settings(

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 
 FLOORS = {
-    "torch": "2.13",
+    "torch": "2.11",
     "deepspeed": "0.19.8",
     "transformers": "5.23",
     "hydra-core": "1.3.2",

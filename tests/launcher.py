@@ -46,8 +46,8 @@ def deepspeed(
 def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600, gpus: bool = False) -> Launched:
     """Run any command the same way; stdout and stderr together."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if not gpus:
-        env |= CPU_ONLY
+    if not gpus:  # one thread a rank: tests run side by side, and threads that wait for each other spin
+        env |= CPU_ONLY | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -6,7 +6,6 @@ Start-up costs 15 s a launch, a tiny run one: this is how a matrix of strategies
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -18,16 +17,11 @@ from remat.cores import hide_gpus_from_cpu_ranks, share_cores
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-import cpuinfo  # noqa: E402
-
 from remat import compose, console, distributed, ops, setup, trainer  # noqa: E402
 
 
 def main(spec_path: Path) -> None:
     ops.use_environment_folder()
-    cpuinfo.get_cpu_info = functools.cache(
-        cpuinfo.get_cpu_info
-    )  # DeepSpeed's CPU Adam asks for each engine: 1.2 s
     console.quiet_libraries(debug=False)
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():

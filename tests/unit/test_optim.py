@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import cpuinfo
 import pytest
 import torch
 
@@ -103,6 +104,17 @@ def cpu_adam_steps(count: int, saved: dict[str, Any] | None = None, value: torch
         weight.grad = torch.randn(40, 5, generator=torch.Generator().manual_seed(step))
         built.step()
     return built, weight.data
+
+
+def test_offloaded_adam_knows_the_vendor_without_the_whole_of_cpuinfo(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = cpuinfo.get_cpu_info()["vendor_id_raw"].lower()
+    cpu_adam_steps(0)  # loads the op, whose build asks for more
+    asked: list[str] = []
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append("all") or {})
+    before = cpuinfo.get_cpu_info
+    built, _ = cpu_adam_steps(0)
+    assert built.cpu_vendor == expected
+    assert cpuinfo.get_cpu_info is before and asked == []
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 9, 30])

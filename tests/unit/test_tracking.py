@@ -69,6 +69,7 @@ def no_reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for thread in threading.enumerate():  # one that a test let hang must not reach the next test's fake
         if thread.name == "remat-wandb":
             thread.join(30)
+            assert not thread.is_alive()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb | None) -> None:
