@@ -223,7 +223,9 @@ def _attention(
 ) -> Tensor:
     """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, head_dim up to 256."""
     if attn_mask is None and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256:
-        assumed.append("attention runs torch's flash kernel")
+        assumed.append(
+            "attention runs torch's flash kernel; cuDNN's, which torch prefers on Hopper, is taken to need the same"
+        )
         padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
         flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5

@@ -126,7 +126,7 @@ def test_a_moment_knows_its_categories_and_operations_their_phase() -> None:
     assert {op.kind for op in found.ops} == {"matmul", "attention", "elementwise"}
     assert all(op.bytes > 0 for op in found.ops)
     assert found.assumptions == [
-        "attention runs torch's flash kernel",
+        "attention runs torch's flash kernel; cuDNN's, which torch prefers on Hopper, is taken to need the same",
         "sequences are not packed: attention needs no mask of its own",
     ]
 
