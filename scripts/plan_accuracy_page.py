@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.environment import measured_on  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "plan-accuracy.md"
@@ -35,7 +36,7 @@ def text(result: dict[str, Any]) -> str:
 
 def error_of(row: dict[str, Any]) -> float | None:
     """Of the planned peak, as a share of the measured one. None where the run did not reach its end on a GPU."""
-    if row["status"] != "ran" or row["allocated_bytes"] is None:
+    if row["status"] != "ran" or None in (row["allocated_bytes"], row["planned_allocated_bytes"]):
         return None
     return float(row["planned_allocated_bytes"] / row["allocated_bytes"] - 1)
 
@@ -45,10 +46,11 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     bar = f"The bar: median error at most {MEDIAN_BAR:.0%}, worst at most {WORST_BAR:.0%}."
     errors = {row["name"]: abs(error) for row in rows if (error := error_of(row)) is not None}
     if not errors:
-        return f"{len(rows)} runs are planned, none was measured: nothing is known of the error yet. {bar}"
+        planned = sum(row["planned_allocated_bytes"] is not None for row in rows)
+        return f"{planned} runs are planned, none was measured: nothing is known of the error yet. {bar}"
     median, worst = statistics.median(errors.values()), max(errors, key=lambda name: errors[name])
     met = "Met" if median <= MEDIAN_BAR and errors[worst] <= WORST_BAR else "Missed"
-    other = [f"{row['name']}: {row['status']}" for row in rows if row["name"] not in errors]
+    other = [f"{row['name']}: {why(row)}" for row in rows if row["name"] not in errors]
     found = (
         f"{len(errors)} of {len(rows)} runs measured: median error {median:.1%}, "
         f"worst {errors[worst]:.1%} (`{worst}`). {bar} {met}, on what was measured."
@@ -56,14 +58,16 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     return found + (f" Not compared: {'; '.join(other)}." if other else "")
 
 
+def why(row: dict[str, Any]) -> str:
+    """What became of it, and for a run that cannot be planned the reason."""
+    unplanned = row["planned_allocated_bytes"] is None and "said" in row
+    return f"{row['status']} ({row['said']})" if unplanned else str(row["status"])
+
+
 def where(environment: dict[str, Any] | None) -> str:
     if environment is None:
         return "Planned for one GPU, on a machine without one."
-    versions = ", ".join(
-        f"{name} {environment[name]}" for name in ("torch", "deepspeed", "transformers", "cuda")
-    )
-    gpu = f"{environment['gpu']}, {environment['gpu_bytes'] / GIB:.1f} GiB"
-    return f"Measured on one {gpu}; {versions}; commit {environment['commit'][:12]}, {environment['date']}."
+    return measured_on(environment)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -81,8 +85,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}"
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
 
 
 def renewed(page: str) -> str:

@@ -63,4 +63,8 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout_s: float = 600, gpus: b
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
         raise AssertionError(f"{command} took longer than {timeout_s} s:\n{out[-4000:]}") from None
+    except BaseException:  # an interrupt does not reach its session
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     return Launched(process.returncode, out)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import environment
 from benchmarks import plan_accuracy as accuracy
 from remat import compose
+from remat.config import ConfigError
 from scripts import memory_model_tables, plan_accuracy_page
 
 GIB = 2**30
@@ -55,7 +57,6 @@ def test_a_run_is_read_from_its_record(tmp_path: Path) -> None:
         (3, "does not fit", "refused"),
         (70, "remat: out of GPU memory in backward, layer 3 on rank 0", "out of memory"),
         (70, "the loss is not finite", "failed"),
-        (-1, "took longer", "failed"),
     ],
 )
 def test_how_a_run_ended(code: int, out: str, expected: str) -> None:
@@ -65,10 +66,84 @@ def test_how_a_run_ended(code: int, out: str, expected: str) -> None:
 def test_only_failures_and_changed_runs_are_measured_again(tmp_path: Path) -> None:
     path, words = tmp_path / "p.json", ["train.steps=4", "output_dir=/here"]
     assert not accuracy.is_done(path, words)
-    path.write_text(json.dumps({"words": ["train.steps=4"], "status": "out of memory"}))
+    path.write_text(json.dumps({"words": ["train.steps=4"], "status": "out of memory", "exit_code": 70}))
     assert accuracy.is_done(path, words) and not accuracy.is_done(path, ["train.steps=5"])
-    path.write_text(json.dumps({"words": ["train.steps=4"], "status": "failed"}))
-    assert not accuracy.is_done(path, words)
+    for status in ("failed", "time was over"):
+        path.write_text(json.dumps({"words": ["train.steps=4"], "status": status, "exit_code": -1}))
+        assert not accuracy.is_done(path, words)
+
+
+QLORA = "llama-8b-4L_zero2_full_b2_s2048_peft-qlora"
+FIRST = "gpt2-medium_zero2_none_b8_s1024"
+
+
+@pytest.fixture
+def no_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ConfigError("peft.method=qlora needs bitsandbytes\nmore of it")
+
+    monkeypatch.setattr(accuracy.planner.strategy.qlora, "_bitsandbytes", missing)
+
+
+def accuracy_main(monkeypatch: pytest.MonkeyPatch, work: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows that the script writes, on a CPU."""
+    monkeypatch.setattr("sys.argv", ["plan_accuracy", "--device", "cpu", "--work", str(work), *words])
+    accuracy.main()
+    return list(json.loads((work / "plan_accuracy_cpu.json").read_text())["points"])
+
+
+def test_a_run_that_this_machine_cannot_plan_is_a_row_that_says_why(
+    no_bitsandbytes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for minutes in ("1", "0"):  # measured (not launched), and not measured
+        (row,) = accuracy_main(monkeypatch, tmp_path / minutes, "--only", QLORA, "--minutes", minutes)
+        assert row["status"] == "refused" and row["said"] == "peft.method=qlora needs bitsandbytes"
+        assert row["planned_allocated_bytes"] is row["allocated_bytes"] is None
+        assert row["said"] in accuracy.line(row)
+        assert plan_accuracy_page.cells(row)[1:4] == ["-", "refused", "refused"]
+        assert "1 of 2 runs" in plan_accuracy_page.verdict([ROW, row])
+        assert row["said"] in plan_accuracy_page.verdict([ROW, row])
+
+
+def test_an_interrupt_loses_nothing_that_is_finished_and_plans_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = accuracy.POINTS[0]
+    args = accuracy.parse_args(["--device", "cpu", "--work", str(tmp_path)])
+    before = ROW | {"name": kept.name, "words": accuracy.portable(accuracy.overrides(kept, args))}
+    changed = ROW | {"name": accuracy.POINTS[1].name, "words": ["train.steps=5"]}
+    result = {"environment": environment.environment("cpu"), "points": [before, changed]}
+    (tmp_path / "plan_accuracy_cpu.json").write_text(json.dumps(result))
+
+    def measure(point: accuracy.Point, args: Any) -> dict[str, Any]:
+        if point.name != FIRST:
+            raise KeyboardInterrupt
+        words = accuracy.portable(accuracy.overrides(point, args))
+        return ROW | {"name": point.name, "words": words, "exit_code": 0, "wall_s": 1.0}
+
+    monkeypatch.setattr(accuracy, "measure", measure)
+    monkeypatch.setattr(accuracy, "plan", None)
+    monkeypatch.setattr(accuracy, "POINTS", [accuracy.POINTS[2], accuracy.POINTS[1], kept])
+    assert accuracy.POINTS[0].name == FIRST
+    rows = accuracy_main(monkeypatch, tmp_path)
+    assert [row["name"] for row in rows] == [FIRST, kept.name] and rows[1] == before
+
+
+def test_figures_of_another_machine_are_not_put_beside_new_ones() -> None:
+    here = dict.fromkeys(accuracy.MUST_AGREE, "A") | {"commit": "1", "host_bytes": 1}
+    assert accuracy.on_the_same(here, here | {"commit": "2", "host_bytes": 2})
+    assert not accuracy.on_the_same(here, here | {"gpu": "B"}) and not accuracy.on_the_same(None, here)
+    row = accuracy.only_planned(ROW | {"words": [], "exit_code": 0})
+    assert row["status"] == "not yet measured" and row["device_bytes"] is None
+    assert row["planned_total_bytes"] == ROW["planned_total_bytes"]
+
+
+def test_the_environment_of_a_gpu_names_driver_and_attention() -> None:
+    assert environment.attention_kernel("cpu") in ("FLASH_ATTENTION", "MATH")
+    gpu = {"gpu": "A GPU", "gpu_bytes": 2 * GIB, "torch": "2", "deepspeed": "0", "transformers": "5", "cuda": "13.0",
+           "driver": "580.1", "attention": "CUDNN_ATTENTION", "commit": "c" * 40, "date": "d"}  # fmt: skip
+    said = plan_accuracy_page.where(gpu)
+    assert "A GPU, 2.0 GiB" in said and "driver 580.1, attention CUDNN_ATTENTION" in said
 
 
 def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
