@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "benchmarks" / "results"
+WARMING = 2  # windows
 NAMES = ("bare", "remat", "trainer")
 
 
@@ -59,6 +59,7 @@ def measure(args: argparse.Namespace) -> None:
     share_cores()
     import torch
 
+    from benchmarks.plan_accuracy import write
     from remat import compose, console, distributed, ops, run_dir, setup
 
     ops.use_environment_folder()
@@ -67,26 +68,34 @@ def measure(args: argparse.Namespace) -> None:
         composed = compose.compose_run(overrides(args, scratch))
         parts = setup.build(composed.run, composed.yaml)
         loops = {"remat": remat_loop(parts, args), "bare": bare_loop(parts, args)}
-        seconds = trainer_with(parts, args, loops, scratch)
         world = distributed.current()
+        about = {
+            "device": str(world.device),
+            "environment": run_dir.environment(world, ""),
+            "overrides": overrides(args, "SCRATCH"),
+        }
+        suffix = "" if world.device.type == "cpu" else f"_{world.device.type}"
+
+        def keep(seconds: dict[str, list[float]]) -> None:
+            if world.is_main and seconds["remat"]:
+                write(RESULTS / f"loop_overhead{suffix}.json", result_of(seconds, args.steps) | about)
+
+        seconds = trainer_with(parts, args, loops, scratch, keep)
         if world.is_main:
-            result = {
-                "median_step_s": {
-                    name: statistics.median(values) / args.steps for name, values in seconds.items()
-                },
-                "windows": args.windows,
-                "steps_per_window": args.steps,
-                "window_s": seconds,
-                "device": str(world.device),
-                "environment": run_dir.environment(world, ""),
-                "overrides": overrides(args, "SCRATCH"),
-            }
-            result["ratio"] = ratios(seconds)
-            suffix = "" if world.device.type == "cpu" else f"_{world.device.type}"
-            (RESULTS / f"loop_overhead{suffix}.json").write_text(json.dumps(result, indent=2) + "\n")
-            print(table(result))
+            print(table(result_of(seconds, args.steps)))
         torch.distributed.barrier()
     distributed.shut_down()
+
+
+def result_of(seconds: dict[str, list[float]], steps: int) -> dict[str, Any]:
+    """Medians and ratios of the windows that are finished, seconds of each loop in each."""
+    return {
+        "median_step_s": {name: statistics.median(values) / steps for name, values in seconds.items()},
+        "windows": len(seconds["remat"]),
+        "steps_per_window": steps,
+        "window_s": seconds,
+        "ratio": ratios(seconds),
+    }
 
 
 def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
@@ -157,9 +166,16 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
 
 
 def trainer_with(
-    parts: Any, args: argparse.Namespace, loops: dict[str, Callable[[], None]], scratch: str
+    parts: Any,
+    args: argparse.Namespace,
+    loops: dict[str, Callable[[], None]],
+    scratch: str,
+    keep: Callable[[dict[str, list[float]]], None],
 ) -> dict[str, list[float]]:
-    """Run the Trainer; after each of its steps run and time one of the other loops'. Two windows warm up."""
+    """Run the Trainer; after each of its steps run and time one of the other loops'. Two windows warm up.
+
+    `keep` is given the windows so far after each; its time counts for none.
+    """
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -186,6 +202,9 @@ def trainer_with(
                 for name, spent in self.spent.items():
                     seconds[name].append(spent)
                 self.spent = dict.fromkeys(NAMES, 0.0)
+                keep(after_warming(seconds, args.windows))
+                dist.barrier()
+                self.since = time.perf_counter()
 
         def lap(self, name: str) -> None:
             dist.barrier()
@@ -195,7 +214,7 @@ def trainer_with(
 
     settings = TrainingArguments(
         output_dir=f"{scratch}/trainer",
-        max_steps=(args.windows + 2) * args.steps,
+        max_steps=(args.windows + WARMING) * args.steps,
         per_device_train_batch_size=cfg.train.micro_batch_size,
         gradient_accumulation_steps=ds["gradient_accumulation_steps"],
         gradient_checkpointing=True,
@@ -216,7 +235,11 @@ def trainer_with(
     trainer = Trainer(net, settings, train_dataset=Rows(parts.splits.train), callbacks=[Interleave()])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return {name: values[2 : 2 + args.windows] for name, values in seconds.items()}
+    return after_warming(seconds, args.windows)
+
+
+def after_warming(seconds: dict[str, list[float]], windows: int) -> dict[str, list[float]]:
+    return {name: values[WARMING : WARMING + windows] for name, values in seconds.items()}
 
 
 class Rows:

@@ -1,8 +1,9 @@
 """Memory and step time of every activation checkpointing policy on one model, side by side in one process.
 
 Forward and backward of one micro-batch without an engine, so that nothing but the policy differs. Policies are
-interleaved round by round and the medians compared. On a GPU the peak is the allocator's; on a CPU, where there is
-none, it is the largest sum of live storages, counted op by op in a pass of its own that is not timed.
+interleaved round by round and the medians compared; the result is written after each round. On a GPU the peak is the
+allocator's; on a CPU, where there is none, it is the largest sum of live storages, counted op by op in a pass of its
+own that is not timed.
 
     python benchmarks/policies.py                                      # 8B-shaped, 8 layers, 4096 tokens: needs 60 GiB
     python benchmarks/policies.py --hidden 256 --layers 4 --seq-len 256 --dtype fp32 --min-bytes 0   # on a CPU
@@ -11,7 +12,6 @@ none, it is the largest sum of live storages, counted op by op in a pass of its 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from benchmarks.plan_accuracy import write  # noqa: E402
 from remat import compose, loss, run_dir  # noqa: E402
 from remat.activation_checkpointing import apply, policy  # noqa: E402
 from remat.config import CheckpointingConfig, LossKind  # noqa: E402
@@ -39,23 +40,23 @@ def main() -> None:
     args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net = model(args, device)
+    token_loss = loss.TokenLoss(net, LossKind.chunked)  # it checks its first call, which is not timed
     wanted = policies(args)
     points = {name: {"name": name, "seconds": []} for name in wanted}
     for name, cfg in wanted.items():  # warm, and out-of-memory is a result
-        points[name] |= memory(net, cfg, args, device)
+        points[name] |= memory(net, cfg, token_loss, args, device)
+    path = RESULTS / f"policies_{device.type}.json"
+    RESULTS.mkdir(exist_ok=True)
     alive = [name for name in wanted if "error" not in points[name]]
     for _ in range(args.rounds):
         for name in alive:
-            points[name]["seconds"].append(seconds(net, wanted[name], args, device))
-    result = {"points": finished(points), "setting": vars(args), "machine": machine(device)}
-    path = RESULTS / f"policies_{device.type}.json"
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result["points"]))
+            points[name]["seconds"].append(seconds(net, wanted[name], token_loss, args, device))
+        write(path, {"points": finished(points), "setting": vars(args), "machine": machine(device)})
+    print(table(list(points.values())))
     print(path.relative_to(ROOT))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--hidden", type=int, default=4096, help="Llama 3.1 8B's; other widths keep its proportions"
@@ -67,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="checkpointing.offload.min_bytes")
     parser.add_argument("--rounds", type=int, default=7)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def model(args: argparse.Namespace, device: torch.device) -> Any:
@@ -99,26 +100,32 @@ def policies(args: argparse.Namespace) -> dict[str, CheckpointingConfig]:
     return {name: compose.compose_run([*words, smallest]).run.checkpointing for name, words in found.items()}
 
 
-def one_pass(net: Any, applied: apply.Applied, args: argparse.Namespace, device: torch.device) -> None:
+def one_pass(
+    net: Any, applied: apply.Applied, token_loss: loss.TokenLoss, args: argparse.Namespace, device: torch.device
+) -> None:
     """Forward, chunked loss, backward; gradients are dropped, as ZeRO with offload drops them."""
     ids = torch.zeros(args.micro_batch, args.seq_len, dtype=torch.long, device=device)
     with applied.micro_batch():
-        loss.TokenLoss(net, LossKind.chunked)(net, {"input_ids": ids, "labels": ids}).backward()
+        token_loss(net, {"input_ids": ids, "labels": ids}).backward()
     net.zero_grad(set_to_none=True)
 
 
 def memory(
-    net: Any, cfg: CheckpointingConfig, args: argparse.Namespace, device: torch.device
+    net: Any,
+    cfg: CheckpointingConfig,
+    token_loss: loss.TokenLoss,
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Kept bytes of the layers, the peak above the weights, FLOPs run again; an error instead when memory runs out."""
     applied = put_on(net, cfg, args, device)
     try:
-        one_pass(net, applied, args, device)
+        one_pass(net, applied, token_loss, args, device)
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             base = torch.cuda.memory_allocated()
-            one_pass(net, applied, args, device)
+            one_pass(net, applied, token_loss, args, device)
             peak = torch.cuda.max_memory_allocated() - base
         watch = applied.watch(device)
         ids = torch.zeros(args.micro_batch, args.seq_len, dtype=torch.long, device=device)
@@ -143,14 +150,20 @@ def memory(
             torch.cuda.empty_cache()
 
 
-def seconds(net: Any, cfg: CheckpointingConfig, args: argparse.Namespace, device: torch.device) -> float:
+def seconds(
+    net: Any,
+    cfg: CheckpointingConfig,
+    token_loss: loss.TokenLoss,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> float:
     """Of one pass, with an untimed one before it."""
     applied = put_on(net, cfg, args, device)
-    one_pass(net, applied, args, device)
+    one_pass(net, applied, token_loss, args, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    one_pass(net, applied, args, device)
+    one_pass(net, applied, token_loss, args, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     spent = time.perf_counter() - started

@@ -4,7 +4,7 @@ The model has some 100 MB of weights and a state of all ranks some 0.4 GB. Every
 of it; the ones between flush and hash beside the steps that follow. Medians over each kind. Steps with and without a
 state on its way are told apart too: hashing takes cores and disk from training where these are few.
 
-    python benchmarks/save_stall.py [--saves 10] [--ranks 2]
+    python benchmarks/save_stall.py [--saves 10] [--ranks 2]      # save_stall.json; on GPUs save_stall_cuda.json
 """
 
 from __future__ import annotations
@@ -35,11 +35,30 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(args)
         return
+    if (few := too_few_gpus(args.ranks)) is not None:
+        sys.exit(few)
     from tests.pool import free_port
 
     RESULTS.mkdir(exist_ok=True)
     command = ["deepspeed", "-q", "--num_gpus", str(args.ranks), "--master_port", str(free_port()), __file__]
     subprocess.run([*command, *sys.argv[1:]], check=True, cwd=ROOT)
+
+
+def too_few_gpus(ranks: int) -> str | None:
+    """What is wrong with so many ranks on this machine. None: nothing, or they compute on its CPU."""
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    found = torch.cuda.device_count()
+    return (
+        f"--ranks {ranks}: this machine has {found} GPU(s); pass --ranks {found}" if 0 < found < ranks else None
+    )
+
+
+def result_path(device: str) -> Path:
+    """A GPU's figures stand beside the CPU's."""
+    return RESULTS / f"save_stall{'' if device == 'cpu' else f'_{device}'}.json"
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -77,7 +96,15 @@ def measure(args: argparse.Namespace) -> None:
         if parts.world.is_main:
             state = next((parts.folder / "saved").iterdir())
             size = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
-            write(found, step_s, size, parts.strategy.facts.num_params, run_dir.environment(parts.world, ""))
+            result = figures(found, step_s, size, parts.strategy.facts.num_params)
+            environment = run_dir.environment(parts.world, "")
+            result["environment"] = {
+                name: environment[name] for name in environment if name not in ("formulas", "command")
+            }
+            result_path(parts.world.device.type).write_text(json.dumps(result, indent=2) + "\n")
+            print(json.dumps({name: result[name] for name in list(result)[:4]}, indent=2))
+            for kind in found:
+                print(f"{kind}: stall {result[kind]['stall_s']:.2f} s of {result[kind]['whole_s']:.2f} s")
         parts.engine.destroy()
         distributed.shut_down()
 
@@ -114,25 +141,22 @@ def read_saves(folder: Path) -> list[dict[str, float]]:
     return [row for row in read_metrics(folder) if "time/save_s" in row]
 
 
-def write(
-    found: dict[str, list[Any]],
-    step_s: dict[str, list[float]],
-    size: int,
-    num_params: int,
-    environment: dict[str, Any],
-) -> None:
-    figures: dict[str, Any] = {}
+def figures(
+    found: dict[str, list[Any]], step_s: dict[str, list[float]], size: int, num_params: int
+) -> dict[str, Any]:
+    """Medians of each kind of save, in seconds, and how long steps took with and without one on its way."""
+    kinds: dict[str, Any] = {}
     for kind, rows in found.items():
         stall, whole = ([row[f"time/{name}_s"] for row in rows] for name in ("save_stall", "save"))
-        figures[kind] = {
+        kinds[kind] = {
             "stall_s": statistics.median(stall),
             "whole_s": statistics.median(whole),
             "ratio": statistics.median(a / b for a, b in zip(stall, whole, strict=True)),
             "all_stall_s": stall,
             "all_whole_s": whole,
         }
-    stalls = [figures[kind]["stall_s"] for kind in ("in the background", "at once")]
-    result = {
+    stalls = [kinds[kind]["stall_s"] for kind in ("in the background", "at once")]
+    return {
         "stall_in_the_background_to_at_once": stalls[0] / stalls[1],
         "step_s": {
             kind: {"median": statistics.median(values), "steps": len(values)}
@@ -141,13 +165,8 @@ def write(
         },
         "state_bytes": size,
         "num_params": num_params,
-        **figures,
-        "environment": {name: environment[name] for name in environment if name not in ("formulas", "command")},
+        **kinds,
     }
-    (RESULTS / "save_stall.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: result[name] for name in list(result)[:4]}, indent=2))
-    for kind, row in figures.items():
-        print(f"{kind}: stall {row['stall_s']:.2f} s of {row['whole_s']:.2f} s")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import environment  # noqa: E402
 from benchmarks.suite.points import POINTS, Point  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
@@ -29,8 +30,9 @@ NOTES = {
     "peers": "Llama of 1B parameters, 4 sequences of 4096 tokens a step, bf16 with fp32 master weights, SDPA, "
     "AdamW, the same DeepSpeed config unless said. A peer that did not run is a row with its error.",
     "offload": "Llama of 1B parameters, 4 sequences of 4096 tokens. Time is relative to everything on the GPU.",
-    "longest": "Two steps at 8192 tokens, then twice as many, until memory runs out or four minutes are over; one "
-    "sequence a step. The next rung was twice as long.",
+    "longest": "Two steps at the longest sequence that is planned to fit with room and to end in time, then at "
+    "twice as many tokens, until memory runs out or four minutes are over; one sequence a step. What ended it is what "
+    "became of the next length, twice as long: where that is *time was over*, a longer sequence may still fit.",
 }
 
 
@@ -134,12 +136,7 @@ def header(*names: str) -> list[str]:
 
 def measured_on(rows: list[dict[str, Any]]) -> list[str]:
     """Hardware, versions, commit and date, once for each that differs."""
-    lines = []
-    for row in rows:
-        env = row["environment"]
-        versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "deepspeed", "transformers", "cuda"))
-        lines.append(f"Measured on {env['gpu']}; {versions}; commit {env['commit'][:12]}, {env['date']}.")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(environment.measured_on(row["environment"]) for row in rows))
 
 
 def _line(name: str, row: dict[str, Any] | None, cells: list[str]) -> str:

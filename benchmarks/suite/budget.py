@@ -23,9 +23,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.plan_accuracy import commit, write
+from benchmarks.environment import commit
+from benchmarks.plan_accuracy import AGAIN, TIME_OVER, write
 from benchmarks.suite.points import POINTS, SECTIONS, Point
 from benchmarks.suite.training import folder_name, longest, measure, overrides
+from remat.cores import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = ROOT / "benchmarks" / "results"
@@ -79,7 +81,7 @@ def run_all(points: list[Point], folder: Path, environment: dict[str, Any], args
             continue
         print(f"[{number}/{len(points)}] {point.section}: {point.name} ...", flush=True)
         started = time.monotonic()
-        row = one(replace(point, limit_s=min(point.limit_s, left)), args)
+        row = one(replace(point, limit_s=min(point.limit_s, left)), environment, args)
         spent = round(time.monotonic() - started, 1)
         head = {
             "section": point.section,
@@ -92,11 +94,11 @@ def run_all(points: list[Point], folder: Path, environment: dict[str, Any], args
         print(f"    {row['status']}, {spent} s", flush=True)
 
 
-def one(point: Point, args: argparse.Namespace) -> dict[str, Any]:
+def one(point: Point, environment: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     if point.kind == "train":
         return measure(point, args.work, args.device)
     if point.kind == "longest":
-        return longest(point, args.work, args.device)
+        return longest(point, args.work, args.device, environment)
     return script(point, args)
 
 
@@ -109,36 +111,51 @@ def is_done(path: Path, point: Point) -> bool:
     if not path.exists():
         return False
     row = json.loads(path.read_text())
-    return bool(row["point"] == identity(point) and row["status"] != "failed")
+    return bool(row["point"] == identity(point) and row["status"] not in AGAIN)
 
 
 def script(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     """A program of its own: a peer, which writes its row to --out, or a benchmark with its own result file."""
     out = args.work / f"{folder_name(point)}.row.json"
     out.unlink(missing_ok=True)
-    command = peer_command(point, out, args) if point.kind == "peer" else [sys.executable, *point.words]
+    command = peer_command(point, out, args) if point.kind == "peer" else own_command(point, args)
     if point.kind == "script" and args.device == "cpu":
         return {"status": "left out", "said": "not part of the rehearsal: the script has one of its own"}
-    env = dict(os.environ)
-    if point.kind == "peer":
-        env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", str(ROOT)), str(args.work / "site-peers")])
-    code, said = run(command, env, point.limit_s)
+    code, said, over = run(command, surroundings(point, args), point.limit_s)
     row: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     row |= {"command": portable(command, args), "exit_code": code, "status": "ran" if code == 0 else "failed"}
     if code:
         ran_out = re.search(r"OutOfMemoryError|CUDA out of memory", said)
-        row |= {"status": "out of memory" if ran_out else "failed", "said": said[-3000:]}
+        ended = TIME_OVER if over else "out of memory" if ran_out else "failed"
+        row |= {"status": ended, "said": said[-3000:]}
     return row
 
 
-def run(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
-    """Exit code and output. After `limit_s` it is interrupted, and 20 s later all that it started is killed."""
+def surroundings(point: Point, args: argparse.Namespace) -> dict[str, str]:
+    """The environment of a script, without the user's threads: a peer has as many as a lone rank of train.py takes."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if point.kind == "peer":
+        env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", str(ROOT)), str(args.work / "site-peers")])
+        env["OMP_NUM_THREADS"] = str(available_cores()) if args.device == "cuda" else "1"  # as tests.launcher
+    return env
+
+
+def own_command(point: Point, args: argparse.Namespace) -> list[str]:
+    """A script's own, with the folder that is WORK in its words."""
+    return [sys.executable, *(re.sub(r"^WORK(?=/)", lambda _: str(args.work), word) for word in point.words)]
+
+
+def run(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int, str, bool]:
+    """Exit code, output, and whether its time was over.
+
+    After `limit_s` it is interrupted, and 20 s later all that it started is killed.
+    """
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         said, _ = process.communicate(timeout=limit_s)
-        return process.returncode, said
+        return process.returncode, said, False
     except subprocess.TimeoutExpired:
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)  # what keeps finished points does so now
@@ -150,7 +167,7 @@ def run(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int, s
         with contextlib.suppress(psutil.Error):
             child.kill()
     said = said or process.communicate()[0]
-    return -1, f"{said}\nended after {limit_s:.0f} s"
+    return -1, f"{said}\nended after {limit_s:.0f} s", True
 
 
 def peer_command(point: Point, out: Path, args: argparse.Namespace) -> list[str]:
@@ -175,7 +192,7 @@ def portable(command: list[str], args: argparse.Namespace) -> list[str]:
 
 def environment_of(device: str) -> dict[str, Any]:
     """Hardware, versions, commit and date, found in a process of its own, which takes its GPU context with it."""
-    code = f"import json; from benchmarks.plan_accuracy import environment; print(json.dumps(environment({device!r})))"
+    code = f"import json; from benchmarks.environment import environment; print(json.dumps(environment({device!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"this machine cannot run the suite:\n{done.stderr[-2000:]}")

@@ -29,7 +29,8 @@ TOKENS_ON_CPU = (32, 64)
 class Point:
     """One figure. `words` are options of train.py, of a peer's script, or a whole command; `seconds` a first guess.
 
-    `limit_s` ends one that hangs; what is over it is a row that says so.
+    In a command, WORK is the suite's --work. `limit_s` ends one that hangs; what is over it is a row that says so.
+    `most_tokens` ends a ladder.
     """
 
     section: str
@@ -41,6 +42,7 @@ class Point:
     micro_batch: int = 4
     seconds: float = 30
     limit_s: float = 180
+    most_tokens: int = TOKENS[-1]
 
 
 def _train(section: str, name: str, *words: str, **more: object) -> Point:
@@ -51,20 +53,22 @@ def _peer(name: str, script: str, *words: str, seconds: float = 45) -> Point:
     return Point("peers", name, "peer", (script, *words), seconds=seconds)
 
 
-def _longest(name: str, *words: str, shape: str = "llama-1b") -> Point:
-    return Point("longest", name, "longest", words, shape=shape, micro_batch=1, seconds=120, limit_s=240)
+def _longest(name: str, *words: str, **more: object) -> Point:
+    return Point("longest", name, "longest", words, micro_batch=1, seconds=120, limit_s=240, **more)  # type: ignore[arg-type]
 
 
 def _lab(name: str) -> Point:
-    words = ("-m", "remat.cli", "compare", f"lab={name}", "--publish", "benchmarks/results/lab")
+    words = ("-m", "remat.cli", "compare", f"lab={name}", "--publish", "benchmarks/results/lab",
+             "--out", "WORK/lab")  # fmt: skip
     return Point("lab", name, "script", words, seconds=150, limit_s=420)
 
 
+ACCURACY = ("benchmarks/plan_accuracy.py", "--work", "WORK/plan_accuracy")
 HOST_STATES = ("deepspeed.config=zero2_offload",)
 POINTS = [
     _train("mfu", "llama-1b full", "deepspeed.config=zero2", "checkpointing=full"),
     Point("accuracy", "planner accuracy, first part", "script",
-          ("benchmarks/plan_accuracy.py", "--minutes", "2"), seconds=150, limit_s=300),
+          (*ACCURACY, "--minutes", "2"), seconds=150, limit_s=300),
     Point("policies", "every policy, 8 layers of 8B", "script", ("benchmarks/policies.py",), seconds=100, limit_s=240),
     _peer("Trainer + DeepSpeed, its checkpointing", "trainer_deepspeed", "--checkpointing", "full"),
     _train("peers", "remat, full logits", "deepspeed.config=zero2", "checkpointing=full", "train.loss=full"),
@@ -92,13 +96,13 @@ POINTS = [
     _train("mfu", "llama2-7b, LoRA, full", "deepspeed.config=zero2", "checkpointing=full", "peft=lora",
            shape="llama2-7b", micro_batch=4),
     Point("accuracy", "planner accuracy, the rest", "script",
-          ("benchmarks/plan_accuracy.py", "--minutes", "6"), seconds=380, limit_s=560),
+          (*ACCURACY, "--minutes", "6"), seconds=380, limit_s=560),
     *(_lab(f"seed_{claim}") for claim in ("b8", "b7", "d3", "b10", "b5", "c4", "a5")),
     _longest("none", "deepspeed.config=zero2", "checkpointing=none"),
     _longest("full", "deepspeed.config=zero2", "checkpointing=full"),
     _longest("full, activations offloaded", "deepspeed.config=zero2", "checkpointing=offload"),
     _longest("selective_ops", "deepspeed.config=zero2", "checkpointing=selective_ops"),
     _longest("llama-8b, LoRA, activations offloaded", "deepspeed.config=zero2", "checkpointing=offload",
-             "peft=lora", shape="llama-8b"),
+             "peft=lora", shape="llama-8b", most_tokens=262144),  # beyond that, page-locked memory fills the host
 ]  # fmt: skip
 SECTIONS = list(dict.fromkeys(point.section for point in POINTS))

@@ -6,13 +6,22 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan_accuracy import GIB, LIMIT_S, status
+from benchmarks import plan_accuracy
+from benchmarks.plan_accuracy import GIB, TIME_OVER
 from benchmarks.suite.points import ON_CPU, SHAPES, TOKENS, TOKENS_ON_CPU, Point
+from remat import compose, hardware, planner
+from remat.config import ConfigError
+from remat.planning.plan import Capacity
 from remat.tracking import RECORD
 
+STEPS_OF_A_RUNG = 2
+ROOM, IN_TIME = 0.9, 0.75  # of memory and of a point's time: what a plan may be wrong by, and the next rung
+START_S, LEAST_S = 30, 10  # until the first step; less is not worth a start
 STEPS, WARM = 12, 4  # logged one by one; the first ones compile, learn ZeRO's order and fill the allocator
 FIGURES = {
     "step_s": "time/step_s",
@@ -64,20 +73,8 @@ def measure(point: Point, work: Path, device: str) -> dict[str, Any]:
 
 def launch(words: list[str], run_folder: Path, limit_s: float, device: str) -> dict[str, Any]:
     """One launch, whatever becomes of it."""
-    from tests.launcher import deepspeed
-
     shutil.rmtree(run_folder, ignore_errors=True)
-    started = time.monotonic()
-    try:
-        done = deepspeed(*words, ranks=1, gpus=device == "cuda", timeout_s=limit_s or LIMIT_S)
-        code, out = done.code, done.out
-    except AssertionError as error:  # it took too long and was ended
-        code, out = -1, str(error)
-    row: dict[str, Any] = {"status": status(code, out), "exit_code": code}
-    row["wall_s"] = round(time.monotonic() - started, 1)
-    if row["status"] != "ran":
-        row["said"] = out[-3000:]
-    return row | figures(run_folder)
+    return plan_accuracy.launch(words, limit_s, device) | figures(run_folder)
 
 
 def figures(run_folder: Path) -> dict[str, Any]:
@@ -102,24 +99,82 @@ def figures(run_folder: Path) -> dict[str, Any]:
     return found
 
 
-def longest(point: Point, work: Path, device: str) -> dict[str, Any]:
-    """Climb: two steps at each length, until one runs out of memory or the point's time is over."""
-    rungs: list[dict[str, Any]] = []
+@dataclass(frozen=True)
+class Rung:
+    """A length of the ladder: whether the planner says that it fits with room, and seconds of STEPS_OF_A_RUNG."""
+
+    seq_len: int
+    fits: bool
+    planned_s: float
+
+
+def longest(point: Point, work: Path, device: str, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Two steps at the longest sequence that is planned to fit, with room, and to end in time; then up or down.
+
+    Up until one does not run, down until one does, or the point's time is over. `machine`: its `gpu`, `gpu_bytes`
+    and `host_bytes`; gpu None: a CPU.
+    """
     ends = time.monotonic() + point.limit_s
     run_folder = work / "runs" / "gpu_suite" / folder_name(point)
+    ladder = planned_ladder(point, work, device, machine)
+    number = first_rung(ladder, point.limit_s)
+    tried: dict[int, dict[str, Any]] = {}
+    while 0 <= number < len(ladder) and number not in tried:
+        rung, left = ladder[number], ends - time.monotonic()
+        if left < LEAST_S or (tried and rung.planned_s > left):
+            tried[number] = {
+                "seq_len": rung.seq_len,
+                "status": TIME_OVER,
+                "said": f"not started: {left:.0f} s left",
+            }
+            break
+        words = overrides(point, work, device, seq_len=rung.seq_len, steps=STEPS_OF_A_RUNG)
+        tried[number] = {"seq_len": rung.seq_len, "words": words} | launch(words, run_folder, left, device)
+        number += 1 if tried[number]["status"] == "ran" else -1
+    return climbed(list(tried.values()))
+
+
+def climbed(rungs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a climb: the longest that ran, and what became of the next longer one."""
+    ran = max((rung["seq_len"] for rung in rungs if rung["status"] == "ran"), default=0)
+    longer = sorted((rung for rung in rungs if rung["seq_len"] > ran), key=lambda rung: rung["seq_len"])
+    ended = longer[0]["status"] if longer else "the ladder ended"
+    row = {"status": "ran" if ran else ended, "longest_seq_len": ran, "ended": ended, "rungs": rungs}
+    return row if ran else row | {"said": longer[0].get("said", "")}
+
+
+def planned_ladder(point: Point, work: Path, device: str, machine: Mapping[str, Any]) -> list[Rung]:
+    """Every rung of a point, planned in this process, without a GPU, up to the first that does not fit."""
+    capacity = Capacity(gpu_bytes=machine["gpu_bytes"], host_bytes=machine["host_bytes"])
+    known = [f"hardware.gpu={machine['gpu']}"] if machine["gpu"] and hardware.find_gpu(machine["gpu"]) else []
+    ladder: list[Rung] = []
     for tokens in TOKENS if device == "cuda" else TOKENS_ON_CPU:
-        left = ends - time.monotonic()
-        if left < 10:
+        if tokens > point.most_tokens:
             break
-        words = overrides(point, work, device, seq_len=tokens, steps=2)
-        rungs.append({"seq_len": tokens, "words": words} | launch(words, run_folder, left, device))
-        if rungs[-1]["status"] != "ran":
-            break
-    ran = [rung["seq_len"] for rung in rungs if rung["status"] == "ran"]
-    ended = next((rung["status"] for rung in rungs if rung["status"] != "ran"), "the ladder or its time ended")
-    return {
-        "status": "ran" if ran else "failed",
-        "longest_seq_len": max(ran, default=0),
-        "ended": ended,
-        "rungs": rungs,
-    }
+        fits, planned_s = not ladder or ladder[-1].fits, 0.0
+        if fits:
+            words = overrides(point, work, device, seq_len=tokens, steps=STEPS_OF_A_RUNG)
+            try:
+                made = planner.make(
+                    compose.compose_run([*words, *known]).run,
+                    world_size=1, capacity=capacity, on_gpu=device == "cuda",
+                )  # fmt: skip
+            except ConfigError:  # train.py says why
+                fits = False
+            else:
+                fits = all(
+                    r.found_bytes is None or r.needed_bytes <= ROOM * r.found_bytes for r in made.plan.resources
+                )
+                planned_s = STEPS_OF_A_RUNG * made.time.total_s
+        ladder.append(Rung(tokens, fits, planned_s))
+    return ladder
+
+
+def first_rung(ladder: list[Rung], limit_s: float) -> int:
+    """The number of the longest that fits and is to end in IN_TIME of the limit; 0 where none is."""
+    good = [
+        number
+        for number, rung in enumerate(ladder)
+        if rung.fits and START_S + rung.planned_s <= IN_TIME * limit_s
+    ]
+    return max(good, default=0)

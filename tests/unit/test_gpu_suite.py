@@ -11,10 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import policies, save_stall
 from benchmarks.suite import budget, training
-from benchmarks.suite.points import POINTS, SECTIONS, Point
-from remat import compose
+from benchmarks.suite.points import POINTS, SECTIONS, TOKENS, Point
+from remat import compose, loss
+from remat.config import LossKind
 from scripts import benchmarks_page
+from tests import small_models
 
 ENVIRONMENT = {
     "gpu": "A GPU", "torch": "2.13", "deepspeed": "0.19.8", "transformers": "5.23", "cuda": "13.0",
@@ -112,7 +115,7 @@ def test_the_page_shows_figures_errors_and_gaps(tmp_path: Path) -> None:
     assert f"| {names[0]} | 0.500 | 32,768 | 3.00 | 4.00 | nothing |" in page
     assert f"| {names[1]} | failed: ImportError: no / such thing |" in page
     assert f"| {names[2]} | not yet measured |" in page
-    assert "Measured on A GPU; torch 2.13" in page
+    assert "Measured on one A GPU; torch 2.13" in page
 
 
 def test_a_point_that_takes_too_long_leaves_nothing_running(
@@ -127,8 +130,126 @@ def test_a_point_that_takes_too_long_leaves_nothing_running(
         f"import os, subprocess, sys; {deaf}p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
         f"start_new_session=True); open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); p.wait()"
     )
-    code, said = budget.run([sys.executable, "-c", child], dict(os.environ), limit_s=5)
-    assert code == -1 and "ended after 5 s" in said
+    code, said, over = budget.run([sys.executable, "-c", child], dict(os.environ), limit_s=5)
+    assert code == -1 and "ended after 5 s" in said and over
     found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
     _, alive = psutil.wait_procs(found, timeout=10)
     assert len(alive) == 0
+
+
+MACHINE = {"gpu": "NVIDIA H200", "gpu_bytes": 139 << 30, "host_bytes": 125 << 30}
+LADDERS = {point.name: point for point in POINTS if point.kind == "longest"}
+
+
+def climb(
+    monkeypatch: pytest.MonkeyPatch, ladder: list[training.Rung], answers: dict[int, str], limit_s: float = 240
+) -> tuple[dict[str, Any], list[int]]:
+    """The row of a ladder whose rungs answer so, and the lengths that were launched."""
+    asked: list[int] = []
+
+    def launch(words: list[str], *_: Any) -> dict[str, Any]:
+        asked.append(int(next(word for word in words if word.startswith("train.seq_len=")).partition("=")[2]))
+        return {"status": answers[asked[-1]], "said": "why"}
+
+    monkeypatch.setattr(training, "launch", launch)
+    monkeypatch.setattr(training, "planned_ladder", lambda *_: ladder)
+    point = Point("longest", "p", "longest", ("checkpointing=full",), limit_s=limit_s)
+    return training.longest(point, Path("w"), "cuda", MACHINE), asked
+
+
+def test_the_ladder_begins_where_the_plan_says_and_goes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = [training.Rung(tokens, tokens <= 65536, 1.0) for tokens in TOKENS]
+    above = {65536: "ran", 131072: "ran", 262144: "out of memory"}
+    row, asked = climb(monkeypatch, ladder, above)
+    assert asked == list(above) and (row["longest_seq_len"], row["ended"]) == (131072, "out of memory")
+    row, asked = climb(monkeypatch, ladder, {65536: "out of memory", 32768: "failed", 16384: "ran"})
+    assert asked == [65536, 32768, 16384] and (row["longest_seq_len"], row["ended"]) == (16384, "failed")
+    row, asked = climb(monkeypatch, ladder, dict.fromkeys(TOKENS, "ran"))
+    assert asked[-1] == TOKENS[-1] and row["ended"] == "the ladder ended"
+    row, _ = climb(monkeypatch, [training.Rung(8192, False, 1.0)], {8192: "out of memory"})
+    assert row["status"] == "out of memory" and row["said"] == "why"
+
+
+def test_a_rung_without_time_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ladder = [training.Rung(8192, True, 1.0), training.Rung(16384, True, 500.0)]
+    row, asked = climb(monkeypatch, ladder, {8192: "ran"})
+    assert asked == [8192] and row["status"] == "ran" and row["ended"] == "time was over"
+    row, _ = climb(monkeypatch, ladder, {8192: "time was over"})
+    assert row["status"] == row["ended"] == "time was over"
+    page = "\n".join(benchmarks_page.longest([LADDERS["none"]], {"none": row}))
+    assert "| none | time was over: why |" in page
+
+    def slow(*_: Any, **__: Any) -> Any:
+        raise AssertionError("took longer than 1 s")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("tests.launcher.deepspeed", slow)
+    assert training.launch([], tmp_path / "run", 1, "cpu")["status"] == "time was over"
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"point": budget.identity(POINTS[0]), "status": "time was over"}))
+    assert not budget.is_done(path, POINTS[0])
+
+
+def test_ladders_are_planned_without_a_gpu(tmp_path: Path) -> None:
+    """Without activation checkpointing 64Ki tokens need nearly all of an H200, so that the climb begins below."""
+    ladder = training.planned_ladder(LADDERS["none"], tmp_path, "cuda", MACHINE)
+    assert [rung.seq_len for rung in ladder] == list(TOKENS)
+    assert ladder[training.first_rung(ladder, 240)].seq_len == 32768
+    assert training.first_rung([training.Rung(8192, False, 0.0)], 240) == 0
+    slow = [training.Rung(8192, True, 20.0), training.Rung(16384, True, 160.0)]
+    assert training.first_rung(slow, 240) == 0
+    assert LADDERS["llama-8b, LoRA, activations offloaded"].most_tokens == 262144
+
+
+def test_what_scripts_finish_lies_under_the_suites_folder(tmp_path: Path) -> None:
+    args = budget.parse_args(["--work", str(tmp_path)])
+    for point in POINTS:
+        if point.section in ("accuracy", "lab"):
+            words = budget.own_command(point, args)
+            option = words[words.index("--work" if point.section == "accuracy" else "--out") + 1]
+            assert option == str(tmp_path / ("plan_accuracy" if point.section == "accuracy" else "lab"))
+            assert "WORK/" in " ".join(budget.portable(words, args)) and str(tmp_path) not in str(point)
+
+
+def test_a_peer_has_the_threads_of_a_lone_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(budget, "available_cores", lambda: 16)
+    peer, own = Point("peers", "p", "peer", ("trl_sft",)), Point("policies", "p", "script")
+    for device, threads in (("cuda", "16"), ("cpu", "1")):
+        args = budget.parse_args(["--work", str(tmp_path), "--device", device])
+        assert budget.surroundings(peer, args)["OMP_NUM_THREADS"] == threads
+        assert "OMP_NUM_THREADS" not in budget.surroundings(own, args)
+
+
+def test_a_gpus_save_stall_leaves_that_of_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert save_stall.result_path("cpu").name == "save_stall.json"
+    assert save_stall.result_path("cuda").name == "save_stall_cuda.json"
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert "--ranks 1" in str(save_stall.too_few_gpus(2)) and save_stall.too_few_gpus(1) is None
+    monkeypatch.setattr("sys.argv", ["save_stall.py", "--ranks", "2"])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="1 GPU"):
+        save_stall.main()
+
+
+def test_stalls_are_compared_by_their_medians() -> None:
+    rows = {
+        kind: [{"time/save_stall_s": stall, "time/save_s": 4.0} for stall in (most, most / 2, most)]
+        for kind, most in (("at once", 4.0), ("in the background", 1.0))
+    }
+    found = save_stall.figures(rows, {"alone": [1.0, 3.0, 2.0], "beside a save": []}, 7, 9)
+    assert found["stall_in_the_background_to_at_once"] == 0.25
+    assert found["step_s"] == {"alone": {"median": 2.0, "steps": 3}} and found["at once"]["ratio"] == 1.0
+
+
+def test_no_check_of_the_loss_is_in_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the GPU: once, in the pass before the clock."""
+    net, args = small_models.build("llama"), policies.parse_args(["--layers", "3", "--seq-len", "16"])
+    token_loss, checks, clock = loss.TokenLoss(net, LossKind.chunked), list[str](), []
+    same = loss._same
+    monkeypatch.setattr(loss, "_same", lambda *both: checks.append("check") or same(*both))
+    monkeypatch.setattr(policies.time, "perf_counter", lambda: clock.append(len(checks)) or 0.0)
+    cfg = compose.compose_run(["checkpointing=full"]).run.checkpointing
+    policies.seconds(net, cfg, token_loss, args, policies.torch.device("cpu"))
+    assert clock == [1, 1]
