@@ -106,7 +106,7 @@ def test_peak_bytes_of_both_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             f"\nloss peak, 512 tokens x {VOCAB}: full {peaks['full'] / 2**20:.1f} MiB, "
             f"chunked {peaks['chunked'] / 2**20:.1f} MiB"
         )
-    assert peaks[LossKind.full] > 12 * logits  # fp32 logits, log-softmax and its gradient
+    assert peaks[LossKind.full] > 8 * logits  # fp32 log-softmax and its gradient; torch 2.13 also fp32 logits
     assert peaks[LossKind.chunked] < 3 * logits
 
 
