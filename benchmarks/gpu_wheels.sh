@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
 # The wheels that gpu_suite.sh wants on a machine without network that has torch and the usual scientific packages:
-#   benchmarks/gpu_wheels.sh DIR [--python 3.12] [--without-peers]
-# Run it where pip has an index, with the pip that `make setup` made. DIR gets what requirements.lock pins, less the
-# tools of development and the large packages that such a machine has; DIR/peers gets the packages of the peers.
+#   benchmarks/gpu_wheels.sh DIR [--python 3.12] [--unsloth] [--without-peers] [--list]
+# Run it where pip has an index, after `make setup`. DIR gets what requirements.lock pins, less the tools of development,
+# what the suite does without (W&B), and the packages that such a machine has; DIR/peers gets those of the peers.
+# torchao is the newest that torchtune's last version imports.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?the folder for the wheels}
 shift
 python=3.12
-peers=1
+list=""
+peers=(trl torchtune torchao==0.11.0 blobfile kagglehub lxml pycryptodomex)
 while [ $# -gt 0 ]; do
     case $1 in
         --python) python=$2; shift 2 ;;
-        --without-peers) peers=""; shift ;;
+        --unsloth) peers+=(unsloth unsloth_zoo); shift ;;
+        --without-peers) peers=(); shift ;;
+        --list) list=1; shift ;; # what would be fetched
         *) echo "unknown: $1" >&2; exit 2 ;;
     esac
 done
@@ -21,14 +25,18 @@ there='numpy|pandas|pyarrow|matplotlib|pillow|contourpy|kiwisolver|fonttools|cyc
 there+='|setuptools|wheel|packaging|ninja|protobuf|psutil|pyyaml|regex|requests|urllib3|certifi|charset-normalizer'
 there+='|idna|filelock|fsspec|jinja2|markupsafe|tqdm|six|python-dateutil|typing-extensions|pytest|pytest-xdist'
 there+='|iniconfig|pluggy|execnet|tzdata|safetensors'
-unwanted='ruff|mypy|mypy-extensions|pre-commit|types-.*|hypothesis|bitsandbytes|cwevals|virtualenv|nodeenv|identify'
-unwanted+='|cfgv|distlib|librt|ast-serialize|pathspec|sortedcontainers|python-discovery|colorama|httpx2-jsfetch'
+unwanted='wandb|hf-xet|ruff|mypy|mypy-extensions|pre-commit|types-.*|hypothesis|bitsandbytes|cwevals|virtualenv'
+unwanted+='|nodeenv|identify|cfgv|distlib|librt|ast-serialize|pathspec|sortedcontainers|python-discovery|colorama|httpx2-jsfetch'
 abi="cp${python/./}"
 platforms=(--platform "linux_$(uname -m)")
 for old in 17 24 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${old}_$(uname -m)"); done
 platforms+=(--platform "manylinux2014_$(uname -m)")
-mkdir -p "$folder"
 wanted=$(grep -vE "^(#|($there|$unwanted)==)" requirements.lock | sed 's/ *;.*//')
+if [ -n "$list" ]; then
+    printf '%s\n' $wanted "${peers[@]+"${peers[@]/#/peers/}"}"
+    exit
+fi
+mkdir -p "$folder"
 fetch() { # FOLDER REQUIREMENT...
     local into=$1
     shift
@@ -43,10 +51,8 @@ for requirement in $wanted; do
         *) fetch "$folder" "$requirement" ;;
     esac
 done
-if [ -n "$peers" ]; then
+for requirement in ${peers[@]+"${peers[@]}"}; do
     mkdir -p "$folder/peers"
-    for requirement in trl torchtune torchao==0.11.0 blobfile kagglehub lxml pycryptodomex unsloth unsloth_zoo; do
-        fetch "$folder/peers" "$requirement" || echo "left out: $requirement"
-    done
-fi
+    fetch "$folder/peers" "$requirement" || echo "left out: $requirement"
+done
 du -sh "$folder"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,21 @@ def test_every_point_is_a_run_that_can_be_composed(device: str, tmp_path: Path) 
             compose.compose_run(training.overrides(point, tmp_path, device))
     files = [training.folder_name(point) for point in POINTS]
     assert len(set(files)) == len(files)
+
+
+def test_the_wheels_are_what_the_project_needs_beyond_a_machine_with_torch(tmp_path: Path) -> None:
+    """The packages a bare machine has are in the script; W&B is off in the suite, torch is never carried."""
+    path = budget.ROOT / "benchmarks" / "gpu_wheels.sh"
+    done = subprocess.run([path, tmp_path / "w", "--list"], capture_output=True, text=True, check=True)
+    carried = {line.partition("==")[0] for line in done.stdout.split()}
+    there = set(
+        re.findall(r"[\w.-]+", " ".join(re.findall(r"^there\+?='(.*)'$", path.read_text(), re.MULTILINE)))
+    )
+    project = tomllib.loads((budget.ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", name)[0] for name in project["dependencies"]}
+    assert needed - there - {"torch", "wandb"} <= carried
+    assert not {"ruff", "mypy", "pytest", "torch", "numpy"} & carried
+    assert "peers/trl" in carried and not (tmp_path / "w").exists()
 
 
 def test_every_experiment_is_there() -> None:
