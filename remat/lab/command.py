@@ -49,19 +49,21 @@ def run(args: Sequence[str], options: Options) -> int:
     folder = (options.out / chosen.name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     on_stderr = Console(stderr=True)
-    try:
-        outcome = running.run(
-            chosen, folder, place, lambda total: running.on_terminal(total, on_stderr), fresh=options.fresh
-        )
-    except KeyboardInterrupt:
+    outcome = running.run(
+        chosen, folder, place, lambda total: running.on_terminal(total, on_stderr), fresh=options.fresh
+    )
+    if outcome.stopped:
         print("\nstopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        if not any(result.ran for result in outcome.results):
+            return EXIT_INTERRUPTED
     rows = figures.rows(chosen, outcome.results)
     paths = write(folder, chosen, outcome, rows, place, options.publish)
     if options.as_json:
         print(paths[0].read_text(), end="")
     else:
         tell(chosen, outcome, rows, paths)
+    if outcome.stopped:
+        return EXIT_INTERRUPTED
     return 0 if any(row.status in ANSWERS for row in rows) else EXIT_NOTHING_RAN
 
 

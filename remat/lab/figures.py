@@ -12,14 +12,23 @@ from typing import Any
 from remat.lab.experiment import Experiment, Point
 from remat.lab.keys import FORMAT, Place
 from remat.lab.launching import Result
-from remat.lab.measure import FINISHED, Measured
+from remat.lab.measure import (
+    DOES_NOT_FIT,
+    FAILED,
+    FINISHED,
+    NOT_LAUNCHED,
+    OUT_OF_MEMORY,
+    REFUSED,
+    Measured,
+)
 
-ORDER = (
-    "out of memory",
-    "does not fit",
-    "failed",
-    "refused",
-)  # which ending speaks for a point without figures
+ORDER = (  # which ending speaks for a point without figures
+    OUT_OF_MEMORY,
+    DOES_NOT_FIT,
+    FAILED,
+    REFUSED,
+    NOT_LAUNCHED,
+)
 
 
 @dataclass(frozen=True)

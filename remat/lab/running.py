@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from remat.lab import keys, launching
 from remat.lab.experiment import Experiment, Point
 from remat.lab.keys import Place
 from remat.lab.launching import Result, Spot
-from remat.lab.measure import FAILED, REFUSED
+from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
 
 
 class Teller(Protocol):
@@ -34,10 +35,14 @@ Telling = Callable[[int], AbstractContextManager[Teller]]  # for so many launche
 
 @dataclass(frozen=True)
 class Outcome:
-    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call."""
+    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call.
+
+    `stopped` by Ctrl-C: what was not launched any more says so.
+    """
 
     results: list[Result]
     launched: int
+    stopped: bool = False
 
 
 def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
@@ -86,15 +91,21 @@ def run(
             known[spot] = replace(found, point=spot.point.name)
     to_do = [spot for spot in turns if spot not in known]
     seconds = _Seconds(known)
-    with telling(len(to_do)) as teller:
-        for done, spot in enumerate(to_do):
+    done = 0
+    with contextlib.suppress(KeyboardInterrupt), telling(len(to_do)) as teller:
+        for spot in to_do:
             key = asked[spot.point.name]
             assert isinstance(key, str)
             teller.begins(done, spot, seconds.left(to_do[done:]))
             known[spot] = launching.launch(spot, key, experiment.ranks, place)
+            done += 1
             seconds.add(known[spot])
-            teller.ended(done + 1, known[spot], seconds.left(to_do[done + 1 :]) or 0.0)
-    return Outcome([known[spot] for spot in turns], len(to_do))
+            teller.ended(done, known[spot], seconds.left(to_do[done:]) or 0.0)
+    return Outcome([known.get(spot) or _not_launched(spot) for spot in turns], done, stopped=done < len(to_do))
+
+
+def _not_launched(spot: Spot) -> Result:
+    return Result("", spot.point.name, spot.repeat, NOT_LAUNCHED, "stopped before its turn or within it")
 
 
 class _Seconds:

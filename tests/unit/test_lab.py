@@ -285,11 +285,25 @@ def test_ctrl_c_keeps_what_is_finished(
     assert command.run(WORDS, options) == command.EXIT_INTERRUPTED
     assert "the same command goes on" in capsys.readouterr().err
     launches.stop_at = -1
+    so_far = json.loads(next(tmp_path.glob("*/results.json")).read_text())["points"]
+    assert [(row["name"], row["repeats"]) for row in so_far] == [("none", 2), ("full", 1)]
+    assert "1 of 2 launches: not launched" in so_far[1]["words"]
     assert command.run(WORDS, options) == 0
     assert launches.turns[3:] == [("full", 2)]
     assert "1 launched now, 3 from before" in capsys.readouterr().out
     assert command.run(WORDS, options) == 0
     assert "nothing was launched: all 4 results are from before" in capsys.readouterr().out
+
+
+def test_ctrl_c_publishes_what_is_finished_but_not_nothing(launches: Launches, tmp_path: Path) -> None:
+    options = command.Options(out=tmp_path / "out", publish=tmp_path / "published")
+    launches.stop_at = 0
+    assert command.run(WORDS, options) == command.EXIT_INTERRUPTED
+    assert not (tmp_path / "published").exists()
+    launches.stop_at = 1
+    assert command.run(WORDS, options) == command.EXIT_INTERRUPTED
+    (path,) = (tmp_path / "published").iterdir()
+    assert [row["status"] for row in json.loads(path.read_text())["points"]] == ["finished", "not launched"]
 
 
 def test_exit_code_when_nothing_ran(launches: Launches, tmp_path: Path) -> None:
