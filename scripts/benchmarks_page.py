@@ -24,12 +24,14 @@ TITLES = {
     "peers": "The same run in other software",
     "offload": "What offload costs",
     "longest": "Longest sequence",
+    "tests": "Tests that need a GPU",
 }
 NOTES = {
     "mfu": "One GPU, sequences of 4096 tokens, random weights. HFU counts what is recomputed, MFU does not.",
     "peers": "Llama of 1B parameters, 4 sequences of 4096 tokens a step, bf16 with fp32 master weights, SDPA, "
     "AdamW, the same DeepSpeed config unless said. A peer that did not run is a row with its error.",
     "offload": "Llama of 1B parameters, 4 sequences of 4096 tokens. Time is relative to everything on the GPU.",
+    "tests": "The files of `tests/gpu`, as pytest sums them up.",
     "longest": "Two steps at the longest sequence that is planned to fit with room and to end in time, then at "
     "twice as many tokens, until memory runs out or four minutes are over; one sequence a step. What ended it is what "
     "became of the next length, twice as long: where that is *time was over*, a longer sequence may still fit.",
@@ -42,7 +44,7 @@ def text(results: Path = RESULTS) -> str:
     for section, title in TITLES.items():
         rows = _read(results / "gpu" / f"{section}.json") or []
         points = [point for point in POINTS if point.section == section]
-        table = {"longest": longest, "peers": peers, "offload": offload, "mfu": mfu}[section]
+        table = {"longest": longest, "peers": peers, "offload": offload, "mfu": mfu, "tests": tests}[section]
         parts += [f"## {title}", "", NOTES[section], "", *table(points, {row["name"]: row for row in rows}), ""]
         parts += [*measured_on(rows), ""] if rows else []
     return "\n".join([*parts, *policies(results), "", *overhead(results)])
@@ -56,6 +58,14 @@ def mfu(points: list[Point], rows: dict[str, Any]) -> list[str]:
                  _percent(row, "mfu"), _percent(row, "hfu"), _gib(row, "allocated_bytes"),
                  _gib(row, "planned_allocated_bytes")]  # fmt: skip
         lines.append(_line(point.name, row, cells))
+    return lines
+
+
+def tests(points: list[Point], rows: dict[str, Any]) -> list[str]:
+    lines = header("file", "outcome")
+    for point in points:
+        said = rows.get(point.name, {}).get("summary", NOT_YET).strip("= ")
+        lines.append(f"| `{point.words[0]}` | {said} |")
     return lines
 
 

@@ -115,7 +115,7 @@ def is_done(path: Path, point: Point) -> bool:
 
 
 def script(point: Point, args: argparse.Namespace) -> dict[str, Any]:
-    """A program of its own: a peer, which writes its row to --out, or a benchmark with its own result file."""
+    """A program of its own: a peer, which writes its row to --out, a benchmark with its own result file, or tests."""
     out = args.work / f"{folder_name(point)}.row.json"
     out.unlink(missing_ok=True)
     command = peer_command(point, out, args) if point.kind == "peer" else own_command(point, args)
@@ -124,6 +124,8 @@ def script(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     code, said, over = run(command, surroundings(point, args), point.limit_s)
     row: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     row |= {"command": portable(command, args), "exit_code": code, "status": "ran" if code == 0 else "failed"}
+    if point.kind == "tests":
+        row["summary"] = "".join(said.strip().splitlines()[-1:])
     if code:
         ran_out = re.search(r"OutOfMemoryError|CUDA out of memory", said)
         ended = TIME_OVER if over else "out of memory" if ran_out else "failed"
@@ -141,7 +143,9 @@ def surroundings(point: Point, args: argparse.Namespace) -> dict[str, str]:
 
 
 def own_command(point: Point, args: argparse.Namespace) -> list[str]:
-    """A script's own, with the folder that is WORK in its words."""
+    """A script's own, with the folder that is WORK in its words; pytest for tests."""
+    if point.kind == "tests":
+        return [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *point.words]
     return [sys.executable, *(re.sub(r"^WORK(?=/)", lambda _: str(args.work), word) for word in point.words)]
 
 

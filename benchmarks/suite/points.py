@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["train", "longest", "peer", "script"]
+Kind = Literal["train", "longest", "peer", "script", "tests"]
 LLAMA_1B = (
     "model=llama8b", "model.architecture.hidden_size=2048", "model.architecture.intermediate_size=8192",
     "model.architecture.num_hidden_layers=16", "model.architecture.tie_word_embeddings=true",
@@ -27,10 +27,10 @@ TOKENS_ON_CPU = (32, 64)
 
 @dataclass(frozen=True)
 class Point:
-    """One figure. `words` are options of train.py, of a peer's script, or a whole command; `seconds` a first guess.
+    """One figure. `words` are options of train.py, of a peer's script, a file of tests, or a whole command.
 
-    In a command, WORK is the suite's --work. `limit_s` ends one that hangs; what is over it is a row that says so.
-    `most_tokens` ends a ladder.
+    `seconds` is a first guess; `limit_s` ends a point that hangs, and what is over it is a row that says so. In a
+    command, WORK is the suite's --work. `most_tokens` ends a ladder.
     """
 
     section: str
@@ -61,6 +61,10 @@ def _lab(name: str) -> Point:
     words = ("-m", "remat.cli", "compare", f"lab={name}", "--publish", "benchmarks/results/lab",
              "--out", "WORK/lab")  # fmt: skip
     return Point("lab", name, "script", words, seconds=150, limit_s=420)
+
+
+def _tests(name: str) -> Point:
+    return Point("tests", name, "tests", (f"tests/gpu/test_{name}_gpu.py",), seconds=60, limit_s=240)
 
 
 ACCURACY = ("benchmarks/plan_accuracy.py", "--work", "WORK/plan_accuracy")
@@ -95,6 +99,7 @@ POINTS = [
     _train("mfu", "llama-1b selective_ops", "deepspeed.config=zero2", "checkpointing=selective_ops"),
     _train("mfu", "llama2-7b, LoRA, full", "deepspeed.config=zero2", "checkpointing=full", "peft=lora",
            shape="llama2-7b", micro_batch=4),
+    *(_tests(name) for name in ("offload", "policies", "resume", "runs", "tools", "deepspeed_checkpointing")),
     Point("accuracy", "planner accuracy, the rest", "script",
           (*ACCURACY, "--minutes", "6"), seconds=380, limit_s=560),
     *(_lab(f"seed_{claim}") for claim in ("b8", "b7", "d3", "b10", "b5", "c4", "a5")),

@@ -307,7 +307,9 @@ READINGS: dict[tuple[str, str], tuple[Reading, ...]] = {
         )
     },
     ("D3", "faster at 512, batch 1 / 2"): (
-        Reading("seed_d3", _slower(("512, attention=sdpa", "512, attention=eager")), only=GPU, note="batch 1, LoRA"),
+        Reading(
+            "seed_d3", _slower(("512, attention=sdpa", "512, attention=eager")), only=GPU, note="batch 1, LoRA"
+        ),
     ),
     ("D3", "activations at 4096 tokens over those at 2048"): (Reading("seed_d3", _nothing, words=_growth),),
     ("D4", "accumulation: saved by micro-batch 1 instead of 4 / 16"): (

@@ -59,7 +59,11 @@ def test_every_experiment_is_there() -> None:
 
 
 def test_the_promised_sections_are_there() -> None:
-    assert {"mfu", "accuracy", "policies", "peers", "offload", "overhead", "lab", "longest"} == set(SECTIONS)
+    assert {"mfu", "accuracy", "policies", "peers", "offload", "overhead", "lab", "longest", "tests"} == set(
+        SECTIONS
+    )
+    files = {word for point in POINTS if point.kind == "tests" for word in point.words}
+    assert files == {f"tests/gpu/{path.name}" for path in (budget.ROOT / "tests" / "gpu").glob("test_*.py")}
     scripts = {point.words[0] for point in POINTS if point.kind == "peer"}
     for name in scripts:
         assert (budget.ROOT / "benchmarks" / "peers" / f"{name}.py").is_file()
@@ -271,3 +275,15 @@ def test_no_check_of_the_loss_is_in_what_is_timed(monkeypatch: pytest.MonkeyPatc
     cfg = compose.compose_run(["checkpointing=full"]).run.checkpointing
     policies.seconds(net, cfg, token_loss, args, policies.torch.device("cpu"))
     assert clock == [1, 1]
+
+
+def test_a_file_of_tests_is_a_row_with_pytests_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = next(point for point in POINTS if point.kind == "tests")
+    monkeypatch.setattr(budget, "run", lambda *_: (1, "F.\nsaid\n=== 1 failed, 1 passed in 2.00s ===\n", False))
+    row = budget.script(point, budget.parse_args(["--work", str(tmp_path)]))
+    assert row["command"][:3] == ["python", "-m", "pytest"] and row["command"][-1] == point.words[0]
+    assert row["status"] == "failed" and "said" in row["said"]
+    table = benchmarks_page.tests([point], {point.name: row})
+    assert table[-1] == f"| `{point.words[0]}` | 1 failed, 1 passed in 2.00s |"
