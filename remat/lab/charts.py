@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Bbox
 
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
@@ -28,7 +29,9 @@ MEMORY_NAMES = {
     "micro_batch": "peak of a micro-batch without model states",
 }
 LABEL_WIDTH = 32
-NEAR = 0.06  # of the width and height of the picture: numbers of points as close would cover each other
+OFFSETS = [  # of numbers from their points, the first that is free; in points of print
+    (8, 5), (8, -14), (-20, 5), (-20, -14), (10, -4), (-24, -4), (24, 5), (24, -14), (-36, 5), (-36, -14), (40, -4),
+]  # fmt: skip
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
@@ -250,7 +253,6 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     for front in best:
         across, up = zip(*((_cost(row)[0] / scale, _cost(row)[1]) for row in front), strict=True)
         axes.plot(across, up, color=theme.green, drawstyle="steps-post", linewidth=1.4, zorder=1)
-    corners = _corners(timed)
     for row in timed:
         assert row.step is not None and row.peak_bytes is not None
         place = [other.name for other in rows].index(row.name)
@@ -267,37 +269,45 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
             linestyle="",
             zorder=3,
         )
-        axes.annotate(
-            str(place + 1),
-            (x, y),
-            corners[row.name],
-            textcoords="offset points",
-            fontsize=9.5,
-            fontweight="bold",
-            color=theme.text,
-        )
     axes.set_title("Memory and time; lines: what no point of the same baseline beats in both")
     axes.set_xlabel(f"peak memory of a rank, {unit}")
     axes.set_ylabel("seconds per step, median and quartiles")
     axes.margins(0.12)
     _key(words, rows, {row.name for front in best for row in front}, scale, unit, theme)
+    numbers = {row.name: str(number) for number, row in enumerate(rows, start=1)}
+    places = {row.name: (_cost(row)[0] / scale, _cost(row)[1]) for row in timed}
+    for name, offset in _free_spots(figure, axes, places).items():
+        axes.annotate(
+            numbers[name],
+            places[name],
+            offset,
+            textcoords="offset points",
+            fontsize=9.5,
+            fontweight="bold",
+            color=theme.text,
+        )
     return figure
 
 
-def _corners(timed: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Where the number of each point stands, from the point: away from points that lie close by."""
-    costs = {row.name: _cost(row) for row in timed}
-    spans = [max(cost[i] for cost in costs.values()) - min(cost[i] for cost in costs.values()) for i in (0, 1)]
+def _free_spots(
+    figure: Figure, axes: Axes, places: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[int, int]]:
+    """Where the number of each point stands, in points of print from it: on no other number and on no point.
 
-    def ahead(name: str, axis: int) -> bool:
-        near = [
-            cost
-            for other, cost in costs.items()
-            if other != name and all(abs(cost[i] - costs[name][i]) <= NEAR * spans[i] for i in (0, 1))
-        ]
-        return costs[name][axis] >= sum(cost[axis] for cost in near) / max(1, len(near))
-
-    return {name: (8 if ahead(name, 0) else -16, 5 if ahead(name, 1) else -14) for name in costs}
+    `places` are in data of the finished axes. The first of OFFSETS that is free; the last where none is.
+    """
+    figure.draw_without_rendering()  # the layout settles where data lie
+    at = {name: axes.transData.transform(place) * 72 / figure.dpi for name, place in places.items()}
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at.values()]
+    found: dict[str, tuple[int, int]] = {}
+    for name, (x, y) in at.items():
+        for offset in OFFSETS:
+            box = Bbox.from_bounds(x + offset[0], y + offset[1], 14, 10)  # of two figures
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+        found[name] = offset
+    return found
 
 
 def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:

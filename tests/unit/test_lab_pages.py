@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import re
 import struct
 from dataclasses import replace
@@ -17,6 +18,7 @@ from remat.lab.experiment import Experiment
 from remat.lab.figures import Row, Spread
 from remat.lab.launching import Result
 from remat.lab.measure import PEAK_CPU, TIMES, Measured
+from remat.report_charts import LIGHT
 from tests.unit.test_lab import CPU
 
 MIB = 2**20
@@ -164,11 +166,15 @@ def test_the_front_is_that_of_one_baseline() -> None:
 
 
 def test_numbers_of_points_that_lie_close_by_stand_apart() -> None:
-    rows = compared("none", "full", "sqrt")[2]
-    assert set(charts._corners(rows).values()) == {(8, 5)}
-    close = dataclasses.replace(rows[0], name="close", peak_bytes=900 * MIB + 1)
-    (right, up), (left, _) = (charts._corners([*rows, close])[name] for name in ("close", "none"))
-    assert right > 0 < up and left < 0
+    """As of variants that save the same and take nearly the same time."""
+    chosen, _, rows = compared("none", "full", "sqrt")
+    peak = rows[1].peak_bytes or 0
+    close = [replace(rows[1], name=f"as full {n}", peak_bytes=peak + n) for n in range(4)]
+    figure = charts._pareto(chosen, [*rows, *close], LIGHT)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 7
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_the_trade_off_is_against_the_baseline() -> None:
