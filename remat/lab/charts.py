@@ -300,7 +300,7 @@ def _free_spots(
     at = {name: axes.transData.transform(place) * 72 / figure.dpi for name, place in places.items()}
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at.values()]
     found: dict[str, tuple[int, int]] = {}
-    for name, (x, y) in at.items():
+    for name, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):  # from above, as OFFSETS begin
         for offset in OFFSETS:
             box = Bbox.from_bounds(x + offset[0], y + offset[1], 14, 10)  # of two figures
             if not any(box.overlaps(other) for other in taken):
