@@ -5,22 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks import accuracy_points
+
 Kind = Literal["train", "longest", "peer", "script", "tests"]
-LLAMA_1B = (
-    "model=llama8b", "model.architecture.hidden_size=2048", "model.architecture.intermediate_size=8192",
-    "model.architecture.num_hidden_layers=16", "model.architecture.tie_word_embeddings=true",
-)  # fmt: skip
-SHAPES = {  # true widths of Llama 3; where a name ends in L, that many of the layers
-    "llama-1b": LLAMA_1B,
-    "llama-8b": ("model=llama8b",),
-    "llama-8b-20L": ("model=llama8b", "model.architecture.num_hidden_layers=20"),
-    "llama2-7b": ("model=llama2_7b",),
+SHAPES = accuracy_points.SHAPES | {
+    "llama-8b-20L": ["model=llama8b", "model.architecture.num_hidden_layers=20"],
 }
-ON_CPU = (  # the rehearsal without a GPU: the same options, a shape of seconds
-    "model.architecture.hidden_size=64", "model.architecture.intermediate_size=128",
-    "model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=4",
-    "model.architecture.num_key_value_heads=2", "model.architecture.vocab_size=512",
-)  # fmt: skip
 TOKENS = (8192, 16384, 32768, 65536, 131072, 262144, 524288)  # the rungs of the ladder
 TOKENS_ON_CPU = (32, 64)
 

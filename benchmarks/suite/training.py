@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plan_accuracy
+from benchmarks.accuracy_points import LLAMA_ON_CPU
 from benchmarks.plan_accuracy import GIB, TIME_OVER
-from benchmarks.suite.points import ON_CPU, SHAPES, TOKENS, TOKENS_ON_CPU, Point
+from benchmarks.suite.points import SHAPES, TOKENS, TOKENS_ON_CPU, Point
 from remat import compose, hardware, planner
 from remat.config import ConfigError
 from remat.planning.plan import Capacity
@@ -53,7 +54,7 @@ def overrides(
     if device == "cuda":
         return words
     tokens = min(seq_len or 64, 64)
-    small = list(ON_CPU)
+    small = list(LLAMA_ON_CPU)
     if "checkpointing=offload" in point.words:
         small.append("checkpointing.offload.min_bytes=0")
     return [*words, *small, f"train.seq_len={tokens}", "train.micro_batch_size=1", "train.global_batch_size=1"]

@@ -253,11 +253,12 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     for front in best:
         across, up = zip(*((_cost(row)[0] / scale, _cost(row)[1]) for row in front), strict=True)
         axes.plot(across, up, color=theme.green, drawstyle="steps-post", linewidth=1.4, zorder=1)
+    numbers = {row.name: number for number, row in enumerate(rows, start=1)}
+    places = {row.name: (_cost(row)[0] / scale, _cost(row)[1]) for row in timed}
     for row in timed:
-        assert row.step is not None and row.peak_bytes is not None
-        place = [other.name for other in rows].index(row.name)
-        x, y = row.peak_bytes / scale, row.step.median
-        look = _line(place, theme)
+        assert row.step is not None
+        x, y = places[row.name]
+        look = _line(numbers[row.name] - 1, theme)
         axes.errorbar(
             [x],
             [y],
@@ -274,11 +275,9 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     axes.set_ylabel("seconds per step, median and quartiles")
     axes.margins(0.12)
     _key(words, rows, {row.name for front in best for row in front}, scale, unit, theme)
-    numbers = {row.name: str(number) for number, row in enumerate(rows, start=1)}
-    places = {row.name: (_cost(row)[0] / scale, _cost(row)[1]) for row in timed}
     for name, offset in _free_spots(figure, axes, places).items():
         axes.annotate(
-            numbers[name],
+            str(numbers[name]),
             places[name],
             offset,
             textcoords="offset points",

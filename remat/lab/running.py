@@ -35,14 +35,15 @@ Telling = Callable[[int], AbstractContextManager[Teller]]  # for so many launche
 
 @dataclass(frozen=True)
 class Outcome:
-    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call.
-
-    `stopped` by Ctrl-C: what was not launched any more says so.
-    """
+    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call."""
 
     results: list[Result]
     launched: int
-    stopped: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        """By Ctrl-C: what was not launched any more says so."""
+        return any(result.status == NOT_LAUNCHED for result in self.results)
 
 
 def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
@@ -101,7 +102,7 @@ def run(
             done += 1
             seconds.add(known[spot])
             teller.ended(done, known[spot], seconds.left(to_do[done:]) or 0.0)
-    return Outcome([known.get(spot) or _not_launched(spot) for spot in turns], done, stopped=done < len(to_do))
+    return Outcome([known.get(spot) or _not_launched(spot) for spot in turns], done)
 
 
 def _not_launched(spot: Spot) -> Result:
