@@ -1,4 +1,4 @@
-"""The rules of the house: which module may import which, how long files and functions may grow, what is banned."""
+"""The rules of the house: which module may import which, how long functions may grow, what is banned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "remat"
 FILES = [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py"]
-MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 LEVELS = [
@@ -198,10 +197,8 @@ def test_one_importer_of_hydra_and_one_of_wandb() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+def test_functions_stay_small(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
