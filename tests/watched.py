@@ -9,6 +9,7 @@ import torch
 
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.replay import Replayed
 from remat.activation_checkpointing.watch import Watch
 from remat.choices import Policy
 from remat.config import CheckpointingConfig, OffloadConfig
@@ -22,6 +23,7 @@ class Watched:
     gradients: dict[str, torch.Tensor]
     applied: Applied
     watch: Watch
+    replayed: Replayed
 
 
 def offload_all(**more: Any) -> OffloadConfig:
@@ -29,23 +31,25 @@ def offload_all(**more: Any) -> OffloadConfig:
     return OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=0, **more)
 
 
-def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> Watched:
+def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None, zero_stage: int = 0) -> Watched:
     """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq]."""
-    applied = apply.apply(net, policy.plan(cfg, len(layers.decoder_layers(net))), cfg)
+    decisions = policy.plan(cfg, len(layers.decoder_layers(net)), zero_stage=zero_stage)
+    applied = apply.apply(net, decisions, cfg, zero_stage=zero_stage)
     if ids is None:
         ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     net.zero_grad()
     torch.manual_seed(7)
     watch = applied.watch(torch.device("cpu"))
     try:
-        with applied.micro_batch(), watch:
+        with applied.recording() as recorder, applied.micro_batch(), watch:
             loss = net(input_ids=ids, labels=ids, use_cache=False).loss
             watch.forward_done()
             loss.backward()
+        gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        replayed = recorder.replay(recorder.ready())
     finally:
         applied.remove()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    return Watched(loss.detach(), gradients, applied, watch)
+    return Watched(loss.detach(), gradients, applied, watch, replayed)
 
 
 def differences(one: Watched, other: Watched) -> list[str]:

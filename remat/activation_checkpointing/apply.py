@@ -7,31 +7,39 @@ checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing import modules
-from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing.arguments import (
+    Replayable,
+    carry_gradient,
+    find_tensors,
+    refuse_what_is_lost,
+)
+from remat.activation_checkpointing.counts import Counts, Scope
 from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
 from remat.activation_checkpointing.discard import DiscardedOutputs
 from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.activation_checkpointing.postpone import SparedProduct
-from remat.activation_checkpointing.recompute import Recompute, carries_gradient
+from remat.activation_checkpointing.recompute import Recompute
+from remat.activation_checkpointing.replay import Recorder
 from remat.activation_checkpointing.saved_tensors import SavedTensors
 from remat.activation_checkpointing.segments import Segment
 from remat.activation_checkpointing.selective import KeptResults
 from remat.activation_checkpointing.watch import Watch
-from remat.config import CheckpointingConfig
+from remat.choices import StorageDtype
+from remat.config import CheckpointingConfig, ConfigError
 
 LayerForward = Callable[..., Any]
+RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}  # a layer as a whole
 
 
 @dataclass
@@ -40,10 +48,12 @@ class Applied:
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
+    layers: Sequence[nn.Module] = ()
     counts: list[Counts] = field(default_factory=list)
     scope: Scope = field(default_factory=Scope)
     offload: HostOffload | None = None
     deepspeed: DeepSpeedCheckpointing | None = None
+    recorder: Recorder | None = None  # of the first micro-batch
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def reset(self) -> None:
@@ -55,6 +65,8 @@ class Applied:
         """Around one forward and its backward."""
         if self.deepspeed is not None:
             self.deepspeed.reset()
+        for counts in self.counts:
+            counts.abandoned = counts.expected - counts.recomputations
         with self.offload.micro_batch() if self.offload else nullcontext():
             yield
 
@@ -66,6 +78,19 @@ class Applied:
             weights=self.model.parameters if self.model else tuple,
             ignored=self.offload.storages if self.offload else tuple,
         )
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Around one forward and its backward: what `Recorder.replay` needs is noted."""
+        assert self.model is not None or not self.decisions
+        rounded = self.offload is not None and self.offload.cfg.dtype is not StorageDtype.same
+        self.recorder = recorder = Recorder(
+            self.model or nn.Module(), self.layers, self.decisions, self.scope, rounded=rounded
+        )
+        try:
+            yield recorder
+        finally:
+            self.recorder = None
 
     def remove(self) -> None:
         self.cleanup.close()
@@ -90,7 +115,7 @@ def apply(
     layers = decoder_layers(model)
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
-    applied = Applied(decisions, model, [Counts() for _ in decisions])
+    applied = Applied(decisions, model, layers, [Counts() for _ in decisions])
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
@@ -142,13 +167,35 @@ class _Builder:
         saved = SavedTensors(layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded)
         mechanism = self._mechanism(index, layer, decision, offload)
 
+        name = f"{type(layer).__name__} (layer {index})"
+
+        @contextmanager
+        def around(again: bool, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
+            """One run of the layer, its first or a later one."""
+            counts.recomputations += again
+            if self._applied.recorder is not None and not again:
+                self._applied.recorder.ran(index)
+            guard: AbstractContextManager[None] = nullcontext()
+            if not again and decision.mechanism in RUNS_AGAIN:
+                guard = refuse_what_is_lost(values(), name, reentrant=decision.reentrant)
+            with scope.inside(index, recomputing=again), guard:
+                yield
+
         def run(layer_forward: LayerForward, *args: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if scope.keeping or not torch.is_grad_enabled():
                 return layer_forward(*args)
+            if decision.reentrant:
+                refuse_second_call(counts, name)
             counts.forwards += 1
+            call, args = Replayable(layer_forward, around).put_state_first(args)
+            recorder = self._applied.recorder
+            if recorder is not None:
+                args = recorder.before(index, layer, call, args)
             with scope.inside(index), saved.hooks():
-                output = mechanism(counted(layer_forward, index, counts, scope), *args)
-            counts.output_bytes = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, torch.Tensor))
+                output = mechanism(call, *args)
+            if recorder is not None:
+                recorder.after(index, output)
+            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
             return output
 
         return run
@@ -156,11 +203,12 @@ class _Builder:
     def _mechanism(
         self, index: int, layer: nn.Module, decision: LayerDecision, offload: LayerOffload | None
     ) -> LayerForward:
-        """fn(layer_forward, *args) -> output, for what happens inside one layer."""
+        """fn(call, *args) -> output, for what happens inside one layer."""
         kind, counts = decision.mechanism, self._applied.counts[index]
         if kind is Mechanism.deepspeed:
             assert self._applied.deepspeed is not None
-            run = partial(self._applied.deepspeed.run, counts=counts, layer=index)
+            name = f"{type(layer).__name__} (layer {index})"
+            run = partial(self._applied.deepspeed.run, counts=counts, layer=name)
             return self._expecting(index, index, run)
         if kind is Mechanism.selective_ops:
             results = KeptResults(layer, self._cfg.selective_ops, counts, offload)
@@ -169,7 +217,7 @@ class _Builder:
         if kind is Mechanism.recompute:
             recompute = Recompute(self._cfg, reentrant=decision.reentrant)
             if decision.first == decision.last:
-                return self._expecting(index, index, self._sparing(layer, recompute))
+                return self._expecting(index, index, self._sparing(layer, recompute).layer)
             segment = self._segments.setdefault(
                 decision.first, Segment(decision.first, decision.last, recompute)
             )
@@ -199,18 +247,31 @@ class _Builder:
         """Count that backward will come to layers `first` to `last` once for this forward."""
         expecting = self._applied.counts[first : last + 1]
 
-        def call(layer_forward: LayerForward, *args: Any) -> Any:
-            output = run(layer_forward, *args)
-            if carries_gradient(output):
+        def counting(call: Replayable, *args: Any) -> Any:
+            output = run(call, *args)
+            if carry_gradient(output):
                 for counts in expecting:
                     counts.expected += 1
             return output
 
-        return call
+        return counting
 
 
-def _call(layer_forward: LayerForward, *args: Any) -> Any:
-    return layer_forward(*args)
+def refuse_second_call(counts: Counts, layer: str) -> None:
+    """Raise ConfigError when `layer`, reentrant, runs once more before backward came to its earlier call.
+
+    Each call's backward would hand over a part of the gradient of its weights: DeepSpeed takes the first for the whole,
+    or adds them up in another order.
+    """
+    if counts.expected - counts.recomputations > counts.abandoned:
+        raise ConfigError(
+            f"checkpointing: {layer} runs several times in one forward, and the reentrant variant would hand over the "
+            "gradient of its weights in parts; use checkpointing=full checkpointing.reentrant=false"
+        )
+
+
+def _call(call: Replayable, *args: Any) -> Any:
+    return call(*args)
 
 
 def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
 
@@ -21,6 +20,7 @@ class Counts:
     forwards: int = 0
     expected: int = 0
     recomputations: int = 0
+    abandoned: int = 0  # calls of micro-batches before this one that backward never came to
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
     kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
@@ -42,6 +42,7 @@ class Scope:
     def __init__(self) -> None:
         self.layer: int | None = None
         self.recomputing = False
+        self.keeping = False  # no policy may act: a layer is run as it is without one
 
     @contextmanager
     def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:
@@ -55,17 +56,3 @@ class Scope:
             raise
         finally:
             self.layer, self.recomputing = before
-
-
-def counted(fn: Callable[..., Any], layer: int, counts: Counts, scope: Scope) -> Callable[..., Any]:
-    """`fn` for one forward: its first call is that, every later one a recomputation."""
-    first = True
-
-    def call(*args: Any) -> Any:
-        nonlocal first
-        again, first = not first, False
-        counts.recomputations += again
-        with scope.inside(layer, recomputing=again):
-            return fn(*args)
-
-    return call

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
+from remat.activation_checkpointing.arguments import Replayable, carry_gradient, name_arguments
 from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.recompute import carries_gradient
+from remat.activation_checkpointing.recompute import FlatRegion
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
 OPTION = "checkpointing.deepspeed"
@@ -174,31 +174,37 @@ class DeepSpeedCheckpointing:
     def run(
         self,
         fn: Callable[..., Any],
-        hidden: torch.Tensor,
-        *rest: Any,
+        *args: Any,
         counts: Counts | None = None,
-        layer: int | None = None,
+        layer: str = "a layer",
     ) -> Any:
         """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
 
         Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
         Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
-        and to host memory. Raises ConfigError, naming `layer` and the position, when `rest` does carry a gradient.
+        and to host memory. Raises ConfigError, naming `layer` and the argument, when another one does carry a gradient.
         """
         if not torch.is_grad_enabled():
-            return fn(hidden, *rest)
-        for position, argument in enumerate(rest, start=1):
-            if carries_gradient(tree_leaves(argument)):
+            return fn(*args)
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise ConfigError(
+                f"checkpointing=deepspeed: {layer} does not take the hidden state as its first argument; use "
+                "checkpointing=full"
+            )
+        hidden, rest = args[0], args[1:]
+        named = name_arguments(fn, args) if isinstance(fn, Replayable) else dict(enumerate(args))
+        for name, value in list(named.items())[1:]:
+            if carry_gradient(value):
                 raise ConfigError(
-                    f"checkpointing=deepspeed: layer {'?' if layer is None else layer} is given a tensor that carries "
-                    f"a gradient as argument {position}, and DeepSpeed's function passes one back to the hidden state "
-                    "(argument 0) only; use checkpointing=full"
+                    f"checkpointing=deepspeed: {layer} is given a tensor that carries a gradient as argument {name}, "
+                    "and DeepSpeed's function passes one back to the hidden state only; use checkpointing=full"
                 )
         self._check_same_on_all_ranks(hidden)
         alias = self._alias(hidden)
         variant = self._module.checkpoint if self._reentrant else self._module.non_reentrant_checkpoint
         before = self._offloaded_bytes()
-        output = variant(lambda state: fn(state, *rest), alias)
+        region = FlatRegion(lambda state: fn(state, *rest))
+        output = region.rebuild(variant(region, alias))
         if self._previous is not None:
             self._previous.moved_bytes += self._offloaded_bytes() - before
         self._previous = counts

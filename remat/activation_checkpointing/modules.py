@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.activation_checkpointing import roles as layer_roles
-from remat.activation_checkpointing.counts import Counts, Scope, counted
-from remat.activation_checkpointing.recompute import Recompute, carries_gradient
+from remat.activation_checkpointing.arguments import Replayable, carry_gradient
+from remat.activation_checkpointing.counts import Counts, Scope
+from remat.activation_checkpointing.recompute import Lifted, Recompute
 
 Region = Callable[..., Any]
 
@@ -58,28 +59,20 @@ def _run(
 ) -> Any:
     """`fn(*args, **kwargs)` as one recomputed region.
 
-    Every tensor becomes a positional argument of the region, wherever it was: only those pass the saved-tensor hooks
-    around the layer. Parameters stay in the closure: ZeRO-3 may have partitioned them until the recomputation.
+    Every tensor becomes a positional argument of the region: only those pass the saved-tensor hooks around the layer.
     """
-    if not torch.is_grad_enabled():
+    if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
-    ]
-    rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
-    def again(*tensors: torch.Tensor) -> Any:
-        filled = list(rest)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        given, named = tree_unflatten(filled, spec)
-        return fn(*given, **named)
+    @contextmanager
+    def around(again: bool, _: Any) -> Iterator[None]:
+        counts.recomputations += again
+        with scope.inside(index, recomputing=again):
+            yield
 
-    output = recompute(counted(again, index, counts, scope), *(leaves[place] for place in places))
-    counts.expected += carries_gradient(output)
+    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args, every=True)
+    output = recompute(lifted, *lifted.tensors)
+    counts.expected += carry_gradient(output)
     return output
 
 

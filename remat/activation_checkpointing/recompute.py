@@ -1,16 +1,24 @@
-"""torch's activation checkpointing of one region, with the options of the run."""
+"""Activation checkpointing of one region, with the options of the run: torch's two variants.
+
+The reentrant one runs the region outside of autograd: it sees tensors that are handed in and handed out one by one,
+and nothing else. Whoever uses it lifts every tensor that carries a gradient out of the arguments (`Lifted`) and checks
+what the region wrote into them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from remat.config import CheckpointingConfig
+from remat.activation_checkpointing.arguments import Replayable, find_tensors
+from remat.config import CheckpointingConfig, ConfigError
 
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -27,9 +35,18 @@ class Recompute:
     reentrant: bool = False
     context_fn: ContextPair | None = None
 
+    def layer(self, call: Replayable, *args: Any) -> Any:
+        """call(*args), of which the reentrant variant must be handed every tensor that carries a gradient."""
+        if not self.reentrant:
+            return self(call, *args)
+        lifted = Lifted(call, args[1:])
+        return self(lifted, state_of(args), *lifted.tensors)
+
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.reentrant:
-            return checkpoint(fn, *args, use_reentrant=True, preserve_rng_state=self.cfg.preserve_rng_state)
+            region = FlatRegion(fn)
+            keep_rng = self.cfg.preserve_rng_state
+            return region.rebuild(checkpoint(region, *args, use_reentrant=True, preserve_rng_state=keep_rng))
         more: dict[str, Any] = {"context_fn": self.context_fn} if self.context_fn else {}
         return checkpoint(
             fn,
@@ -42,7 +59,114 @@ class Recompute:
         )
 
 
-def carries_gradient(output: Any) -> bool:
-    """Whether backward will come to what produced `output` (a tensor, or a tuple with some)."""
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    return torch.is_grad_enabled() and any(isinstance(p, torch.Tensor) and p.requires_grad for p in parts)
+class FlatRegion:
+    """`fn` as a reentrant function wants it: tensors in, a tuple of tensors out, whatever structure `fn` returns.
+
+    Its first pass runs with gradients switched on, and keeps nothing for them: a kernel that looks at the grad mode, or
+    at what its inputs require, is then the same one in both passes. torch's and DeepSpeed's own first pass has them off.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._spec: TreeSpec | None = None
+        self._others: list[Any] = []  # the leaves of the output, None in the place of each tensor
+        self._carries: list[bool] = []  # of each tensor, whether it has a gradient
+        self._places: list[int] = []
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        if self._spec is not None:  # backward's pass
+            leaves = tree_flatten(self._fn(*args))[0]
+            return tuple(leaves[place] for place in self._places)
+        reentrant = not torch.is_grad_enabled()
+        if reentrant:
+            with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
+                leaves, self._spec = tree_flatten(self._fn(*(_fresh(value) for value in args)))
+        else:
+            leaves, self._spec = tree_flatten(self._fn(*args))
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._others = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
+        for leaf in self._others:
+            if any(tensor.requires_grad for _, tensor in find_tensors(leaf)):
+                raise ConfigError(
+                    f"checkpointing: a layer returns a {type(leaf).__name__}, in which the reentrant variant cannot "
+                    "find the tensors that carry a gradient; use checkpointing=full checkpointing.reentrant=false"
+                )
+        self._carries = [leaves[i].requires_grad for i in self._places]
+        return tuple(leaves[i].detach() if reentrant else leaves[i] for i in self._places)
+
+    def rebuild(self, outputs: Any) -> Any:
+        """What `fn` returned, of the tensors that the reentrant function made of it."""
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        leaves = list(self._others)
+        for place, tensor, carries in zip(self._places, tensors, self._carries, strict=True):
+            leaves[place] = tensor if carries else tensor.detach()
+        assert self._spec is not None
+        return tree_unflatten(leaves, self._spec)
+
+
+class Lifted:
+    """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.tensors)`.
+
+    Lifted are those that carry a gradient (or `every` one) and stand in an argument that cannot be written to: a tensor
+    or a tuple of tensors. Parameters are not: ZeRO-3 may have partitioned them until the recomputation.
+    """
+
+    def __init__(self, call: Replayable, args: tuple[Any, ...], *, every: bool = False) -> None:
+        self._call, self._args, self._every = call, args, every
+        self.tensors = list(self._lift((args, *call.keywords.values())))
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """`tensors` may begin with positional arguments that were left out of `args`."""
+        leading = tensors[: len(tensors) - len(self.tensors)]
+        given = iter(tensors[len(leading) :])
+        rest = self._put_back(self._args, given)
+        named = {name: self._put_back(value, given) for name, value in self._call.keywords.items()}
+        return self._call(*leading, *rest, **named)
+
+    def _lift(self, value: Any) -> Iterator[torch.Tensor]:
+        if self._is_lifted(value):
+            yield value
+        elif isinstance(value, tuple):
+            for part in value:
+                yield from self._lift(part)
+
+    def _put_back(self, value: Any, given: Iterator[torch.Tensor]) -> Any:
+        if self._is_lifted(value):
+            return next(given)
+        if not isinstance(value, tuple) or isinstance(value, torch.Size):
+            return value
+        parts = [self._put_back(part, given) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+    def _is_lifted(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return False
+        return self._every or value.requires_grad
+
+
+def state_of(args: tuple[Any, ...]) -> torch.Tensor:
+    """The hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise ConfigError(
+            "checkpointing: a layer of this model does not take the hidden state as its first argument, so it can be "
+            "neither in a segment nor reentrant; use checkpointing=full checkpointing.reentrant=false"
+        )
+    return args[0]
+
+
+def _fresh(value: Any) -> Any:
+    """A leaf in the place of an argument: what runs on it is no part of the graph above."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _keep_nothing(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise RuntimeError(
+        "checkpointing: a layer runs a backward of its own inside its forward, which the reentrant variant cannot do; "
+        "use checkpointing.reentrant=false"
+    )

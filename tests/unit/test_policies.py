@@ -70,6 +70,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
     assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert result.replayed.differences == result.replayed.notes == []
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))

@@ -1,0 +1,611 @@
+"""Hold one layer of each kind to the pass that keeps everything, bit for bit, in the first micro-batch of a run.
+
+A `Recorder` notes what such a layer (or segment of layers) is given, what it returns and which gradients come and go
+under the run's policy. When the backward is over, `Recorder.replay` runs the layer once more, with everything kept, on
+the same inputs, random state and output gradients, and compares. It knows nothing of how a policy works, so it finds
+what no list of cases foresees. It costs one forward and backward of those layers, once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.activation_checkpointing.arguments import (
+    Replayable,
+    carry_gradient,
+    copy_containers,
+    find_changes,
+    find_tensors,
+    has_containers,
+    name_arguments,
+    rebuild,
+)
+from remat.activation_checkpointing.counts import Scope
+from remat.activation_checkpointing.policy import LayerDecision, Mechanism, spans
+
+RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}
+LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
+LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
+MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
+MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a device that is not deterministic
+ROUNDED = 0.3  # relative gradient error at which 8-bit storage is no rounding any more
+TINY = 1e-12
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Digest(NamedTuple):
+    """Stands for a weight's gradient, which is too large to hold: its norm, and a sum and a hash of its bits."""
+
+    norm: float
+    bits: tuple[int, int]
+
+
+Quantities = dict[str, "torch.Tensor | Digest | None"]
+
+
+@dataclass
+class Replayed:
+    """What was compared and found. `differences` stop a run; `notes` say what could not be compared."""
+
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """`layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
+        if not self.compared:
+            return "no layer is treated, so none was run again"
+        where = ", ".join(one["layers"] for one in self.compared)
+        error = max(one["largest_error"] for one in self.compared)
+        equal = f"gradients within {error:.2g}" if error else "equal bit for bit"
+        return (
+            f"layers {where} (one of each kind) run again with everything kept: {equal}, {self.seconds:.2f} s"
+        )
+
+
+class Recorder:
+    """Of one micro-batch. `before` and `after` stand around every call of a layer, `ran` where it really runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        decisions: Sequence[LayerDecision],
+        scope: Scope,
+        *,
+        rounded: bool,
+    ) -> None:
+        """`rounded`: what is kept is stored in 8 bits, so gradients are not exact."""
+        self._model, self._layers, self._decisions = model, layers, decisions
+        self._scope, self._rounded = scope, rounded
+        self._samples: dict[int, Sample] = {}  # by the first layer of the region
+        self._open: set[int] = set()
+        self._kinds: set[Any] = set()
+        self._called: Counter[int] = Counter()
+        self._ran: Counter[int] = Counter()
+
+    def before(self, index: int, layer: nn.Module, call: Replayable, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The positional arguments to go on with; keyword arguments are replaced in `call`."""
+        self._called[index] += 1
+        decision = self._decisions[index]
+        if decision.mechanism is Mechanism.keep and not decision.offload:
+            return args
+        with _disable_current_modes():
+            if index == decision.first and decision.first not in self._samples:
+                region = self._layers[decision.first : decision.last + 1]
+                kind = _kind(decision, region, name_arguments(call, args))
+                if kind not in self._kinds:
+                    self._kinds.add(kind)
+                    self._samples[decision.first] = Sample(decision)
+                    self._open.add(decision.first)
+            if decision.first in self._open:
+                return self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
+        return args
+
+    def ran(self, index: int) -> None:
+        self._ran[index] += 1
+
+    def after(self, index: int, output: Any) -> None:
+        decision = self._decisions[index]
+        if index == decision.last and decision.first in self._open:
+            self._open.discard(decision.first)
+            with _disable_current_modes():
+                self._samples[decision.first].end(output)
+
+    def ready(self) -> list[int]:
+        """The regions that can be replayed, each by its first layer."""
+        return [first for first, sample in self._samples.items() if sample.complete]
+
+    def replay(self, regions: Sequence[int]) -> Replayed:
+        """Run each of `regions` again and compare. The same list on every rank: ZeRO-3 gathers their weights."""
+        started, result = time.perf_counter(), Replayed(differences=self._lost())
+        for first in regions:
+            sample = self._samples[first]
+            layers = range(sample.decision.first, sample.decision.last + 1)
+            once = all(self._called[index] == 1 for index in layers)
+            sample.compare(
+                result,
+                self._scope,
+                own_weights=self._own_weights(sample) if once else set(),
+                once=once,
+                rounded=self._rounded and sample.decision.offload,
+            )
+        self._samples.clear()
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _lost(self) -> list[str]:
+        found = [index for index in sorted(self._called) if self._called[index] != self._ran[index]]
+        if not found:
+            return []
+        one = found[0]
+        return [
+            f"layers {spans(found)}: layer {one} was called {self._called[one]} times and ran {self._ran[one]} times; "
+            "use checkpointing=full"
+        ]
+
+    def _own_weights(self, sample: Sample) -> set[int]:
+        """Weights that nothing outside of the sample uses: their gradients are its own."""
+        inside = Counter(
+            id(p) for layer in sample.layers for _, p in layer.named_parameters(remove_duplicate=False)
+        )
+        everywhere = Counter(id(p) for _, p in self._model.named_parameters(remove_duplicate=False))
+        return {key for key, times in inside.items() if everywhere[key] == times}
+
+
+@dataclass
+class _Input:
+    """A tensor that carries a gradient into the region. `node`: where its gradient leaves the region's graph."""
+
+    held: int
+    node: Any
+    alone: bool  # `gradient` is what this region gave, and nothing else
+    gradient: torch.Tensor | None = None
+
+
+@dataclass
+class _Output:
+    value: torch.Tensor
+    carries: bool
+    gradient: torch.Tensor | None = None
+
+
+class Sample:
+    """One call of a region: what it was given, what it returned, what came back."""
+
+    def __init__(self, decision: LayerDecision) -> None:
+        self.decision = decision
+        self.layers: list[nn.Module] = []
+        self.complete = False
+        self._calls: list[tuple[Replayable, tuple[Any, ...], dict[str, Any]]] = []
+        self._held: list[torch.Tensor] = []  # the values of every tensor it was given
+        self._requires: list[bool] = []
+        self._place: dict[int, int] = {}  # of a tensor of the model among those held
+        self._alive: list[Any] = []  # what the ids above belong to
+        self._copies: dict[int, Any] = {}
+        self._aliases: dict[int, torch.Tensor] = {}
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._inputs: dict[str, _Input] = {}
+        self._outputs: dict[str, _Output] = {}
+        self._reached: set[int] = set()
+        self._weights: dict[str, list[Digest]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
+        self._hooks = ExitStack()
+        self._random: Any = None
+        self._autocast: list[Any] = []
+
+    # while the model runs
+
+    def add(
+        self, layer: nn.Module, call: Replayable, args: tuple[Any, ...], *, is_last: bool
+    ) -> tuple[Any, ...]:
+        """Note one layer's call. Returns its arguments as tensors of our own, whose gradients can be told apart."""
+        given = name_arguments(call, args)
+        within = bool(self._calls)  # a segment: its state is not there yet
+        names = list(given)
+        held = {
+            name: rebuild(value, self._hold, self._copies)
+            for name, value in given.items()
+            if not within or name != names[0]
+        }
+        positional = tuple(held[name] for name in names[within : len(args)])
+        plain = Replayable(partial(call.function, *call.bound), call.around)
+        self._calls.append((plain, positional, {name: held[name] for name in call.keywords}))
+        self.layers.append(layer)
+        for name, value in given.items():
+            if has_containers(value):
+                self._containers.append((name, copy_containers(value), value))
+                self._note_contained(name, value)
+        own = tuple(
+            value if within and place == 0 else self._alias(name, value)
+            for place, (name, value) in enumerate(zip(names, args, strict=False))
+        )
+        call.keywords = {name: self._alias(name, value) for name, value in call.keywords.items()}
+        if is_last:
+            self._start()
+        return own
+
+    def end(self, output: Any) -> None:
+        """The region has run: note what came out, and listen for gradients."""
+        made = list(find_tensors(output, "output"))
+        for name, before, now in self._containers:
+            for path, new in find_changes(before, now, name):
+                made += find_tensors(new, path)
+        nodes = {id(one.node): one.node for one in self._inputs.values()}
+        if any(tensor is alias for _, tensor in made for alias in self._aliases.values()):
+            self._hooks.close()  # it hands an input on as it is: there is nothing to compare
+            return
+        for path, tensor in made:
+            noted = self._outputs[path] = _Output(tensor.detach().clone(), tensor.requires_grad)
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_note_gradient, noted))
+        self._reached = _reach([tensor for _, tensor in made], set(nodes))
+        self._containers, self._alive, self._aliases = [], [], {}
+        self.complete = True
+
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._place:
+            small = tensor.requires_grad or tensor.nbytes <= LARGEST_COPY_BYTES
+            self._place[id(tensor)] = len(self._held)
+            self._held.append(tensor.detach().clone() if small else tensor.detach())
+            self._requires.append(tensor.requires_grad)
+            self._alive.append(tensor)
+        return self._held[self._place[id(tensor)]]
+
+    def _alias(self, name: str, value: Any) -> Any:
+        """`value` with a view of each tensor that carries a gradient; what could be written to is left as it is."""
+        if isinstance(value, tuple):
+            parts = [self._alias(f"{name}[{i}]", part) for i, part in enumerate(value)]
+            if all(one is other for one, other in zip(parts, value, strict=True)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.requires_grad:
+            return value
+        if id(value) not in self._aliases:
+            alias = value.view_as(value)
+            noted = _Input(self._place[id(value)], alias.grad_fn, alone=True)
+            alias.register_hook(partial(_note_gradient, noted))
+            self._aliases[id(value)], self._inputs[name] = alias, noted
+        return self._aliases[id(value)]
+
+    def _note_contained(self, name: str, value: Any) -> None:
+        """Tensors in a container cannot be replaced without the model's knowledge; where they lead can be seen."""
+        for path, tensor in find_tensors(value, name):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                self._inputs[path] = _Input(self._place[id(tensor)], tensor.grad_fn, alone=False)
+
+    def _start(self) -> None:
+        device = self._device()
+        self._random = _random_state(device)
+        self._autocast = [_autocast(kind) for kind in {"cpu", device.type}]
+        for layer in self.layers:
+            for name, buffer in layer.named_buffers():
+                if buffer.nbytes <= LARGEST_BUFFER_BYTES:
+                    self._buffers[name] = (buffer, buffer.detach().clone())
+        for name, weight in self._named_weights().items():
+            digests = self._weights[name] = []
+            hook = weight.register_hook(partial(_note_digest, digests))
+            self._hooks.callback(hook.remove)
+
+    def _named_weights(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{place}.{name}" if len(self.layers) > 1 else name: weight
+            for place, layer in enumerate(self.layers)
+            for name, weight in layer.named_parameters()
+            if weight.requires_grad
+        }
+
+    # when the backward is over
+
+    def compare(
+        self, result: Replayed, scope: Scope, *, own_weights: set[int], once: bool, rounded: bool
+    ) -> None:
+        """Put into `result` what differs from the pass that keeps everything."""
+        self._hooks.close()
+        name = self._name()
+        again = self.decision.mechanism in RUNS_AGAIN
+        own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
+        real = self._real(own, once=once)
+        try:
+            with self._everything_kept(scope):
+                truth = self._truth(own, once=once)
+                errors = _errors(real, truth)
+                if errors and not rounded:
+                    errors = _beyond_noise(errors, _errors(self._truth(own, once=once), truth))
+        except Exception as error:
+            result.notes.append(f"{name} could not be run again: {type(error).__name__}: {error}")
+            return
+        handed = [key for key, digests in self._weights.items() if len(digests) > 1]
+        if not again and any(key.startswith("output") for key in errors):
+            result.notes.append(f"{name} returns something else each time it runs: nothing could be compared")
+            return
+        wrong = {
+            key: size
+            for key, size in errors.items()
+            if not (rounded and key.startswith("gradient") and size <= ROUNDED)
+        }
+        result.differences += [f"{name}: {_in_words(key, size)}{self._remedy()}" for key, size in wrong.items()]
+        if handed:
+            result.differences.append(
+                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts in "
+                f"one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
+            )
+        result.compared.append(
+            {
+                "layers": spans(list(range(self.decision.first, self.decision.last + 1))),
+                "class": type(self.layers[0]).__name__,
+                "policy": str(self.decision.policy),
+                "compared": sorted(truth),
+                "largest_error": max(errors.values(), default=0.0),
+                "equal": not wrong and not handed,
+            }
+        )
+
+    def _device(self) -> torch.device:
+        return self._held[0].device if self._held else torch.device("cpu")
+
+    def _name(self) -> str:
+        first, last = self.decision.first, self.decision.last
+        return f"layer{'s' if last > first else ''} {spans(list(range(first, last + 1)))} ({type(self.layers[0]).__name__})"
+
+    def _remedy(self) -> str:
+        if self.decision.reentrant or self.decision.mechanism is Mechanism.deepspeed:
+            return "; use checkpointing=full checkpointing.reentrant=false"
+        return "; give such layers another policy (checkpointing=none keeps everything)"
+
+    def _real(self, own: set[str], *, once: bool) -> Quantities:
+        """What the run's policy gave."""
+        found: Quantities = {path: output.value for path, output in self._outputs.items()}
+        for path, one in self._inputs.items():
+            if one.alone:
+                found[f"gradient of {path}"] = one.gradient
+            found[f"way of the gradient to {path}"] = _flag(id(one.node) in self._reached)
+        for path, output in self._outputs.items():
+            found[f"way of the gradient from {path}"] = _flag(output.carries)
+        for name in own:
+            digests = self._weights[name]
+            found[f"gradient of weight {name}"] = digests[0] if digests else None
+        if once:
+            found |= {f"buffer {name}": buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
+        return found
+
+    def _truth(self, own: set[str], *, once: bool) -> Quantities:
+        """The same by a pass that keeps everything, on the same inputs."""
+        now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
+        for buffer, before in self._buffers.values():
+            buffer.data.copy_(before)
+        outputs, leaves = self._run()
+        carried = [
+            (tensor, noted.gradient)
+            for path, noted in self._outputs.items()
+            if (tensor := outputs.get(path)) is not None and tensor.requires_grad and noted.gradient is not None
+        ]
+        weights = self._named_weights()
+        wanted = [leaves[one.held] for one in self._inputs.values()] + [weights[name] for name in sorted(own)]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if carried and wanted:
+            gradients = torch.autograd.grad(
+                [tensor for tensor, _ in carried],
+                wanted,
+                [gradient for _, gradient in carried],
+                allow_unused=True,
+            )
+        found: Quantities = {path: tensor.detach() for path, tensor in outputs.items()}
+        for (path, one), gradient in zip(self._inputs.items(), gradients, strict=False):
+            if one.alone:
+                found[f"gradient of {path}"] = gradient
+            found[f"way of the gradient to {path}"] = _flag(gradient is not None and bool(gradient.any()))
+        for path, tensor in outputs.items():
+            found[f"way of the gradient from {path}"] = _flag(tensor.requires_grad)
+        for name, gradient in zip(sorted(own), gradients[len(self._inputs) :], strict=True):
+            found[f"gradient of weight {name}"] = None if gradient is None else _digest(gradient)
+        for name, (buffer, _) in self._buffers.items():
+            if once:
+                found[f"buffer {name}"] = buffer.detach().clone()
+            buffer.data.copy_(now[name])
+        return found
+
+    def _run(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """The region's outputs, and what it wrote, by path; and the leaves it was given."""
+        leaves = [
+            value.detach().requires_grad_(requires)
+            for value, requires in zip(self._held, self._requires, strict=True)
+        ]
+        places = {id(value): place for place, value in enumerate(self._held)}
+        copies: dict[int, Any] = {}
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            return leaves[places[id(tensor)]]
+
+        _set_random_state(self._device(), self._random)
+        state: Any = None
+        given: list[tuple[str, Any, Any]] = []
+        for place, (call, args, keywords) in enumerate(self._calls):
+            positional = rebuild(args, leaf, copies)
+            named = {name: rebuild(value, leaf, copies) for name, value in keywords.items()}
+            if place:
+                positional = (state, *positional)
+            values = name_arguments(call, positional) | named
+            given += [
+                (n, copy_containers(value), value) for n, value in values.items() if has_containers(value)
+            ]
+            state = call.function(*call.bound, *positional, **named)
+        outputs = dict(find_tensors(state, "output"))
+        for name, before, now in given:
+            for path, new in find_changes(before, now, name):
+                outputs |= dict(find_tensors(new, path))
+        return outputs, leaves
+
+    @contextmanager
+    def _everything_kept(self, scope: Scope) -> Iterator[None]:
+        """Weights gathered, no hook of ZeRO-3 or of a policy, the random state and autocast of the real pass."""
+        modules = [module for layer in self.layers for module in layer.modules()]
+        hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
+        before = _random_state(self._device())
+        with ExitStack() as stack:
+            stack.enter_context(_gathered([p for layer in self.layers for p in layer.parameters()]))
+            for autocast in self._autocast:
+                stack.enter_context(autocast())
+            try:
+                scope.keeping = True
+                for module, name, _ in hooks:
+                    setattr(module, name, OrderedDict())
+                stack.enter_context(torch.enable_grad())
+                yield
+            finally:
+                scope.keeping = False
+                for module, name, own in hooks:
+                    setattr(module, name, own)
+                _set_random_state(self._device(), before)
+
+
+def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
+    """Regions of the same kind are built alike, treated alike and called alike."""
+    modules = [
+        (name, type(module), sorted((k, v) for k, v in vars(module).items() if isinstance(v, (bool, str))))
+        for layer in layers
+        for name, module in layer.named_modules()
+    ]
+    weights = [
+        (name, tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
+        for layer in layers
+        for name, p in layer.named_parameters()
+    ]
+    arguments = [(name, type(value), carry_gradient(value)) for name, value in given.items()]
+    how = (decision.policy, decision.mechanism, decision.reentrant, decision.offload)
+    return repr((how, modules, weights, arguments))
+
+
+def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
+    """By how much each quantity is off, relative to its largest value; inf: it is not there. Equal bits: no entry."""
+    sizes = {}
+    for name, right in truth.items():
+        left = found.get(name)
+        if left is not None and right is None and name.startswith("way"):
+            continue  # a gradient may come by that then is zero
+        size = _error(left, right)
+        if size:
+            sizes[name] = size
+    return sizes
+
+
+def _error(left: torch.Tensor | Digest | None, right: torch.Tensor | Digest | None) -> float:
+    if left is None or right is None:
+        one = right if left is None else left
+        return 0.0 if one is None or _is_zero(one) else math.inf
+    if isinstance(left, Digest) or isinstance(right, Digest):
+        assert isinstance(left, Digest) and isinstance(right, Digest)
+        if left.bits == right.bits:
+            return 0.0
+        return max(abs(left.norm - right.norm) / max(right.norm, TINY), TINY)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return math.inf
+    if _bits(left).equal(_bits(right)):
+        return 0.0
+    largest = right.double().abs().max().item()
+    size = (left.double() - right.double()).abs().max().item() / max(largest, TINY)
+    return max(size, TINY) if math.isfinite(size) else math.inf
+
+
+def _beyond_noise(errors: dict[str, float], noise: dict[str, float]) -> dict[str, float]:
+    """What a device that is not deterministic does not explain."""
+    return {name: size for name, size in errors.items() if size > MOST_NOISE * noise.get(name, 0.0)}
+
+
+def _in_words(name: str, size: float) -> str:
+    if size == math.inf:
+        return f"{name} is lost, which the pass that keeps everything has"
+    return (
+        f"{name} differs from that of the pass that keeps everything by up to {size:.2g} of its largest value"
+    )
+
+
+def _flag(there: bool) -> torch.Tensor | None:
+    return torch.ones(()) if there else None
+
+
+def _is_zero(value: torch.Tensor | Digest) -> bool:
+    return value.norm == 0 if isinstance(value, Digest) else not bool(value.any())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(gradient: torch.Tensor) -> Digest:
+    flat = gradient.detach().contiguous().reshape(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float32).item()
+    return Digest(norm, (int(words.sum(dtype=torch.int64)), int(torch.hash_tensor(flat).view(torch.int64))))
+
+
+def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor) -> None:
+    with _disable_current_modes():
+        noted.gradient = gradient.detach().clone() if noted.gradient is None else noted.gradient + gradient
+
+
+def _note_digest(digests: list[Digest], gradient: torch.Tensor) -> None:
+    with _disable_current_modes():
+        digests.append(_digest(gradient))
+
+
+def _reach(outputs: Sequence[torch.Tensor], goals: set[int]) -> set[int]:
+    """Which of the graph's nodes `goals` (ids) backward would come to from `outputs`; none beyond them is looked at."""
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen: dict[int, Any] = {}  # holds each node: an id belongs to a living one
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if id(node) not in goals:
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return goals & seen.keys()
+
+
+@contextmanager
+def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
+    """ZeRO-3's shards put together; all ranks must come here alike."""
+    sharded = [
+        weight for weight in weights if hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
+    ]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded):
+        yield
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+    )
