@@ -9,11 +9,11 @@ import torch
 
 from remat import checks, compose, model, strategy
 from remat.activation_checkpointing import apply, layers
+from remat.activation_checkpointing.policy import without_engine
 from remat.choices import PeftMethod
 from remat.config import CheckpointingConfig, ConfigError, RunConfig
 from remat.planning import simulate, zero3, zero3_events
 from remat.planning.zero3_events import Event, Parameters
-from remat.recordings import without_engine
 
 META = torch.device("meta")
 MIB = 2**20

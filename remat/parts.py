@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from remat import distributed, loss
 from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.replay import Replayed
 from remat.activation_checkpointing.watch import Watch
 from remat.config import RunConfig
 from remat.console import Console
@@ -62,6 +63,7 @@ class Parts:
     saves: Saves = field(default_factory=Saves)
     to_rehearse: bool = False  # its save and export, after the next step that is applied
     in_a_row: int = 0  # micro-batches since the launch or its last evaluation
+    replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
     proven: bool = False
     held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run

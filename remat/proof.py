@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from remat import distributed, held, placement, run_dir, summary
 from remat.activation_checkpointing import evidence, policy
 from remat.activation_checkpointing.counts import NotInEffect
+from remat.activation_checkpointing.replay import Recorder
 from remat.parts import Parts
 
 LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather; an evaluation makes it forget
@@ -21,17 +23,42 @@ def watching(parts: Parts) -> Iterator[Callable[[], None]]:
     What each backward leaves is counted until the proof is there.
     """
     wanted = 0 if parts.watch is None else LEARNT
-    if parts.settled is None and parts.in_a_row == wanted:
-        with parts.applied.watch(parts.world.device) as watch:
+    with ExitStack() as around:
+        recorder = around.enter_context(parts.applied.recording()) if parts.watch is None else None
+        if parts.settled is None and parts.in_a_row == wanted:
+            watch = around.enter_context(parts.applied.watch(parts.world.device))
             yield watch.forward_done
-        parts.watch = parts.watch or watch
-        if parts.strategy.zero_stage < 3 or wanted == LEARNT:
-            parts.settled = watch
-    else:
-        yield lambda: None
+            parts.watch = parts.watch or watch
+            if parts.strategy.zero_stage < 3 or wanted == LEARNT:
+                parts.settled = watch
+        else:
+            yield lambda: None
     parts.in_a_row += 1
+    if recorder is not None:
+        replay(parts, recorder)
     if not parts.proven:
         parts.held = held.largest([parts.held, held.after_backward(parts.engine)])
+
+
+def replay(parts: Parts, recorder: Recorder) -> None:
+    """Hold a layer of each kind to the pass that keeps everything; before anything is updated.
+
+    Raises NotInEffect on all ranks when something differs on any; proof.json is written then too.
+    """
+    with parts.window.excluded():
+        ready = distributed.gather(recorder.ready())
+        regions = sorted(set(ready[0]).intersection(*ready[1:]))
+        parts.replayed = recorder.replay(regions)
+        everyone = distributed.gather((parts.replayed.differences, parts.replayed.notes))
+    for note in sorted({text for _, notes in everyone for text in notes}):
+        parts.console.warning(f"not proven: {note}")
+    problems = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everyone) for text in texts]
+    if not problems:
+        return
+    if parts.world.is_main:
+        found = {"policy": str(parts.cfg.checkpointing.policy), "run_again": asdict(parts.replayed)}
+        run_dir.write_json(parts.record_folder / "proof.json", found | {"problems": problems})
+    raise NotInEffect("\n".join(problems))
 
 
 def prove(parts: Parts) -> None:
@@ -53,6 +80,8 @@ def prove(parts: Parts) -> None:
         raise NotInEffect("\n".join(problems))
     parts.window.recomputes(parts.watch.recomputed_share() if parts.watch else 0.0)
     parts.console.note(f"proven: {line(parts, mine)}")
+    if parts.replayed is not None:
+        parts.console.note(f"proven: {parts.replayed.line()}")
     parts.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
@@ -83,6 +112,7 @@ def record(parts: Parts, found: list[dict[str, Any]]) -> dict[str, Any]:
         "layers": found[0]["layers"],
         "first_micro_batch_flops": found[0]["flops"],
         "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
+        "run_again": asdict(parts.replayed) if parts.replayed else None,
         "placement_by_rank": [rank["placement"] for rank in found],
     }
 

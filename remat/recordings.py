@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 
 from remat import loss, strategy
 from remat.activation_checkpointing import apply
-from remat.activation_checkpointing.policy import LayerDecision, Mechanism
+from remat.activation_checkpointing.policy import without_engine
 from remat.config import ConfigError, RunConfig
 from remat.planning import shadows, simulate
 
@@ -62,11 +61,3 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
         )
-
-
-def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
-    """DeepSpeed's function needs process groups; torch's reentrant variant does the same in one process."""
-    return [
-        replace(d, mechanism=Mechanism.recompute, reentrant=True) if d.mechanism is Mechanism.deepspeed else d
-        for d in decisions
-    ]

@@ -21,7 +21,7 @@ from remat import (
     tensor_parallel,
     versions,
 )
-from remat.activation_checkpointing import layers, limits, policy
+from remat.activation_checkpointing import dry_run, layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.choices import LossKind, PeftMethod, Precision
 from remat.config import ConfigError, RunConfig
@@ -41,6 +41,7 @@ class Strategy:
     ds: dict[str, Any]
     zero_stage: int
     decisions: list[LayerDecision]
+    decided_because: str = ""  # where the decisions are not the usual ones of the policy
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Of one rank; `data_ranks` share them."""
@@ -88,24 +89,28 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.qlora:
         qlora.check(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
+    decisions, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
     return Strategy(
         facts=facts,
         held=_held(facts, skeleton, shared_by),
         fields=fields,
         ds=tensor_parallel.rendered(rendered, shared_by),
         zero_stage=zero_stage,
-        decisions=_decisions(cfg, skeleton, zero_stage, has_gpu=can_pin),
+        decisions=decisions,
+        decided_because=because,
     )
 
 
-def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool) -> list[LayerDecision]:
-    """What becomes of each layer. Raises ConfigError with everything that cannot work."""
+def _decisions(
+    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
+) -> tuple[list[LayerDecision], str]:
+    """What becomes of each layer, and why so. Raises ConfigError with everything that cannot work."""
     try:
         found = layers.decoder_layers(skeleton)
     except ConfigError:
         if policy.needs_layers(cfg.checkpointing):
             raise
-        return []
+        return [], ""
     setting = limits.Setting(
         zero_stage=zero_stage,
         tensor_parallel_size=cfg.train.tensor_parallel_size,
@@ -121,7 +126,7 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
     problems = limits.problems(cfg.checkpointing, list(found), setting)
     if problems:
         raise ConfigError("\n".join(problems))
-    return policy.plan(cfg.checkpointing, len(found), zero_stage=zero_stage)
+    return dry_run.choose(skeleton, cfg.checkpointing, len(found), zero_stage=zero_stage)
 
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:

@@ -6,6 +6,7 @@ checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's wei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -115,6 +116,7 @@ def apply(
     layers = decoder_layers(model)
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
+    _refuse_shared_weights(model, layers, decisions)
     applied = Applied(decisions, model, layers, [Counts() for _ in decisions])
     try:
         if any(decision.offload for decision in decisions):
@@ -129,6 +131,26 @@ def apply(
         applied.remove()
         raise
     return applied
+
+
+def _refuse_shared_weights(
+    model: nn.Module, layers: Sequence[nn.Module], decisions: Sequence[LayerDecision]
+) -> None:
+    """A trained weight of a reentrant region that something else uses as well gets its gradient in parts."""
+    if not any(decision.reentrant for decision in decisions):
+        return
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for first in {decision.first for decision in decisions if decision.reentrant}:
+        region = layers[first : decisions[first].last + 1]
+        named = [item for layer in region for item in layer.named_parameters(remove_duplicate=False)]
+        inside = Counter(id(p) for _, p in named)
+        for name, weight in named:
+            if weight.requires_grad and everywhere[id(weight)] > inside[id(weight)]:
+                raise ConfigError(
+                    f"checkpointing: weight {name} of {type(region[0]).__name__} (layer {first}) is also used "
+                    "elsewhere, and the reentrant variant would hand over its gradient in parts; use checkpointing=full "
+                    "checkpointing.reentrant=false"
+                )
 
 
 def _deepspeed(
@@ -194,7 +216,7 @@ class _Builder:
             with scope.inside(index), saved.hooks():
                 output = mechanism(call, *args)
             if recorder is not None:
-                recorder.after(index, output)
+                output = recorder.after(index, output)
             counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
             return output
 

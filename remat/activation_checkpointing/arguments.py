@@ -23,7 +23,7 @@ DEPTH = 6  # of containers inside containers
 ONE_VALUE = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
 NOT_LOOKED_INTO = (*ONE_VALUE, nn.Module, torch.Generator, FunctionType, MethodType, ModuleType)
 LOSES = (
-    "the reentrant variant of activation checkpointing loses their gradient; use checkpointing=full "
+    "the reentrant variant of activation checkpointing does not carry their gradient; use checkpointing=full "
     "checkpointing.reentrant=false"
 )
 EDITS = (
@@ -122,6 +122,18 @@ def find_changes(before: Any, now: Any, path: str = "", depth: int = DEPTH) -> I
             yield from find_changes(known[key], value, place, depth - 1)
 
 
+def replace_changes(before: Any, now: Any, swap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `swap(tensor)` in the place of each tensor that came into the containers of `now` since `before`."""
+    known = dict(_parts(before))
+    for key, value in list(_parts(now)):
+        old = known.get(key)
+        if isinstance(value, (torch.Tensor, tuple)):
+            if old is not value and not isinstance(now, tuple):
+                _put(now, key, rebuild(value, swap, {}))
+        elif old is not None:
+            replace_changes(old, value, swap)
+
+
 def has_containers(value: Any) -> bool:
     """Whether a call could write into `value`."""
     if isinstance(value, tuple):
@@ -182,18 +194,19 @@ class Replayable:
 
 @contextmanager
 def refuse_what_is_lost(values: Mapping[str, Any], layer: str, *, reentrant: bool) -> Iterator[None]:
-    """Around the first pass of a layer that will run again, whose arguments are `values` by name.
+    """Around the first pass of a layer that will run again, whose arguments are `values`: its state, then the rest.
 
     Raises ConfigError, naming `layer` and the argument, for a tensor that the layer edits in place, and, where
-    `reentrant`, for tensors that carry a gradient inside a container, be they there before or put there.
+    `reentrant`, for tensors that carry a gradient beside the state, be they there before or put into a container.
     """
-    containers = {name: value for name, value in values.items() if reentrant and has_containers(value)}
-    for name, value in containers.items():
+    rest = dict(list(values.items())[1:]) if reentrant else {}
+    for name, value in rest.items():
         if carry_gradient(value):
             raise ConfigError(
-                f"checkpointing: {layer} is given tensors that carry a gradient in its argument {name}, a "
-                f"{type(value).__name__}, and {LOSES}"
+                f"checkpointing: {layer} is given, besides the hidden state, tensors that carry a gradient in its "
+                f"argument {name}, and {LOSES}"
             )
+    containers = {name: value for name, value in rest.items() if has_containers(value)}
     before, counted = {name: copy_containers(value) for name, value in containers.items()}, versions(values)
     try:
         yield

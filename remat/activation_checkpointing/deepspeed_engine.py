@@ -193,7 +193,7 @@ class DeepSpeedCheckpointing:
             )
         hidden, rest = args[0], args[1:]
         named = name_arguments(fn, args) if isinstance(fn, Replayable) else dict(enumerate(args))
-        for name, value in list(named.items())[1:]:
+        for name, value in list(named.items())[1:]:  # behind the hidden state
             if carry_gradient(value):
                 raise ConfigError(
                     f"checkpointing=deepspeed: {layer} is given a tensor that carries a gradient as argument {name}, "

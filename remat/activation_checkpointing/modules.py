@@ -70,7 +70,7 @@ def _run(
         with scope.inside(index, recomputing=again):
             yield
 
-    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args, every=True)
+    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
     output = recompute(lifted, *lifted.tensors)
     counts.expected += carry_gradient(output)
     return output

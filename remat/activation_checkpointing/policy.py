@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from remat.choices import Policy
@@ -47,10 +47,13 @@ DIRECT = {
 }
 
 
-def plan(cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int = 0) -> list[LayerDecision]:
+def plan(
+    cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int = 0, reentrant_segments: bool = True
+) -> list[LayerDecision]:
     """The decision for each of `num_layers` layers, first to last.
 
-    Raises ConfigError for layer ranges that do not fit the model.
+    `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises ConfigError for
+    layer ranges that do not fit the model.
     """
     found = range_problems(cfg, num_layers)
     if found:
@@ -64,12 +67,22 @@ def plan(cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int = 0) -> l
                     mechanism=mechanism,
                     first=start,
                     last=end,
-                    reentrant=_reentrant(cfg, mechanism, end - start + 1, zero_stage),
+                    reentrant=_reentrant(
+                        cfg, mechanism, end - start + 1, zero_stage == 3 and reentrant_segments
+                    ),
                     offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
                 )
                 for index in range(start, end + 1)
             ]
     return decisions
+
+
+def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
+    """DeepSpeed's function needs its process group; on meta tensors the reentrant variant, which it is, stands in."""
+    return [
+        replace(d, mechanism=Mechanism.recompute, reentrant=True) if d.mechanism is Mechanism.deepspeed else d
+        for d in decisions
+    ]
 
 
 def policies(cfg: CheckpointingConfig) -> set[Policy]:
@@ -192,11 +205,11 @@ def _parts(
         yield mechanism, index, index
 
 
-def _reentrant(cfg: CheckpointingConfig, mechanism: Mechanism, layers: int, zero_stage: int) -> bool:
+def _reentrant(cfg: CheckpointingConfig, mechanism: Mechanism, layers: int, segments: bool) -> bool:
     """Segments under ZeRO-3 are reentrant: the other variant holds the weights of all their layers in backward.
 
     DeepSpeed's own function is reentrant: its other variant has no early stop, which ZeRO-3 does not survive.
     """
     if mechanism is Mechanism.recompute:
-        return (zero_stage == 3 and layers > 1) if cfg.reentrant is None else cfg.reentrant
+        return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
     return mechanism is Mechanism.deepspeed and cfg.reentrant is not False

@@ -1,8 +1,7 @@
 """Activation checkpointing of one region, with the options of the run: torch's two variants.
 
-The reentrant one runs the region outside of autograd: it sees tensors that are handed in and handed out one by one,
-and nothing else. Whoever uses it lifts every tensor that carries a gradient out of the arguments (`Lifted`) and checks
-what the region wrote into them.
+The reentrant one runs the region outside of autograd: it sees the tensors that are handed in and out one by one, and
+nothing else. What a layer takes and changes beside them is refused in `arguments`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ class Recompute:
     context_fn: ContextPair | None = None
 
     def layer(self, call: Replayable, *args: Any) -> Any:
-        """call(*args), of which the reentrant variant must be handed every tensor that carries a gradient."""
-        if not self.reentrant:
-            return self(call, *args)
-        lifted = Lifted(call, args[1:])
-        return self(lifted, state_of(args), *lifted.tensors)
+        """call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
+        if self.reentrant:
+            state_of(args)
+        return self(call, *args)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.reentrant:
@@ -63,7 +61,7 @@ class FlatRegion:
     """`fn` as a reentrant function wants it: tensors in, a tuple of tensors out, whatever structure `fn` returns.
 
     Its first pass runs with gradients switched on, and keeps nothing for them: a kernel that looks at the grad mode, or
-    at what its inputs require, is then the same one in both passes. torch's and DeepSpeed's own first pass has them off.
+    at what its inputs require, is then the same in both passes. torch's and DeepSpeed's own first pass has them off.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -107,41 +105,20 @@ class FlatRegion:
 class Lifted:
     """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.tensors)`.
 
-    Lifted are those that carry a gradient (or `every` one) and stand in an argument that cannot be written to: a tensor
-    or a tuple of tensors. Parameters are not: ZeRO-3 may have partitioned them until the recomputation.
+    Lifted are tensors and tuples of them, not what could be written to (containers), and no Parameters: ZeRO-3 may have
+    partitioned them until the recomputation.
     """
 
-    def __init__(self, call: Replayable, args: tuple[Any, ...], *, every: bool = False) -> None:
-        self._call, self._args, self._every = call, args, every
-        self.tensors = list(self._lift((args, *call.keywords.values())))
+    def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
+        self._call, self._args = call, args
+        self.tensors = list(_lift((args, *call.keywords.values())))
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """`tensors` may begin with positional arguments that were left out of `args`."""
-        leading = tensors[: len(tensors) - len(self.tensors)]
-        given = iter(tensors[len(leading) :])
-        rest = self._put_back(self._args, given)
-        named = {name: self._put_back(value, given) for name, value in self._call.keywords.items()}
-        return self._call(*leading, *rest, **named)
-
-    def _lift(self, value: Any) -> Iterator[torch.Tensor]:
-        if self._is_lifted(value):
-            yield value
-        elif isinstance(value, tuple):
-            for part in value:
-                yield from self._lift(part)
-
-    def _put_back(self, value: Any, given: Iterator[torch.Tensor]) -> Any:
-        if self._is_lifted(value):
-            return next(given)
-        if not isinstance(value, tuple) or isinstance(value, torch.Size):
-            return value
-        parts = [self._put_back(part, given) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-    def _is_lifted(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
-            return False
-        return self._every or value.requires_grad
+        given = iter(tensors)
+        args = _put_back(self._args, given)
+        return self._call(
+            *args, **{name: _put_back(value, given) for name, value in self._call.keywords.items()}
+        )
 
 
 def state_of(args: tuple[Any, ...]) -> torch.Tensor:
@@ -152,6 +129,27 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
             "neither in a segment nor reentrant; use checkpointing=full checkpointing.reentrant=false"
         )
     return args[0]
+
+
+def _is_lifted(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _lift(value: Any) -> Iterator[torch.Tensor]:
+    if _is_lifted(value):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _lift(part)
+
+
+def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
+    if _is_lifted(value):
+        return next(given)
+    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+        return value
+    parts = [_put_back(part, given) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def _fresh(value: Any) -> Any:

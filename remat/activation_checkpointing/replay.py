@@ -30,6 +30,7 @@ from remat.activation_checkpointing.arguments import (
     has_containers,
     name_arguments,
     rebuild,
+    replace_changes,
 )
 from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism, spans
@@ -117,12 +118,14 @@ class Recorder:
     def ran(self, index: int) -> None:
         self._ran[index] += 1
 
-    def after(self, index: int, output: Any) -> None:
+    def after(self, index: int, output: Any) -> Any:
+        """The output to go on with."""
         decision = self._decisions[index]
         if index == decision.last and decision.first in self._open:
             self._open.discard(decision.first)
             with _disable_current_modes():
-                self._samples[decision.first].end(output)
+                return self._samples[decision.first].end(output)
+        return output
 
     def ready(self) -> list[int]:
         """The regions that can be replayed, each by its first layer."""
@@ -142,6 +145,8 @@ class Recorder:
                 once=once,
                 rounded=self._rounded and sample.decision.offload,
             )
+        for sample in self._samples.values():
+            sample.close()
         self._samples.clear()
         result.seconds = time.perf_counter() - started
         return result
@@ -237,23 +242,40 @@ class Sample:
             self._start()
         return own
 
-    def end(self, output: Any) -> None:
-        """The region has run: note what came out, and listen for gradients."""
-        made = list(find_tensors(output, "output"))
-        for name, before, now in self._containers:
-            for path, new in find_changes(before, now, name):
-                made += find_tensors(new, path)
-        nodes = {id(one.node): one.node for one in self._inputs.values()}
+    def end(self, output: Any) -> Any:
+        """The region has run: note what came out. Returns it as views, whose gradients are those of what follows."""
+        made = self._made(output)
         if any(tensor is alias for _, tensor in made for alias in self._aliases.values()):
             self._hooks.close()  # it hands an input on as it is: there is nothing to compare
-            return
-        for path, tensor in made:
+            return output
+        self._reached = _reach([tensor for _, tensor in made], {id(one.node) for one in self._inputs.values()})
+        views: dict[int, torch.Tensor] = {}
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+            return views[id(tensor)]
+
+        for _, before, now in self._containers:
+            replace_changes(before, now, view)
+        output = rebuild(output, view, {})
+        for path, tensor in self._made(output):
             noted = self._outputs[path] = _Output(tensor.detach().clone(), tensor.requires_grad)
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad:
                 tensor.register_hook(partial(_note_gradient, noted))
-        self._reached = _reach([tensor for _, tensor in made], set(nodes))
         self._containers, self._alive, self._aliases = [], [], {}
         self.complete = True
+        return output
+
+    def _made(self, output: Any) -> list[tuple[str, torch.Tensor]]:
+        """(path, tensor) of all that the region returned or wrote into its arguments."""
+        found = list(find_tensors(output, "output"))
+        for name, before, now in self._containers:
+            for path, new in find_changes(before, now, name):
+                found += find_tensors(new, path)
+        return found
 
     def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._place:
@@ -307,13 +329,17 @@ class Sample:
             if weight.requires_grad
         }
 
+    def close(self) -> None:
+        """Listen no more."""
+        self._hooks.close()
+
     # when the backward is over
 
     def compare(
         self, result: Replayed, scope: Scope, *, own_weights: set[int], once: bool, rounded: bool
     ) -> None:
         """Put into `result` what differs from the pass that keeps everything."""
-        self._hooks.close()
+        self.close()
         name = self._name()
         again = self.decision.mechanism in RUNS_AGAIN
         own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
@@ -339,8 +365,8 @@ class Sample:
         result.differences += [f"{name}: {_in_words(key, size)}{self._remedy()}" for key, size in wrong.items()]
         if handed:
             result.differences.append(
-                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts in "
-                f"one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
+                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts "
+                f"in one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
             )
         result.compared.append(
             {
@@ -358,7 +384,8 @@ class Sample:
 
     def _name(self) -> str:
         first, last = self.decision.first, self.decision.last
-        return f"layer{'s' if last > first else ''} {spans(list(range(first, last + 1)))} ({type(self.layers[0]).__name__})"
+        which = f"layer {first}" if first == last else f"layers {first}-{last}"
+        return f"{which} ({type(self.layers[0]).__name__})"
 
     def _remedy(self) -> str:
         if self.decision.reentrant or self.decision.mechanism is Mechanism.deepspeed:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from remat.activation_checkpointing.arguments import Replayable, find_tensors
-from remat.activation_checkpointing.recompute import Lifted, Recompute, state_of
+from remat.activation_checkpointing.recompute import Recompute, state_of
 from remat.config import ConfigError
 
 REMEDY = "use checkpointing=full"
@@ -48,7 +48,7 @@ class StandIn(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # what ZeRO-3's hooks do
             return cls.of(args[0], args[0].segment, args[0].after)
         standing_in = next(t for _, t in find_tensors((args, kwargs)) if isinstance(t, StandIn))
-        standing_in.refuse(f"the model uses it in {func}")
+        return standing_in.refuse(f"the model uses it in {func}")
 
     def refuse(self, why: str) -> NoReturn:
         raise ConfigError(
@@ -63,7 +63,7 @@ class Segment:
     def __init__(self, first: int, last: int, recompute: Recompute) -> None:
         self.first, self.last = first, last
         self._recompute = recompute
-        self._waiting: list[Lifted] = []
+        self._waiting: list[tuple[Replayable, tuple[Any, ...]]] = []
         self._input: torch.Tensor | None = None
         self._random_state: torch.Tensor | None = None
 
@@ -72,12 +72,12 @@ class Segment:
 
         Raises ConfigError when the layers do not run one after the other, each once, on nothing but the hidden state.
         """
-        hidden, layer = state_of(args), Lifted(call, args[1:])
+        hidden = state_of(args)
         if index == self.first:
             self._waiting, self._input = [], hidden  # an interrupted forward may have left some behind
         else:
             self._check_order(index, hidden)
-        self._waiting.append(layer)
+        self._waiting.append((call, args[1:]))
         if index < self.last:
             self._random_state = torch.random.get_rng_state()
             return StandIn.of(hidden, self, index)
@@ -101,10 +101,9 @@ class Segment:
         layers, self._waiting = self._waiting, []
         hidden, self._input = self._input, None
 
-        def run(state: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-            given = iter(tensors)
-            for layer in layers:
-                output = layer(state, *(next(given) for _ in layer.tensors))
+        def run(state: torch.Tensor) -> torch.Tensor:
+            for call, rest in layers:
+                output = call(state, *rest)
                 if not isinstance(output, torch.Tensor):
                     raise ConfigError(
                         f"checkpointing: this model's layers return a {type(output).__name__}, so they cannot be "
@@ -113,4 +112,4 @@ class Segment:
                 state = output
             return state
 
-        return self._recompute(run, hidden, *(tensor for layer in layers for tensor in layer.tensors))
+        return self._recompute(run, hidden)

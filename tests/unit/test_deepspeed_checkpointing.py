@@ -300,12 +300,12 @@ def a_second_argument_with_a_gradient() -> list[str]:
     try:
         for rest in ((torch.ones(4), weight), ((torch.ones(4), weight * 1), None)):
             try:
-                engine.run(lambda state, *_: state, hidden, *rest, counts=Counts(), layer=7)
+                engine.run(lambda state, *_: state, hidden, *rest, counts=Counts(), layer="layer 7")
             except ConfigError as error:
                 texts.append(str(error))
-        engine.run(lambda state, *_: state, hidden, torch.ones(4), None, counts=Counts(), layer=7)
+        engine.run(lambda state, *_: state, hidden, torch.ones(4), None, counts=Counts(), layer="layer 7")
         with torch.no_grad():
-            engine.run(lambda state, *_: state, hidden, weight, counts=Counts(), layer=7)
+            engine.run(lambda state, *_: state, hidden, weight, counts=Counts(), layer="layer 7")
     finally:
         engine.close()
     return texts

@@ -1,0 +1,61 @@
+"""Try the decisions in one forward of the model without storage: what a mechanism cannot carry shows there.
+
+The checks are those of the run itself (`apply`); only what depends on values (random skips) is left to the first
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.policy import LayerDecision
+from remat.config import CheckpointingConfig, ConfigError
+
+TOKENS = 8
+META = torch.device("meta")
+
+
+def choose(
+    model: Any, cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int
+) -> tuple[list[LayerDecision], str]:
+    """The decision for each layer of `model` (on the meta device, in training), and why they are not the usual ones.
+
+    Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
+    not. Raises ConfigError when the model cannot be carried as asked.
+    """
+    decisions = policy.plan(cfg, num_layers, zero_stage=zero_stage)
+    if not any(d.reentrant or d.first != d.last for d in decisions):
+        return decisions, ""
+    problem, tried = _problem(model, decisions, cfg)
+    if problem and cfg.reentrant is None and any(d.reentrant and d.first != d.last for d in decisions):
+        others = policy.plan(cfg, num_layers, zero_stage=zero_stage, reentrant_segments=False)
+        still, tried = _problem(model, others, cfg)
+        if not (still and tried):
+            return others, f"segments are not reentrant for this model: {problem}"
+        problem = still
+    if problem and tried:
+        raise ConfigError(problem)
+    return decisions, ""
+
+
+def _problem(model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfig) -> tuple[str, bool]:
+    """Why a forward is refused (empty: it is not), and whether it could be tried at all."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    was_training = model.training
+    with ExitStack() as undo:
+        undo.callback(model.train, was_training)
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        try:
+            applied = apply.apply(model.train(), policy.without_engine(decisions), cfg, device=META)
+            undo.callback(applied.remove)
+            with applied.micro_batch():
+                model(input_ids=ids, use_cache=False)
+        except ConfigError as error:
+            return str(error), True
+        except Exception as error:  # a model that cannot run without values: the first micro-batch will tell
+            return f"it cannot be tried without weights ({type(error).__name__}: {str(error)[:200]})", False
+    return "", True
