@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from remat import distributed, held, placement, run_dir, summary
 from remat.activation_checkpointing import evidence, policy
 from remat.activation_checkpointing.counts import NotInEffect
@@ -17,7 +19,7 @@ LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather
 
 
 @contextmanager
-def watching(parts: Parts) -> Iterator[Callable[[], None]]:
+def watching(parts: Parts) -> Iterator[Callable[[torch.Tensor], None]]:
     """The first micro-batch of a launch is watched op by op, and under ZeRO-3 the first of those that run alike.
 
     What each backward leaves is counted until the proof is there.
@@ -27,12 +29,18 @@ def watching(parts: Parts) -> Iterator[Callable[[], None]]:
         recorder = around.enter_context(parts.applied.recording()) if parts.watch is None else None
         if parts.settled is None and parts.in_a_row == wanted:
             watch = around.enter_context(parts.applied.watch(parts.world.device))
-            yield watch.forward_done
+
+            def forward_done(loss: torch.Tensor) -> None:
+                watch.forward_done()
+                if recorder is not None:
+                    recorder.forward_done(loss)
+
+            yield forward_done
             parts.watch = parts.watch or watch
             if parts.strategy.zero_stage < 3 or wanted == LEARNT:
                 parts.settled = watch
         else:
-            yield lambda: None
+            yield lambda loss: None
     parts.in_a_row += 1
     if recorder is not None:
         replay(parts, recorder)

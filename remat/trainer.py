@@ -154,7 +154,7 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
         with parts.applied.micro_batch(), proof.watching(parts) as forward_done:
             with timer.phase("forward"):
                 loss = parts.token_loss(engine, inputs)
-            forward_done()
+            forward_done(loss)
             with timer.phase("backward"):
                 engine.backward(loss * scale * nonfinite.spread(loss), scale_wrt_gas=False)
         losses.append(loss.detach())

@@ -44,6 +44,7 @@ def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None, zer
         with applied.recording() as recorder, applied.micro_batch(), watch:
             loss = net(input_ids=ids, labels=ids, use_cache=False).loss
             watch.forward_done()
+            recorder.forward_done(loss)
             loss.backward()
         gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         replayed = recorder.replay(recorder.ready())

@@ -148,8 +148,8 @@ def _refuse_shared_weights(
             if weight.requires_grad and everywhere[id(weight)] > inside[id(weight)]:
                 raise ConfigError(
                     f"checkpointing: weight {name} of {type(region[0]).__name__} (layer {first}) is also used "
-                    "elsewhere, and the reentrant variant would hand over its gradient in parts; use checkpointing=full "
-                    "checkpointing.reentrant=false"
+                    "elsewhere, and the reentrant variant would hand over its gradient in parts; use "
+                    "checkpointing=full checkpointing.reentrant=false"
                 )
 
 
@@ -212,7 +212,7 @@ class _Builder:
             call, args = Replayable(layer_forward, around).put_state_first(args)
             recorder = self._applied.recorder
             if recorder is not None:
-                args = recorder.before(index, layer, call, args)
+                recorder.before(index, layer, call, args)
             with scope.inside(index), saved.hooks():
                 output = mechanism(call, *args)
             if recorder is not None:

@@ -17,6 +17,7 @@ from remat.config import CheckpointingConfig, ConfigError
 
 TOKENS = 8
 META = torch.device("meta")
+REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
 
 def choose(
@@ -56,6 +57,20 @@ def _problem(model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfi
                 model(input_ids=ids, use_cache=False)
         except ConfigError as error:
             return str(error), True
-        except Exception as error:  # a model that cannot run without values: the first micro-batch will tell
-            return f"it cannot be tried without weights ({type(error).__name__}: {str(error)[:200]})", False
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            undo.close()
+            if _runs(model.train()):
+                return f"checkpointing: the model fails when its layers are treated so ({text}); {REMEDY}", True
+            # A model that cannot run without values: the first micro-batch will tell.
+            return f"it cannot be tried without weights ({text})", False
     return "", True
+
+
+def _runs(model: Any) -> bool:
+    """Whether the model runs without storage when nothing is done to it."""
+    try:
+        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+    except Exception:
+        return False
+    return True

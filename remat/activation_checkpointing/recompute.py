@@ -7,7 +7,7 @@ nothing else. What a layer takes and changes beside them is refused in `argument
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ class Recompute:
         """call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
         if self.reentrant:
             state_of(args)
+        elif args and isinstance(
+            args[0], tuple
+        ):  # only tensors that are positional pass the hooks around the layer
+            lifted = Lifted(call, args)
+            return self(lifted, *lifted.tensors)
         return self(call, *args)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -77,7 +82,7 @@ class FlatRegion:
             return tuple(leaves[place] for place in self._places)
         reentrant = not torch.is_grad_enabled()
         if reentrant:
-            with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
+            with as_if_kept():
                 leaves, self._spec = tree_flatten(self._fn(*(_fresh(value) for value in args)))
         else:
             leaves, self._spec = tree_flatten(self._fn(*args))
@@ -131,6 +136,13 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
     return args[0]
 
 
+@contextmanager
+def as_if_kept() -> Iterator[None]:
+    """Gradients are switched on, and nothing is kept for them."""
+    with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
+        yield
+
+
 def _is_lifted(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
@@ -164,7 +176,8 @@ def _keep_nothing(tensor: torch.Tensor) -> None:
 
 
 def _never(packed: Any) -> torch.Tensor:
-    raise RuntimeError(
-        "checkpointing: a layer runs a backward of its own inside its forward, which the reentrant variant cannot do; "
-        "use checkpointing.reentrant=false"
+    raise ConfigError(
+        "checkpointing: backward came to a tensor that a layer left behind beside its result (in an attribute, say), or "
+        "a layer runs a backward of its own; the reentrant variant carries neither: use checkpointing=full "
+        "checkpointing.reentrant=false"
     )

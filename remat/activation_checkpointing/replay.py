@@ -52,6 +52,10 @@ class Digest(NamedTuple):
     bits: tuple[int, int]
 
 
+class CannotRunAgain(RuntimeError):
+    """A layer's forward failed on the arguments of its first run."""
+
+
 Quantities = dict[str, "torch.Tensor | Digest | None"]
 
 
@@ -97,12 +101,11 @@ class Recorder:
         self._called: Counter[int] = Counter()
         self._ran: Counter[int] = Counter()
 
-    def before(self, index: int, layer: nn.Module, call: Replayable, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The positional arguments to go on with; keyword arguments are replaced in `call`."""
+    def before(self, index: int, layer: nn.Module, call: Replayable, args: tuple[Any, ...]) -> None:
         self._called[index] += 1
         decision = self._decisions[index]
         if decision.mechanism is Mechanism.keep and not decision.offload:
-            return args
+            return
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
                 region = self._layers[decision.first : decision.last + 1]
@@ -112,8 +115,7 @@ class Recorder:
                     self._samples[decision.first] = Sample(decision)
                     self._open.add(decision.first)
             if decision.first in self._open:
-                return self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
-        return args
+                self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
 
     def ran(self, index: int) -> None:
         self._ran[index] += 1
@@ -126,6 +128,17 @@ class Recorder:
             with _disable_current_modes():
                 return self._samples[decision.first].end(output)
         return output
+
+    def forward_done(self, loss: torch.Tensor) -> None:
+        """Look which inputs of a region nothing else uses: the gradient that comes to them is the region's own."""
+        users: dict[tuple[int, int], set[int]] = {}
+        nodes = _reach([loss], set())
+        if len(nodes) < MOST_NODES:
+            for key, node in nodes.items():
+                for following, number in node.next_functions:
+                    users.setdefault((id(following), number), set()).add(key)
+            for sample in self._samples.values():
+                sample.note_users(users)
 
     def ready(self) -> list[int]:
         """The regions that can be replayed, each by its first layer."""
@@ -172,12 +185,13 @@ class Recorder:
 
 @dataclass
 class _Input:
-    """A tensor that carries a gradient into the region. `node`: where its gradient leaves the region's graph."""
+    """A tensor that carries a gradient into the region. It is output `number` of `node` of the autograd graph."""
 
     held: int
     node: Any
-    alone: bool  # `gradient` is what this region gave, and nothing else
+    number: int
     gradient: torch.Tensor | None = None
+    alone: bool = False  # the gradient is what this region gave, and nothing else
 
 
 @dataclass
@@ -199,12 +213,12 @@ class Sample:
         self._requires: list[bool] = []
         self._place: dict[int, int] = {}  # of a tensor of the model among those held
         self._alive: list[Any] = []  # what the ids above belong to
+        self._versions: list[int] = []
         self._copies: dict[int, Any] = {}
-        self._aliases: dict[int, torch.Tensor] = {}
         self._containers: list[tuple[str, Any, Any]] = []
         self._inputs: dict[str, _Input] = {}
         self._outputs: dict[str, _Output] = {}
-        self._reached: set[int] = set()
+        self._nodes: dict[int, Any] = {}  # of the region's graph, down to its inputs
         self._weights: dict[str, list[Digest]] = {}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
         self._hooks = ExitStack()
@@ -213,10 +227,8 @@ class Sample:
 
     # while the model runs
 
-    def add(
-        self, layer: nn.Module, call: Replayable, args: tuple[Any, ...], *, is_last: bool
-    ) -> tuple[Any, ...]:
-        """Note one layer's call. Returns its arguments as tensors of our own, whose gradients can be told apart."""
+    def add(self, layer: nn.Module, call: Replayable, args: tuple[Any, ...], *, is_last: bool) -> None:
+        """Note one layer's call."""
         given = name_arguments(call, args)
         within = bool(self._calls)  # a segment: its state is not there yet
         names = list(given)
@@ -230,25 +242,22 @@ class Sample:
         self._calls.append((plain, positional, {name: held[name] for name in call.keywords}))
         self.layers.append(layer)
         for name, value in given.items():
+            if name in held:
+                self._listen(name, value)
             if has_containers(value):
                 self._containers.append((name, copy_containers(value), value))
-                self._note_contained(name, value)
-        own = tuple(
-            value if within and place == 0 else self._alias(name, value)
-            for place, (name, value) in enumerate(zip(names, args, strict=False))
-        )
-        call.keywords = {name: self._alias(name, value) for name, value in call.keywords.items()}
         if is_last:
             self._start()
-        return own
 
     def end(self, output: Any) -> Any:
         """The region has run: note what came out. Returns it as views, whose gradients are those of what follows."""
         made = self._made(output)
-        if any(tensor is alias for _, tensor in made for alias in self._aliases.values()):
-            self._hooks.close()  # it hands an input on as it is: there is nothing to compare
+        if any(tensor is given for _, tensor in made for given in self._alive):
+            self.close()  # it hands an input on as it is: there is nothing to compare
             return output
-        self._reached = _reach([tensor for _, tensor in made], {id(one.node) for one in self._inputs.values()})
+        if any(tensor._version != version for tensor, version in zip(self._alive, self._versions, strict=True)):
+            self._inputs = {}  # it edits what it was given: no gradient of that can be told apart
+        self._nodes = _reach([tensor for _, tensor in made], {id(one.node) for one in self._inputs.values()})
         views: dict[int, torch.Tensor] = {}
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,9 +274,17 @@ class Sample:
             noted = self._outputs[path] = _Output(tensor.detach().clone(), tensor.requires_grad)
             if tensor.requires_grad:
                 tensor.register_hook(partial(_note_gradient, noted))
-        self._containers, self._alive, self._aliases = [], [], {}
+        self._containers, self._alive = [], []
         self.complete = True
         return output
+
+    def note_users(self, users: dict[tuple[int, int], set[int]]) -> None:
+        """`users`: the nodes that give a gradient to a node's output, by node and number of the output."""
+        ends = {id(one.node) for one in self._inputs.values()}
+        inside = self._nodes.keys() - ends
+        for one in self._inputs.values():
+            one.alone = users.get((id(one.node), one.number), set()) <= inside
+        self._nodes = {key: node for key, node in self._nodes.items() if key in ends}
 
     def _made(self, output: Any) -> list[tuple[str, torch.Tensor]]:
         """(path, tensor) of all that the region returned or wrote into its arguments."""
@@ -284,29 +301,16 @@ class Sample:
             self._held.append(tensor.detach().clone() if small else tensor.detach())
             self._requires.append(tensor.requires_grad)
             self._alive.append(tensor)
+            self._versions.append(tensor._version)
         return self._held[self._place[id(tensor)]]
 
-    def _alias(self, name: str, value: Any) -> Any:
-        """`value` with a view of each tensor that carries a gradient; what could be written to is left as it is."""
-        if isinstance(value, tuple):
-            parts = [self._alias(f"{name}[{i}]", part) for i, part in enumerate(value)]
-            if all(one is other for one, other in zip(parts, value, strict=True)):
-                return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.requires_grad:
-            return value
-        if id(value) not in self._aliases:
-            alias = value.view_as(value)
-            noted = _Input(self._place[id(value)], alias.grad_fn, alone=True)
-            alias.register_hook(partial(_note_gradient, noted))
-            self._aliases[id(value)], self._inputs[name] = alias, noted
-        return self._aliases[id(value)]
-
-    def _note_contained(self, name: str, value: Any) -> None:
-        """Tensors in a container cannot be replaced without the model's knowledge; where they lead can be seen."""
+    def _listen(self, name: str, value: Any) -> None:
+        """To the gradient of each tensor in `value`, which stays the model's own: a view would add gradients up anew."""
         for path, tensor in find_tensors(value, name):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                self._inputs[path] = _Input(self._place[id(tensor)], tensor.grad_fn, alone=False)
+            known = any(one.held == self._place[id(tensor)] for one in self._inputs.values())
+            if tensor.requires_grad and tensor.grad_fn is not None and not known:
+                noted = self._inputs[path] = _Input(self._place[id(tensor)], tensor.grad_fn, tensor.output_nr)
+                self._hooks.callback(tensor.register_hook(partial(_note_gradient, noted)).remove)
 
     def _start(self) -> None:
         device = self._device()
@@ -350,8 +354,12 @@ class Sample:
                 errors = _errors(real, truth)
                 if errors and not rounded:
                     errors = _beyond_noise(errors, _errors(self._truth(own, once=once), truth))
+        except CannotRunAgain as error:
+            text = f"{name} cannot run again: {type(error.__cause__).__name__}: {error.__cause__}"
+            (result.differences if again else result.notes).append(text + (self._remedy() if again else ""))
+            return
         except Exception as error:
-            result.notes.append(f"{name} could not be run again: {type(error).__name__}: {error}")
+            result.notes.append(f"the gradients of {name} cannot be compared: {type(error).__name__}: {error}")
             return
         handed = [key for key, digests in self._weights.items() if len(digests) > 1]
         if not again and any(key.startswith("output") for key in errors):
@@ -398,7 +406,7 @@ class Sample:
         for path, one in self._inputs.items():
             if one.alone:
                 found[f"gradient of {path}"] = one.gradient
-            found[f"way of the gradient to {path}"] = _flag(id(one.node) in self._reached)
+            found[f"way of the gradient to {path}"] = _flag(id(one.node) in self._nodes)
         for path, output in self._outputs.items():
             found[f"way of the gradient from {path}"] = _flag(output.carries)
         for name in own:
@@ -413,7 +421,10 @@ class Sample:
         now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
         for buffer, before in self._buffers.values():
             buffer.data.copy_(before)
-        outputs, leaves = self._run()
+        try:
+            outputs, leaves = self._run()
+        except Exception as error:
+            raise CannotRunAgain from error
         carried = [
             (tensor, noted.gradient)
             for path, noted in self._outputs.items()
@@ -453,8 +464,10 @@ class Sample:
         places = {id(value): place for place, value in enumerate(self._held)}
         copies: dict[int, Any] = {}
 
+        inputs = [value.clone() for value in leaves]  # a leaf cannot be edited in place, an input can
+
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            return leaves[places[id(tensor)]]
+            return inputs[places[id(tensor)]]
 
         _set_random_state(self._device(), self._random)
         state: Any = None
@@ -588,18 +601,17 @@ def _note_digest(digests: list[Digest], gradient: torch.Tensor) -> None:
         digests.append(_digest(gradient))
 
 
-def _reach(outputs: Sequence[torch.Tensor], goals: set[int]) -> set[int]:
-    """Which of the graph's nodes `goals` (ids) backward would come to from `outputs`; none beyond them is looked at."""
+def _reach(outputs: Sequence[torch.Tensor], ends: set[int]) -> dict[int, Any]:
+    """The nodes of the graph that backward comes to from `outputs`, by id, not looking beyond those in `ends`."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen: dict[int, Any] = {}  # holds each node: an id belongs to a living one
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if id(node) not in goals:
-            waiting += [following for following, _ in node.next_functions if following is not None]
-    return goals & seen.keys()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            if id(node) not in ends:
+                waiting += [following for following, _ in node.next_functions if following is not None]
+    return seen
 
 
 @contextmanager

@@ -1,0 +1,366 @@
+"""One layer of each kind is held to the pass that keeps everything; and what reentrant mechanisms cannot carry.
+
+The models here do what real ones do: layers that share keys and values through a dictionary (Gemma 3n), layers that run
+several times (HRM), a kernel that looks at the grad mode (Doge), layers that are skipped at random (OPT's layerdrop).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from remat.activation_checkpointing import apply, dry_run, policy, recompute, segments
+from remat.activation_checkpointing.replay import Replayed
+from remat.choices import Policy
+from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
+
+HIDDEN, LAYERS = 8, 4
+FULL = CheckpointingConfig()
+REENTRANT = CheckpointingConfig(reentrant=True)
+SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
+REENTRANT_SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2, reentrant=True)
+OFFLOADED = CheckpointingConfig(policy=Policy.none, offload=OffloadConfig(enabled=True, min_bytes=0))
+SELECTIVE = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=["matmul"]))
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states + self.down(torch.nn.functional.gelu(self.up(hidden_states)))
+
+
+class Model(nn.Module):
+    """Embedding, layers, output; the sum of squares is its loss."""
+
+    layer: type[nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, HIDDEN)
+        self.layers = nn.ModuleList(self.layer() for _ in range(LAYERS))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def run(self, hidden: torch.Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        output = self.run(self.embedding(input_ids))
+        return output.pow(2).sum()
+
+
+class Sharing(Layer):
+    """Its values depend on what an earlier layer wrote."""
+
+    def forward(self, hidden_states: torch.Tensor, *, shared: Any = None, **_: Any) -> torch.Tensor:
+        if "values" not in shared:
+            shared["values"] = (self.up(hidden_states),)
+        return hidden_states + self.down(torch.nn.functional.gelu(shared["values"][0]))
+
+
+class SharesAcrossLayers(Model):
+    layer = Sharing
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, Any] = {}
+        for layer in self.layers:
+            hidden = layer(hidden, shared=shared)
+        return hidden
+
+
+class Overwrites(Layer):
+    def forward(self, hidden_states: torch.Tensor, *, shared: Any = None, **_: Any) -> torch.Tensor:
+        hidden_states = hidden_states + shared.get("last", 0.0)
+        shared["last"] = self.up(hidden_states).mean(-1, keepdim=True)
+        return super().forward(hidden_states)
+
+
+class OverwritesAcrossLayers(SharesAcrossLayers):
+    layer = Overwrites
+
+
+class RunsTwice(Model):
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            hidden = super().run(hidden)
+        return hidden
+
+
+class LooksAtGradMode(Layer):
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        output: torch.Tensor = super().forward(hidden_states)
+        return output * (1.0 if torch.is_grad_enabled() else 1.0001)
+
+
+class KernelByGradMode(Model):
+    layer = LooksAtGradMode
+
+
+class SkipsTheLast(Model):
+    """Layer 1, the last of a segment of two, is not called."""
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            hidden = hidden if index == 1 else layer(hidden)
+        return hidden
+
+
+class KeywordTensor(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, *, bias: Any = None, **_: Any) -> torch.Tensor:
+            return super().forward(hidden_states) * bias
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = torch.sigmoid(self.embedding.weight.mean())
+        for layer in self.layers:
+            hidden = layer(hidden, bias=bias)
+        return hidden
+
+
+class Dictionaries(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+            return {"hidden": super().forward(hidden_states), "extra": (hidden_states.mean(), None, 3)}
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        extra = 0.0
+        for layer in self.layers:
+            output = layer(hidden)
+            hidden, extra = output["hidden"], extra + output["extra"][0]
+        return hidden * extra
+
+
+class OneTuples(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+            return (super().forward(hidden_states),)
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            (hidden,) = layer(hidden)
+        return hidden
+
+
+class StateByKeyword(Model):
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden_states=hidden)
+        return hidden
+
+
+class EditsItsInput(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            return super().forward(hidden_states.mul_(0.5))
+
+
+class Counts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(hidden_states) * self.calls
+
+
+class BufferThatCounts(Model):
+    layer = Counts
+
+
+class ReadsBetween(Model):
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer in self.layers:
+            hidden = layer(hidden)
+            total = total + hidden.mean()
+        return hidden * total
+
+
+class DrawsBetween(Model):
+    """As layerdrop does, whatever comes of it."""
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch.rand([])
+            hidden = layer(hidden)
+        return hidden
+
+
+class SharesWeights(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up = self.layers[0].up
+
+
+Result = tuple[list[torch.Tensor], Replayed]
+
+
+def run(model: type[Model], cfg: CheckpointingConfig, *, steps: int = 1) -> Result:
+    """Loss and gradients of the last step, and what the first step's replay found."""
+    net = model().train()
+    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    ids = torch.arange(12).view(2, 6)
+    try:
+        for step in range(steps):
+            net.zero_grad()
+            with applied.micro_batch(), applied.recording() as recorder:
+                loss = net(ids)
+                recorder.forward_done(loss)
+                loss.backward()
+                if step == 0:
+                    replayed = recorder.replay(recorder.ready())
+        return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], replayed
+    finally:
+        applied.remove()
+
+
+def equal(left: Result, right: Result) -> bool:
+    return len(left[0]) == len(right[0]) and all(map(torch.equal, left[0], right[0]))
+
+
+CARRIED = [
+    (SharesAcrossLayers, FULL),
+    (SharesAcrossLayers, SEGMENTS),
+    (OverwritesAcrossLayers, FULL),
+    (OverwritesAcrossLayers, SEGMENTS),
+    (OverwritesAcrossLayers, SELECTIVE),
+    (RunsTwice, FULL),
+    (RunsTwice, SEGMENTS),
+    (KernelByGradMode, FULL),
+    (KernelByGradMode, REENTRANT),
+    (KernelByGradMode, REENTRANT_SEGMENTS),
+    (SkipsTheLast, FULL),
+    (SkipsTheLast, REENTRANT),
+    (KeywordTensor, FULL),
+    (KeywordTensor, SEGMENTS),
+    (Dictionaries, FULL),
+    (Dictionaries, REENTRANT),
+    (OneTuples, REENTRANT),
+    (StateByKeyword, FULL),
+    (StateByKeyword, REENTRANT),
+    (StateByKeyword, SEGMENTS),
+    (StateByKeyword, REENTRANT_SEGMENTS),
+    (EditsItsInput, OFFLOADED),
+    (ReadsBetween, FULL),
+    (SharesWeights, FULL),
+    (SharesWeights, SEGMENTS),
+]
+
+
+@pytest.mark.parametrize(("model", "cfg"), CARRIED)
+def test_what_is_carried_is_bit_equal_and_the_replay_says_so(
+    model: type[Model], cfg: CheckpointingConfig
+) -> None:
+    kept = run(model, CheckpointingConfig(policy=Policy.none), steps=2)
+    found = run(model, cfg, steps=2)
+    assert equal(found, kept)
+    assert found[1].differences == found[1].notes == []
+    assert found[1].compared and all(one["equal"] for one in found[1].compared)
+
+
+REFUSED = [
+    (SharesAcrossLayers, REENTRANT, "(layer 0) writes tensors to its argument shared['values']"),
+    (SharesAcrossLayers, REENTRANT_SEGMENTS, "(layer 0) writes tensors to its argument shared['values']"),
+    (RunsTwice, REENTRANT, "runs several times in one forward"),
+    (RunsTwice, REENTRANT_SEGMENTS, "runs several times in one forward"),
+    (SkipsTheLast, SEGMENTS, "the hidden state after layer 0 is not there"),
+    (KeywordTensor, REENTRANT, "that carry a gradient in its argument bias"),
+    (KeywordTensor, REENTRANT_SEGMENTS, "that carry a gradient in its argument bias"),
+    (OneTuples, SEGMENTS, "the model uses it in aten.unbind"),
+    (EditsItsInput, FULL, "edits its argument hidden_states in place"),
+    (ReadsBetween, SEGMENTS, "the model uses it in aten.mean"),
+    (DrawsBetween, SEGMENTS, "draws random numbers between layers 0 and 1"),
+    (SharesWeights, REENTRANT, "weight up.weight of Layer (layer 0) is also used elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("model", "cfg", "text"), REFUSED)
+def test_what_is_not_carried_is_refused_by_name(
+    model: type[Model], cfg: CheckpointingConfig, text: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        run(model, cfg)
+    assert text in str(refusal.value)
+    assert "use checkpointing=" in str(refusal.value)
+
+
+def torchs_own(options: recompute.Recompute, fn: Any, *args: Any) -> Any:
+    return checkpoint(fn, *args, use_reentrant=options.reentrant)
+
+
+@pytest.fixture
+def no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mechanisms as they would be without what was built for the faults that are known."""
+    monkeypatch.setattr(apply, "refuse_what_is_lost", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(apply, "refuse_second_call", lambda *_: None)
+    monkeypatch.setattr(apply, "_refuse_shared_weights", lambda *_: None)
+    monkeypatch.setattr(recompute.Recompute, "__call__", torchs_own)
+    monkeypatch.setattr(segments.Segment, "_check_order", lambda *_: None)
+    monkeypatch.setattr(segments.StandIn, "of", staticmethod(lambda hidden, *_: hidden))
+
+
+SILENT = [
+    (SharesAcrossLayers, REENTRANT, "way of the gradient from shared"),
+    (RunsTwice, REENTRANT, "was handed over in 2 parts"),
+    (KernelByGradMode, REENTRANT, "output differs from that of the pass that keeps everything by up to 0.0001"),
+    (KernelByGradMode, REENTRANT_SEGMENTS, "output differs"),
+    (SkipsTheLast, SEGMENTS, "layer 0 was called 1 times and ran 0 times"),
+    (SharesWeights, REENTRANT, "was handed over in"),
+]
+
+
+@pytest.mark.parametrize(("model", "cfg", "text"), SILENT)
+def test_the_replay_finds_each_silent_fault_without_its_guard(
+    model: type[Model], cfg: CheckpointingConfig, text: str, no_guards: None
+) -> None:
+    found = run(model, cfg)
+    assert any(text in difference for difference in found[1].differences), found[1]
+
+
+def test_what_no_guard_knows_of_is_found() -> None:
+    """A buffer that each run of a layer changes: the recomputation uses another value."""
+    found = run(BufferThatCounts, FULL)
+    assert any("buffer calls differs" in text for text in found[1].differences)
+    assert any("gradient of hidden_states differs" in text for text in found[1].differences)
+
+
+@pytest.mark.parametrize("model", [SharesAcrossLayers, RunsTwice, KeywordTensor, SharesWeights])
+def test_segments_under_zero3_fall_back_to_what_is_safe_and_say_so(model: type[Model]) -> None:
+    with torch.device("meta"):
+        net = model().train()
+    decisions, because = dry_run.choose(net, SEGMENTS, LAYERS, zero_stage=3)
+    assert not any(decision.reentrant for decision in decisions)
+    assert because.startswith("segments are not reentrant for this model: checkpointing: ")
+    with pytest.raises(ConfigError):  # what was asked for by name is not changed
+        dry_run.choose(net, REENTRANT_SEGMENTS, LAYERS, zero_stage=3)
+
+
+def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
+    with torch.device("meta"):
+        net = Model().train()
+    decisions, because = dry_run.choose(net, SEGMENTS, LAYERS, zero_stage=3)
+    assert because == "" and all(decision.reentrant for decision in decisions)
+    for model, text in (
+        (ReadsBetween, "the model uses it in aten.mean"),
+        (Dictionaries, "its layers treated so"),
+    ):
+        with torch.device("meta"):
+            other = model().train()
+        with pytest.raises(ConfigError) as refusal:
+            dry_run.choose(other, SEGMENTS, LAYERS, zero_stage=3)
+        assert text in str(refusal.value)
