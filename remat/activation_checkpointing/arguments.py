@@ -146,6 +146,18 @@ def versions(value: Any) -> dict[str, int]:
     return {path: tensor._version for path, tensor in find_tensors(value) if not tensor.is_inference()}
 
 
+class Alias(torch.autograd.Function):
+    """The same storage in a tensor that is no view: a view holds its base, and so the memory, after it is emptied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(0).set_(tensor.detach())  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
 class Replayable:
     """`call` of a layer that may run again: every later time with the containers as they were before the first.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from remat.activation_checkpointing.arguments import Replayable, carry_gradient, name_arguments
+from remat.activation_checkpointing.arguments import Alias, Replayable, carry_gradient, name_arguments
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.recompute import FlatRegion
 from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
@@ -254,7 +254,7 @@ class DeepSpeedCheckpointing:
         """
         if self._reentrant and not hidden.requires_grad:
             return hidden.detach().requires_grad_()
-        return _Alias.apply(hidden)
+        return Alias.apply(hidden)
 
     def _check_same_on_all_ranks(self, hidden: torch.Tensor) -> None:
         """Once: slices put together from ranks with different activations are wrong activations, and no error."""
@@ -271,18 +271,6 @@ class DeepSpeedCheckpointing:
                 f"{OPTION}.partition_activations=true: the ranks of the tensor-parallel group hold different "
                 f"activations (by up to {difference:.3g}, the largest being {both.max().item():.3g}); set it to false"
             )
-
-
-class _Alias(torch.autograd.Function):
-    """The same storage in a tensor that is no view: a view holds its base, and so the memory, after it is emptied."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.new_empty(0).set_(hidden.detach())  # type: ignore[call-overload]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
 
 
 class _Profile:

@@ -177,7 +177,7 @@ def _keep_nothing(tensor: torch.Tensor) -> None:
 
 def _never(packed: Any) -> torch.Tensor:
     raise ConfigError(
-        "checkpointing: backward came to a tensor that a layer left behind beside its result (in an attribute, say), or "
+        "checkpointing: backward came to a tensor that a layer left behind beside its result (in an attribute), or "
         "a layer runs a backward of its own; the reentrant variant carries neither: use checkpointing=full "
         "checkpointing.reentrant=false"
     )

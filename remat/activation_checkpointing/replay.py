@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.activation_checkpointing.arguments import (
+    Alias,
     Replayable,
     carry_gradient,
     copy_containers,
@@ -250,7 +251,7 @@ class Sample:
             self._start()
 
     def end(self, output: Any) -> Any:
-        """The region has run: note what came out. Returns it as views, whose gradients are those of what follows."""
+        """The region has run: note what came out. Returns it in tensors whose gradients are those of what follows."""
         made = self._made(output)
         if any(tensor is given for _, tensor in made for given in self._alive):
             self.close()  # it hands an input on as it is: there is nothing to compare
@@ -258,18 +259,18 @@ class Sample:
         if any(tensor._version != version for tensor, version in zip(self._alive, self._versions, strict=True)):
             self._inputs = {}  # it edits what it was given: no gradient of that can be told apart
         self._nodes = _reach([tensor for _, tensor in made], {id(one.node) for one in self._inputs.values()})
-        views: dict[int, torch.Tensor] = {}
+        aliases: dict[int, torch.Tensor] = {}
 
-        def view(tensor: torch.Tensor) -> torch.Tensor:
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            if id(tensor) not in views:
-                views[id(tensor)] = tensor.view_as(tensor)
-            return views[id(tensor)]
+            if id(tensor) not in aliases:
+                aliases[id(tensor)] = Alias.apply(tensor)
+            return aliases[id(tensor)]
 
         for _, before, now in self._containers:
-            replace_changes(before, now, view)
-        output = rebuild(output, view, {})
+            replace_changes(before, now, alias)
+        output = rebuild(output, alias, {})
         for path, tensor in self._made(output):
             noted = self._outputs[path] = _Output(tensor.detach().clone(), tensor.requires_grad)
             if tensor.requires_grad:
@@ -305,7 +306,7 @@ class Sample:
         return self._held[self._place[id(tensor)]]
 
     def _listen(self, name: str, value: Any) -> None:
-        """To the gradient of each tensor in `value`, which stays the model's own: a view would add gradients up anew."""
+        """To the gradient of each tensor in `value`; it stays the model's own, or gradients would be added up anew."""
         for path, tensor in find_tensors(value, name):
             known = any(one.held == self._place[id(tensor)] for one in self._inputs.values())
             if tensor.requires_grad and tensor.grad_fn is not None and not known:

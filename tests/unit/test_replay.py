@@ -357,7 +357,7 @@ def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
     assert because == "" and all(decision.reentrant for decision in decisions)
     for model, text in (
         (ReadsBetween, "the model uses it in aten.mean"),
-        (Dictionaries, "its layers treated so"),
+        (Dictionaries, "its layers are treated so"),
     ):
         with torch.device("meta"):
             other = model().train()
