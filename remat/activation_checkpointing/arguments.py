@@ -141,11 +141,6 @@ def has_containers(value: Any) -> bool:
     return _is_container(value)
 
 
-def versions(value: Any) -> dict[str, int]:
-    """How often each tensor in `value` was written to; views share the count of their base."""
-    return {path: tensor._version for path, tensor in find_tensors(value) if not tensor.is_inference()}
-
-
 class Alias(torch.autograd.Function):
     """The same storage in a tensor that is no view: a view holds its base, and so the memory, after it is emptied."""
 
@@ -219,14 +214,15 @@ def refuse_what_is_lost(values: Mapping[str, Any], layer: str, *, reentrant: boo
                 f"argument {name}, and {LOSES}"
             )
     containers = {name: value for name, value in rest.items() if has_containers(value)}
-    before, counted = {name: copy_containers(value) for name, value in containers.items()}, versions(values)
+    before = {name: copy_containers(value) for name, value in containers.items()}
+    given = [(path, tensor, tensor._version) for path, tensor in find_tensors(values)]
     try:
         yield
     except RuntimeError as error:
         if "in-place operation" in str(error):  # autograd's own refusal, where the argument is a leaf
             raise ConfigError(f"checkpointing: {layer} edits one of its arguments in place. {EDITS}") from error
         raise
-    edited = [path for path, version in versions(values).items() if counted.get(path, version) != version]
+    edited = [path for path, tensor, version in given if tensor._version != version]
     if edited:
         raise ConfigError(f"checkpointing: {layer} edits its argument {edited[0]} in place. {EDITS}")
     written = [path for path, new in find_changes(before, containers) if any(True for _ in find_tensors(new))]
