@@ -27,6 +27,7 @@ def point(cfg: RunConfig, strategy: Strategy, world: World, console: Console) ->
         saving.check_compatible(
             found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
         )
+        saving.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
         if found.state.info.world_size != world.size:

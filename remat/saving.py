@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, save_room
+from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, safe_load, save_room
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
@@ -155,11 +155,26 @@ def check_compatible(
         )
 
 
+def refuse_code(state: SavedState) -> None:
+    """Raise UnsafeFile on every rank when a file of `state` is not data alone. Collective; reads no weight.
+
+    Before the model is built, so that no rank is left waiting; what is read later is read the same way.
+    """
+    rank, size = manifest.place()
+    try:
+        found = safe_load.problem(safe_load.pickled(state.path)[rank::size])
+    except OSError as error:  # the other ranks wait for this one's findings
+        found = f"{state.path} cannot be read: {error}"
+    problems = [text for text in distributed.gather(found) if text is not None]
+    if problems:
+        raise safe_load.UnsafeFile(f"resume: {problems[0]}")
+
+
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
     """Put `state` into a freshly built engine, random states last; returns the client state. Collective.
 
-    Raises ConfigError when the parameters or frozen weights are not those of the saved run, SaveError when
-    DeepSpeed loads nothing.
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run or a file is not data
+    alone, SaveError when DeepSpeed loads nothing.
     """
     check_compatible(state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine))
     same_ranks = state.info.world_size == manifest.place()[1]
@@ -170,7 +185,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         )
     if not same_ranks:
         return reshard.load(engine, state)
-    own = torch.load(_rng_file(state.path), map_location="cpu", weights_only=True)
+    own = safe_load.load(_rng_file(state.path))
     if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
         raise ConfigError(
             f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
@@ -178,12 +193,13 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         )
     if nvme_state.in_use(engine):
         nvme_state.prepare(engine, state.path / ENGINE, manifest.place()[0])
-    loaded, _ = engine.load_checkpoint(
-        str(state.path),
-        tag=ENGINE,
-        load_module_strict=True,
-        custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
-    )
+    with safe_load.guarding():
+        loaded, _ = engine.load_checkpoint(
+            str(state.path),
+            tag=ENGINE,
+            load_module_strict=True,
+            custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
+        )
     if loaded is None:
         raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
     rng.put(own["rng"])
