@@ -246,9 +246,10 @@ def _engine(
         tensor_parallel=group,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
-    engine, _, _, _ = deepspeed.initialize(
-        model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
-    )
+    with optim.held_still(optimizer):
+        engine, _, _, _ = deepspeed.initialize(
+            model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
+        )
     rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
     return engine, applied
 

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, reload, save_room, saving
+from remat import distributed, export, hf_files, manifest, optim, reload, save_room, saving
 from remat import frozen as frozen_weights
 from remat.choices import Attention, Precision
 from remat.config import ModelConfig
@@ -119,7 +119,9 @@ def engine(
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1},
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
     ]
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+    adamw = torch.optim.AdamW(groups, lr=1e-2)
+    with optim.held_still(adamw):
+        return deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
 
 
 def seed_all(seed: int) -> None:
