@@ -110,11 +110,32 @@ def test_environment(name: str, tmp_path: Path) -> None:
 
 
 HARD, PLAIN = "".join(set(string.punctuation)), string.ascii_letters + string.digits
-NAMES = (
-    "password db_password api_key apiKey OPENAI_API_KEY secret client_secret aws_secret_access_key token github_token "
-    "hub_token accessToken pwd passwd DB_PASS GITHUB_PAT connection_string private_key x.comet.api_key credentials "
-    "passphrase azure_account_key db_password_prod API_KEY_2"
-).split()
+NAMES = [
+    "password",
+    "db_password",
+    "api_key",
+    "apiKey",
+    "OPENAI_API_KEY",
+    "secret",
+    "client_secret",
+    "aws_secret_access_key",
+    "token",
+    "github_token",
+    "hub_token",
+    "accessToken",
+    "pwd",
+    "passwd",
+    "DB_PASS",
+    "GITHUB_PAT",
+    "connection_string",
+    "private_key",
+    "x.comet.api_key",
+    "credentials",
+    "passphrase",
+    "azure_account_key",
+    "db_password_prod",
+    "API_KEY_2",
+]
 CARRIERS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "override": (PLAIN + "!@#$%^&*,;:/?+=-_.{}[]()|~<>", lambda name, value: f"a=1 {name}={value} b=2"),
     "override in a dict": (PLAIN + "!@#$%^&*;/?+=-_.|~", lambda name, value: f"x={{lr:1,{name}:{value},b:2}}"),
