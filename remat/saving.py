@@ -12,7 +12,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
 from remat.unfinished import SaveResult, Unfinished
 
 log = logging.getLogger(__name__)
+
+ROUND_S = 5.0  # between two reports of the ranks that verify a state
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,15 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
     return Unfinished(tmp, final, info, what=what, keep=keep, started=started, error=error)
 
 
-def find(path: Path) -> Found:
+def find(path: Path, progress: Callable[[], object] = lambda: None) -> Found:
     """The newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
 
-    Every file is read and its hash compared, the ranks sharing the work; newest means saved last.
+    Every file is read and its hash compared, the ranks sharing the work; newest means saved last. `progress` is
+    called every ROUND_S on all ranks as long as any of them reads on: a large state is no hang.
     """
     states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
-    rank, size = manifest.place()
     for state in states:
-        parts = distributed.gather(manifest.verify(state.path, part=rank, parts=size))
-        problems = list(dict.fromkeys(problem for part in parts for problem in part))
+        problems = _verify(state.path, progress)
         if not problems:
             return Found(state, notes)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -101,12 +103,39 @@ def find(path: Path) -> Found:
     return Found(None, notes)
 
 
-def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | None) -> ResumePoint | None:
+def _verify(path: Path, progress: Callable[[], object]) -> list[str]:
+    """What all ranks find wrong with a state. Threads hash; the main threads tell each other how far they are."""
+    rank, size = manifest.place()
+    counts: list[int] = []  # appending is one step for all threads
+    with ThreadPoolExecutor(1, "remat-verify") as pool:
+        check = pool.submit(manifest.verify, path, part=rank, parts=size, hashed=counts.append)
+        read_bytes = -1
+        while True:
+            wait([check], timeout=ROUND_S)
+            reports = distributed.gather((check.done(), sum(counts)))
+            if sum(count for _, count in reports) != read_bytes:
+                progress()
+            read_bytes = sum(count for _, count in reports)
+            if all(done for done, _ in reports):
+                break
+    error = check.exception()  # the other ranks wait for this one's findings
+    found = check.result() if error is None else [f"cannot be verified ({type(error).__name__}: {error})"]
+    return list(dict.fromkeys(problem for part in distributed.gather(found) for problem in part))
+
+
+def resolve_resume(
+    resume: str,
+    *,
+    output_dir: str,
+    name: str,
+    run_id: str | None,
+    progress: Callable[[], object] = lambda: None,
+) -> ResumePoint | None:
     """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
     names a run, its `saved` folder or one state. Raises ConfigError on every rank when nothing complete is there:
-    a run that was asked to resume never starts at step 0.
+    a run that was asked to resume never starts at step 0. `progress` as in `find`.
     """
     if resume == "none":
         return None
@@ -119,7 +148,7 @@ def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | Non
         places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
-        found = find(place)
+        found = find(place, progress)
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
             return ResumePoint(found.state, found.state.path.parent.parent, notes)

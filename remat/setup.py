@@ -86,7 +86,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = resuming.point(cfg, strategy, world, console)
+    point = resuming.point(cfg, strategy, world, console, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
