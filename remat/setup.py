@@ -138,11 +138,12 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
 def _instruments(
     cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
-    """What measures the run: memory, phases, throughput, and the profiler if one was asked for."""
+    """What measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, strategy, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
     return {
+        "losses": loss.LossWindow(world.device),
         "memory": MemoryMonitor(world.device),
         "profiler": profiling.Profiler(cfg.profile, folder, timer, window, world.device, world.rank),
         "timer": timer,
