@@ -113,9 +113,8 @@ def remat_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     from remat import trainer
 
     progress = trainer.start(parts)
-    losses = trainer.LossWindow(parts.world.device)
 
-    return lambda: trainer.step(parts, progress, losses, last=0) and None
+    return lambda: trainer.step(parts, progress, last=0) and None
 
 
 def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:

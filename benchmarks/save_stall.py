@@ -74,11 +74,11 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(scratch))
         parts = setup.build(composed.run, composed.yaml, composed.words)
-        progress, losses = trainer.start(parts), trainer.LossWindow(parts.world.device)
+        progress = trainer.start(parts)
 
         def step() -> None:
             began, kind = time.perf_counter(), "beside a save" if parts.saves.on_its_way else "alone"
-            trainer.step(parts, progress, losses, parts.cfg.train.steps)
+            trainer.step(parts, progress, parts.cfg.train.steps)
             step_s[kind].append(time.perf_counter() - began)
             run_saves.complete(parts, progress.step)
 

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from remat import hf_files
+from remat.config import ConfigError
 from remat.hf_files import Plan
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ def skeleton(model_class: Any, config: Any, card: Path) -> PeftModel:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         base = model_class(hf_files.inference_config(config))
         adapter = LoraConfig.from_pretrained(str(card))
+        if adapter.megatron_config is not None:  # names a module, which would be imported
+            raise ConfigError(
+                f"{card / CONFIG}: megatron_config is refused: adapters of this program have none"
+            )
         adapter.inference_mode = False
         return PeftModelForCausalLM(base, adapter, autocast_adapter_dtype=False)
 

@@ -11,7 +11,7 @@ from typing import Any
 from remat import ds_keys
 from remat.choices import Precision
 from remat.ds_keys import OFFLOADS, ZERO
-from remat.redact import SECRET_NAME
+from remat.redact import is_secret
 
 DEVICES = ("none", "cpu", "nvme")
 OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-group are swapped in together
@@ -236,7 +236,7 @@ def secrets(ds: Mapping[str, Any]) -> list[str]:
     return [
         f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
         for path, value in _leaves(ds)
-        if value and SECRET_NAME.search(path.rpartition(".")[2])
+        if value and is_secret(path, value)
     ]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from remat import adapter_files, hf_files, manifest
+from remat import adapter_files, hf_files, manifest, safe_load
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SaveError
@@ -122,13 +122,16 @@ def export_saved_state(
     `verified`: the caller has the state from `saving.find`, which has read and hashed every file just now.
 
     Host memory: one shard, one weight in fp32 (or a layer, as above) and a window of file pages. Raises ConfigError
-    when the state or run_dir/model is incomplete.
+    when the state or run_dir/model is incomplete, or a file of them asks for code to be run.
     """
     problems = [] if verified else manifest.verify(state_dir)
     if problems:
         raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
     card = run_dir / MODEL_FOLDER
     plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
+    unsafe = safe_load.problem(safe_load.pickled(state_dir))  # also the files that an export does not read
+    if unsafe is not None:
+        raise safe_load.UnsafeFile(unsafe)
     adapted = (card / adapter_files.CONFIG).exists()
 
     def describe(target: Path) -> None:
@@ -152,7 +155,7 @@ def open_saved_state(
     card = run_dir / MODEL_FOLDER
     if not (card / "config.json").exists():
         raise ConfigError(f"{card}/config.json is missing: give the run directory of {state_dir}")
-    config = AutoConfig.from_pretrained(card)
+    config = _described(card)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not isinstance(model_class, type):
         raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
@@ -173,6 +176,14 @@ def open_saved_state(
         return value.to(wanted) if value.is_floating_point() else value
 
     return plan, read
+
+
+def _described(card: Path) -> Any:
+    """The model's configuration, without the code or the attention kernels of a hub that a config.json can name."""
+    try:
+        return AutoConfig.from_pretrained(card, trust_remote_code=False, attn_implementation="eager")
+    except ValueError as error:
+        raise ConfigError(f"{card}/config.json is refused: {str(error).strip().splitlines()[0]}") from error
 
 
 def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from remat import distributed
 from remat.choices import LossKind
 from remat.config import ConfigError
 
@@ -116,7 +117,10 @@ class TokenLoss:
 
 
 class LossWindow:
-    """Summed loss and trained tokens since the last logged step; this rank's loss stays on its device."""
+    """Summed loss and trained tokens since the last row of the record; this rank's loss stays on its device.
+
+    It is part of the training state: `state` and `restore`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -126,14 +130,31 @@ class LossWindow:
         self._loss += loss_sum
         self._tokens += global_tokens
 
-    def take(self) -> float:
+    def mean(self) -> float:
         """Mean loss per trained token over all ranks, NaN of none; one all-reduce and one host synchronisation."""
+        total = self._loss.clone()
         if dist.get_world_size() > 1:
-            dist.all_reduce(self._loss)
-        mean = self._loss.item() / self._tokens if self._tokens else math.nan
+            dist.all_reduce(total)
+        return total.item() / self._tokens if self._tokens else math.nan
+
+    def take(self) -> float:
+        """`mean`; the window begins anew."""
+        mean = self.mean()
         self._loss.zero_()
         self._tokens = 0
         return mean
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, the same on all ranks: each rank's sum, which would be rounded otherwise if added here."""
+        return {"loss_by_rank": distributed.gather(self._loss.item()), "tokens": self._tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`; where other ranks saved it, all of it is rank 0's."""
+        sums, rank = state["loss_by_rank"], dist.get_rank()
+        if len(sums) != dist.get_world_size():
+            sums = [math.fsum(sums)] + [0.0] * (dist.get_world_size() - 1)
+        self._loss.fill_(sums[rank])
+        self._tokens = int(state["tokens"])
 
 
 def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

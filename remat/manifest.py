@@ -11,8 +11,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from remat import distributed
 from remat.config import ConfigError
+from remat.cores import available_cores
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +35,8 @@ ENGINE = "engine"  # DeepSpeed's files inside a state folder
 TMP = "tmp-"
 OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
 FORMAT = 1
+OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
+MAX_THREADS = 8  # that hash at a time; a rank has few large files
 
 
 class SaveError(RuntimeError):
@@ -110,26 +115,54 @@ def read(folder: Path) -> Manifest:
     return Manifest(**content)
 
 
-def verify(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Problems of a state folder, empty when it is complete; reads and hashes every file.
+def verify(
+    folder: Path, *, part: int = 0, parts: int = 1, hashed: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Problems of a state folder, empty when it is complete; reads and hashes every file, several at a time.
 
-    `part` of `parts` checks only every parts-th file, so that ranks can share the reading.
+    `part` of `parts` checks only its `share`. `hashed` is told the bytes read as they are, from several threads.
     """
     try:
         info = read(folder)
     except SaveError as error:
         return [str(error)]
-    problems = []
-    for name in sorted(info.files)[part::parts]:
+
+    def check(name: str) -> str | None:
         entry, problem = info.files[name], _size_problem(folder / name, info.files[name])
         try:
-            if problem is None and hash_file(folder / name) != entry.sha256:
+            if problem is None and hash_file(folder / name, hashed) != entry.sha256:
                 problem = "content changed (hash differs)"
         except OSError as error:  # the other ranks wait for this one's findings
             problem = f"cannot be read ({error.strerror})"
-        if problem is not None:
-            problems.append(f"{name}: {problem}")
-    return problems
+        return None if problem is None else f"{name}: {problem}"
+
+    threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
+    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing gives the interpreter free
+        return [problem for problem in pool.map(check, share(info, part, parts)) if problem is not None]
+
+
+def share(info: Manifest, part: int, parts: int) -> list[str]:
+    """The files that one of `parts` ranks hashes, sorted: its own, which it reads next, and of the others as many bytes
+    as the next; by bytes alone when another number of ranks wrote them."""
+    mine, load = [], [0] * parts
+    own = {name: rank_of(name) if parts == info.world_size else None for name in info.files}
+    largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
+    for name in sorted(
+        largest_first, key=lambda name: own[name] is None
+    ):  # owned ones first; sorting is stable
+        rank = own[name]
+        if rank is None or rank >= parts:
+            rank = load.index(min(load))
+        load[rank] += info.files[name].size_bytes
+        if rank == part:
+            mine.append(name)
+    return sorted(mine)
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a file of a state, and that reads it again, from its name; None of a shared one."""
+    match = OWNER.search(name)
+    return int(next(number for number in match.groups() if number is not None)) if match else None
 
 
 def is_complete(folder: Path) -> bool:
@@ -173,12 +206,13 @@ def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
     return entries
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 in hexadecimal; reads 8 MiB at a time."""
+def hash_file(path: Path, hashed: Callable[[int], object] = lambda count: None) -> str:
+    """SHA-256 in hexadecimal; reads 8 MiB at a time and tells `hashed` how many bytes."""
     digest, buffer = hashlib.sha256(), bytearray(8 * 1024**2)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
+            hashed(count)
     return digest.hexdigest()
 
 

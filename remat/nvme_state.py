@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from remat import safe_load
 from remat.config import ConfigError
 
 
@@ -27,7 +28,7 @@ def prepare(engine: Any, folder: Path, rank: int) -> None:
     """
     optimizer, swapper = engine.optimizer, engine.optimizer.optimizer_swapper
     file = next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
-    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    saved = safe_load.load(file)["optimizer_state_dict"]
     for index, values in saved["optimizer_state_dict"]["state"].items():
         master = optimizer.fp32_partitioned_groups_flat[index]
         numel = optimizer.fp16_partitioned_groups_flat_numel[index]

@@ -50,6 +50,22 @@ def build(
 
 
 @contextlib.contextmanager
+def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While DeepSpeed builds its engine around `optimizer`, a step of it does nothing.
+
+    DeepSpeed's wrapper of 16-bit weights at stage 0 steps once on zero gradients when it is built, to have the state
+    allocated (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states): weights decay at the full rate before
+    the first batch, and the moments' corrections are one step ahead for the whole run. The state is allocated by the
+    first real step, as at the other stages.
+    """
+    vars(optimizer)["step"] = lambda *args, **settings: None
+    try:
+        yield
+    finally:
+        del vars(optimizer)["step"]
+
+
+@contextlib.contextmanager
 def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
     """Linux names the vendor, which is all that DeepSpeedCPUAdam asks py-cpuinfo for; that takes a second a rank."""
     import cpuinfo

@@ -44,6 +44,7 @@ class Parts:
     folder: Path
     engine: Any
     token_loss: loss.TokenLoss
+    losses: loss.LossWindow
     batches: GlobalBatches
     splits: Splits
     applied: Applied

@@ -1,53 +1,353 @@
 """Keys, tokens and passwords do not get into what a run writes or prints.
 
-Known by the name of their option, by their form (a hub token, user:password@ in a URL), or because the environment
-holds them under such a name. Standard library only.
+Known by the name of their option, by their form (a vendor's token, credentials and signatures in a URL, a header, a
+private key), or because the environment holds them under such a name. Where a secret ends is not always clear: then
+too much is hidden, not too little. Standard library only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 HIDDEN = "***"
-SECRET_NAME = re.compile(
-    r"(^|_)(secret|password|passwd|credentials?|(api|access|private|secret)_?key)$|^((api|auth|access|hf|hub|wandb)_)?token$",
+SHORTEST = 8  # a shorter value of a variable would hide ordinary words
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+PLACES = {
+    "prod",
+    "production",
+    "dev",
+    "test",
+    "staging",
+    "main",
+    "default",
+    "value",
+    "base",
+}  # db_password_prod
+
+STRONG = {
+    *("password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"),
+    *("apikey", "apikeys", "authorization", "jwt", "dsn", "connstr", "connectionstring"),
+}
+STRONG_PAIRS = {("connection", "string"), ("connection", "str"), ("conn", "string"), ("conn", "str")}
+ENDINGS = re.compile(
+    r"(password|passwd|passphrase|api_?key|secret_?key|access_?key|private_?key|access_?token|auth_?token)$"
+)
+KEYS_OF = {
+    *(
+        "access",
+        "account",
+        "api",
+        "app",
+        "application",
+        "auth",
+        "bot",
+        "client",
+        "consumer",
+        "deploy",
+        "encryption",
+    ),
+    *(
+        "hmac",
+        "license",
+        "master",
+        "private",
+        "secret",
+        "service",
+        "shared",
+        "signing",
+        "ssh",
+        "subscription",
+        "webhook",
+    ),
+    *(
+        "anthropic",
+        "aws",
+        "azure",
+        "comet",
+        "gcp",
+        "github",
+        "gitlab",
+        "google",
+        "hf",
+        "neptune",
+        "openai",
+        "wandb",
+    ),
+}
+WEAK = {"auth", "bearer", "cookie", "cookies", "otp", "pat", "sas"}  # hidden unless the value is plainly none
+TOKENS_OF = {"api", "auth", "access", "refresh", "session", "bearer"}
+NO_TOKEN = {  # of a text, not of an account
+    *(
+        "bos",
+        "eos",
+        "pad",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "image",
+        "video",
+        "audio",
+        "vision",
+        "boi",
+        "eoi",
+        "boa",
+        "eoa",
+    ),
+    *(
+        "start",
+        "end",
+        "begin",
+        "stop",
+        "special",
+        "decoder",
+        "fim",
+        "prefix",
+        "suffix",
+        "middle",
+        "think",
+        "tool",
+    ),
+    *(
+        "per",
+        "a",
+        "one",
+        "each",
+        "every",
+        "any",
+        "first",
+        "last",
+        "next",
+        "new",
+        "added",
+        "extra",
+        "trained",
+        "class",
+    ),
+}
+NO_PASS = {
+    "forward",
+    "backward",
+    "first",
+    "second",
+    "third",
+    "last",
+    "next",
+    "one",
+    "single",
+    "per",
+    "by",
+    "low",
+    "high",
+}
+IN_QUERY = {"sig", "signature", "key", "code", "credential", "awsaccesskeyid", "googleaccessid", "policy"}
+
+FORMS = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+    hf_[A-Za-z0-9]{20,} | api_org_[A-Za-z0-9]{20,}
+    | sk-ant-[\w-]{8,} | (?:sk|pk|rk)-(?=[A-Za-z_-]*\d)[\w-]{12,} | [spr]k_(?:live|test)_\w{10,}
+    | gh[opsur]_\w{16,} | github_pat_\w{16,} | gl[a-z]{2,6}-[\w-]{16,}
+    | xox[a-z]-[\w-]{8,} | xapp-[\w-]{10,}
+    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16} | AIza[\w-]{30,} | ya29\.[\w-]{16,}
+    | eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?
+    | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{16,} | dop_v1_\w{30,} | SG\.[\w-]{16,}\.[\w-]{16,} | nvapi-[\w-]{20,}
+    | gsk_\w{20,} | r8_\w{30,} | hvs\.[\w-]{20,} | dapi[0-9a-f]{32} | wandb_v\d+_\w{20,} | local-[0-9a-f]{40}
+    )""",
+    re.VERBOSE,
+)
+PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
+WEBHOOK = re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/)[^\s\"'<>]+")
+BEARER = re.compile(r"\b(bearer[ \t]+)[\w.~+/=-]{8,}", re.IGNORECASE)
+HEADER = re.compile(
+    r"\b((?:proxy-)?authorization|x-api-key|x-auth-token|(?:set-)?cookie)"
+    r"(?:([\"']?[ \t]*:[ \t]*[\"']?)[^\r\n\"']+|([ \t]*=[ \t]*[\"']?)(?:[A-Za-z]\w+[ \t]+)?[^\s\"']+)",
     re.IGNORECASE,
 )
-SECRET_VARIABLE = re.compile(
-    r"(TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE
-)
-SHORTEST = 8  # a shorter value of such a variable would hide ordinary words
-HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-IN_URL = re.compile(r"(?<=:/)(/?)[^/@\s]+@")  # also where a path has joined the slashes
-OVERRIDE = re.compile(r"(?<![\w.])((?:[\w-]+\.)*([\w-]+)=)(?!=)([^\s,}\]]+)")  # group.name=value
-YAML_LINE = re.compile(r"^([ \t-]*([\w-]+):[ \t]+)(\S.*)$", re.MULTILINE)
+# user:password@, where the password may hold @ and /; token@; also where a path has joined the slashes
+IN_URL = re.compile(r"(?<=[A-Za-z0-9]:/)(/?)(?:[^\s/:\"'<>]*:[^\s\"'<>]*|[^\s/@\"'<>]+)@")
+QUERY = re.compile(r"([?&](?:amp;)?([\w.%-]+)=)([^&\s\"'<>]+)")
+NAME = r"(?:[\w-]+[./])*[\w-]+"
+ASSIGNED = re.compile(rf"(?<![\w.?&%-])({NAME})([ \t]*=[ \t]*)(?!=)(?=\S)")
+QUOTED_NAME = re.compile(rf"(?P<quote>[\"'])({NAME})(?P=quote)([ \t]*:[ \t]*)(?=\S)")
+FLAG = re.compile(r"(?<![^\s\"'])(--?[A-Za-z][\w.-]*)([ \t]+|=)(?=[^\s-])")
+INLINE = re.compile(rf"(?<![\w.?&%-])({NAME})([ \t]*:[ \t]*)(?!//)(?=\S)")
+YAML_LINE = re.compile(r"^([ \t]*(?:- +)*)([\"']?)([\w.-]+)\2:(?:[ \t]+(.*))?$")
+# to the next blank, over quoted parts: a "b c"d is one word
+WORD = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S)+""", re.DOTALL)
+TO_QUOTE = {"'": re.compile(r"""[^']*(?:'"'"'[^']*)*"""), '"': re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)}
+IN_BRACES = re.compile(r"(?:[^,{}\[\]\n]|\n +)*")  # blanks too
+CLOSERS = re.compile(r"[,}\])]*\Z")
+NOTHING = re.compile(r"(null|none|~|true|false|''|\"\"|\*\*\*|-?[\d_.]+(e[+-]?\d+)?)\Z", re.IGNORECASE)
+SPECIAL = re.compile(r"[\"']?(<.*>|\[[A-Za-z_ ]+\])[\"']?\Z")
+
+
+def is_secret(name: str, value: Any = None) -> bool:
+    """Whether an option of this (dotted) name keeps `value` to itself. None: some text whose form is not known.
+
+    Names that are often used for other things count unless the value is plainly no secret: a number, a flag, `<s>`.
+    """
+    *groups, own = name.replace("/", ".").split(".")
+    if _is_strong(own) or any(_is_strong(group) for group in groups):
+        return value is not False and value != ""
+    if not _is_weak(own):
+        return False
+    if isinstance(value, str):
+        return bool(value) and not NOTHING.match(value.strip()) and not SPECIAL.match(value.strip())
+    return value is None
 
 
 def redact(content: Any) -> Any:
     """`content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value."""
     if isinstance(content, Mapping):
+        named = content.get("name") if "value" in content else None  # {"name": "API_KEY", "value": ...}
         return {
-            key: HIDDEN if value and SECRET_NAME.search(str(key)) else redact(value)
+            redact_text(key) if isinstance(key, str) else key: _redact_value(
+                named if key == "value" and isinstance(named, str) and is_secret(named) else str(key), value
+            )
             for key, value in content.items()
         }
     if isinstance(content, (list, tuple)):
-        return [redact(value) for value in content]
-    return redact_text(content) if isinstance(content, str) else content
+        return [
+            HIDDEN if isinstance(value, str) and at and _is_flag(content[at - 1]) else redact(value)
+            for at, value in enumerate(content)
+        ]
+    return redact_text(os.fspath(content)) if isinstance(content, (str, os.PathLike)) else content
 
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """The same for text: YAML, a command line, a message. `env` is where secrets are known from."""
+    """The same for text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
+    for value in _from_environment(env):
+        text = text.replace(value, HIDDEN)
+    text = FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
+    text = QUERY.sub(_in_query, IN_URL.sub(rf"\1{HIDDEN}@", WEBHOOK.sub(rf"\1{HIDDEN}", text)))
+    text = BEARER.sub(rf"\1{HIDDEN}", HEADER.sub(rf"\1\2\3{HIDDEN}", text))
+    text = _yaml(text)
+    for pattern in (QUOTED_NAME, ASSIGNED, FLAG, INLINE):
+        text = _by_name(pattern, text)
+    return text
+
+
+def _redact_value(name: str, value: Any) -> Any:
+    if value and value is not True and is_secret(name, value if not isinstance(value, (list, dict)) else 0):
+        return HIDDEN
+    return redact(value)
+
+
+def _words(name: str) -> list[str]:
+    words = [word.lower() for word in WORDS.findall(name)]
+    while len(words) > 1 and (words[-1].isdigit() or words[-1] in PLACES):
+        words.pop()
+    return words
+
+
+def _is_strong(name: str) -> bool:
+    words = _words(name)
+    if not words:
+        return False
+    of = words[-2] if len(words) > 1 else ""
+    return (
+        words[-1] in STRONG
+        or (of, words[-1]) in STRONG_PAIRS
+        or (words[-1] in ("key", "keys") and of in KEYS_OF)
+        or (words[-1] in ("token", "tokens") and of in TOKENS_OF)
+        or ENDINGS.search("_".join(words)) is not None
+    )
+
+
+def _is_weak(name: str) -> bool:
+    words = _words(name)
+    if not words:
+        return False
+    of = words[-2] if len(words) > 1 else ""
+    if words[-1].endswith("token"):
+        return of not in NO_TOKEN
+    return words[-1] in WEAK or (words[-1] == "pass" and of not in NO_PASS)
+
+
+def _is_flag(word: Any) -> bool:
+    return isinstance(word, str) and word.startswith("-") and "=" not in word and is_secret(word.lstrip("-"))
+
+
+def _from_environment(env: Mapping[str, str]) -> list[str]:
+    """The secrets of `env` in the ways they are written, longest first: one may be part of another."""
+    found: set[str] = set()
     for name, value in env.items():
-        if len(value) >= SHORTEST and SECRET_VARIABLE.search(name):
-            text = text.replace(value, HIDDEN)
-    text = IN_URL.sub(rf"\1{HIDDEN}@", HUB_TOKEN.sub(HIDDEN, text))
-    return YAML_LINE.sub(_by_name, OVERRIDE.sub(_by_name, text))
+        is_path = os.path.exists(value)  # noqa: PTH110 (Path.exists raises for a long value)
+        ordinary = name in ("PWD", "OLDPWD") or len(value) < SHORTEST or is_path
+        if not ordinary and is_secret(name, value):
+            found |= {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1]}
+            found |= {value.replace("'", "''"), value.replace("'", "'\"'\"'")}
+    return sorted(found, key=len, reverse=True)
 
 
-def _by_name(found: re.Match[str]) -> str:
-    if not SECRET_NAME.search(found.group(2)) or found.group(3) in ("null", "None", "''", '""'):
-        return found.group()
-    return f"{found.group(1)}{HIDDEN}"
+def _by_name(pattern: re.Pattern[str], text: str) -> str:
+    """`text` without the values that follow the names that `pattern` finds."""
+    parts, at = [], 0
+    while (found := pattern.search(text, at)) is not None:
+        *_, name, between = found.groups()
+        start = text[max(0, found.start(pattern.groups - 1) - 8) : found.start(pattern.groups - 1)].rstrip(
+            "+~ "
+        )[-1:]
+        word = WORD.match(text, found.end())
+        if start in TO_QUOTE and pattern is not QUOTED_NAME:
+            word = TO_QUOTE[start].match(text, found.end())
+        value = word[0] if word is not None else ""
+        if pattern is QUOTED_NAME or (pattern is INLINE and value[:1] not in TO_QUOTE):
+            value = value[: CLOSERS.search(value).start()]  # type: ignore[union-attr]
+        if pattern is INLINE and start in ("{", ",") and value[:1] not in TO_QUOTE:
+            value = max(value, IN_BRACES.match(text, found.end())[0], key=len)  # type: ignore[index]
+        if value and _hides(pattern, name.lstrip("-"), f"{start}{between}", value):
+            whole = len(value) > 1 and value[0] in TO_QUOTE and value[-1] == value[0]
+            parts += [text[at : found.end()], f"{value[0]}{HIDDEN}{value[0]}" if whole else HIDDEN]
+            at = found.end() + len(value)
+        else:
+            parts.append(text[at : found.end()])
+            at = found.end()
+    return "".join([*parts, text[at:]])
+
+
+def _hides(pattern: re.Pattern[str], name: str, around: str, value: str) -> bool:
+    """In running text only names that nothing else has: "token = tokens of all ranks" is an explanation.
+
+    `around` is the mark before the name and what stands between it and the value.
+    """
+    if NOTHING.match(value) and not value[:1].isdigit():
+        return False
+    if (pattern is INLINE and around[0] not in "{,") or (pattern is ASSIGNED and around[-2:] in ("= ", "=\t")):
+        return is_secret(name, 0)
+    return is_secret(name, value)
+
+
+def _yaml(text: str) -> str:
+    """Lines `name: value` whose name is secret, with the further lines of the value, which are indented or items."""
+    lines: list[str] = []
+    hidden: tuple[int, bool] | None = None  # the indent of the name, and whether items may stand below it
+    for line in text.split("\n"):
+        if hidden is not None and line.strip():
+            indent, bare = len(line) - len(line.lstrip(" ")), line.lstrip()
+            if indent > hidden[0] or (hidden[1] and indent == hidden[0] and bare.startswith("- ")):
+                if lines[-1].endswith(":"):
+                    lines[-1] += f" {HIDDEN}"
+                continue
+            hidden = None
+        found = YAML_LINE.match(line)
+        value = (found[4] or "").strip() if found is not None else "null"
+        if found is not None and (value[:1].isdigit() or not NOTHING.match(value)):
+            in_more_lines = value in ("", "|", ">", "|-", ">-")
+            if is_secret(found[3], None if in_more_lines else value):
+                hidden = (len(found[1]), not value)
+                line = line if not value else f"{found[1]}{found[2]}{found[3]}{found[2]}: {HIDDEN}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _in_query(found: re.Match[str]) -> str:
+    name = found[2]
+    if is_secret(name, found[3]) or (_words(name) or [""])[-1] in IN_QUERY or name.lower() in IN_QUERY:
+        return f"{found[1]}{HIDDEN}"
+    return found[0]

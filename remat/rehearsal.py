@@ -65,7 +65,7 @@ def _rehearse(parts: Parts, progress: Progress) -> str:
             parts.engine, folder / "export", tokenizer=parts.tokenizer, max_shard_size=size
         )
     parts.watchdog.enter("load", step)
-    found = saving.find(folder)  # reads and hashes every file
+    found = saving.find(folder, lambda: parts.watchdog.enter("load", step))  # reads and hashes every file
     if found.state is None or found.notes:
         raise SaveError(f"the saved state is not whole: {'; '.join(found.notes)}")
     parts.watchdog.enter("load", step)

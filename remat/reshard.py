@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from remat import distributed, frozen, manifest, rng, save_room, saved_weights
+from remat import distributed, frozen, manifest, rng, safe_load, save_room, saved_weights
 from remat.choices import Reshard
 from remat.config import ConfigError
 from remat.manifest import ENGINE, TMP, SavedState, SaveError
@@ -70,7 +70,7 @@ def room(state: SavedState, world_size: int) -> tuple[int, int]:
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
     """`saving.load` for another number of ranks. Random states start anew, so dropout differs. Collective."""
     rank, size = manifest.place()
-    own = torch.load(state.path / "rng" / "rank-00000.pt", map_location="cpu", weights_only=True)
+    own = safe_load.load(state.path / "rng" / "rank-00000.pt")
     folder = state.path.parent / UNIVERSAL
     what = f"cutting {state.path} for {size} ranks in {folder}"
     frozen_now = frozen.fingerprint_of_first(engine.module, state.info.world_size)
@@ -200,7 +200,8 @@ def _universal(engine: Any) -> Iterator[None]:
 
 def _load_engine(engine: Any, folder: Path, frozen_excluded: bool) -> bool:
     load_trainable = frozen.load_trainable if frozen_excluded else None
-    return engine.load_checkpoint(str(folder), tag=ENGINE, custom_load_fn=load_trainable)[0] is not None
+    with safe_load.guarding():
+        return engine.load_checkpoint(str(folder), tag=ENGINE, custom_load_fn=load_trainable)[0] is not None
 
 
 def _restore(engine: Any, state: SavedState) -> None:

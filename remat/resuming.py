@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,28 @@ from remat.preflight import DoesNotFit
 from remat.strategy import Strategy
 
 
-def point(cfg: RunConfig, strategy: Strategy, world: World, console: Console) -> saving.ResumePoint | None:
+def point(
+    cfg: RunConfig,
+    strategy: Strategy,
+    world: World,
+    console: Console,
+    progress: Callable[[], object] = lambda: None,
+) -> saving.ResumePoint | None:
     """The saved state to go on from, if one was asked for, checked against this launch. Collective.
+
+    `progress` is called while the files of a state are read.
 
     Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it for other ranks.
     """
-    found = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
+    found = saving.resolve_resume(
+        cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, progress=progress
+    )
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
         saving.check_compatible(
             found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
         )
+        saving.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
         if found.state.info.world_size != world.size:

@@ -90,9 +90,10 @@ def wait(parts: Parts, step: int | None = None, *, may_fail: bool = False) -> No
 
 
 def client_state(parts: Parts, progress: Progress) -> dict[str, Any]:
-    """What is kept of a run beside the engine's state; plain JSON data."""
+    """What is kept of a run beside the engine's state; plain JSON data. Collective."""
     return {
         **asdict(progress),
+        "losses": parts.losses.state(),
         "data": parts.batches.state(),
         "data_key": parts.data_key,
         "wandb_run_id": parts.tracker.wandb_run_id,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from remat import safe_load
 from remat.manifest import SaveError
 
 WINDOW_BYTES = 512 * 1024**2  # then the files are mapped anew, which lets go of the pages read so far
@@ -155,8 +156,8 @@ def module_file(folder: Path, zero_stage: int) -> Path:
 
 
 def mapped(file: Path) -> dict[str, Any]:
-    """A file of torch.save with its tensors left on the disk."""
-    content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    """A file of torch.save with its tensors left on the disk. Raises UnsafeFile when it is not data alone."""
+    content: dict[str, Any] = safe_load.load(file, mapped=True)
     return content
 
 

@@ -12,7 +12,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, save_room
+from remat import __version__, distributed, frozen, manifest, nvme_state, reshard, rng, safe_load, save_room
 from remat.choices import Precision
 from remat.config import ConfigError
 from remat.manifest import ENGINE, SAVED, STEP, Manifest, SavedState, SaveError
 from remat.unfinished import SaveResult, Unfinished
 
 log = logging.getLogger(__name__)
+
+ROUND_S = 5.0  # between two reports of the ranks that verify a state
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,15 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
     return Unfinished(tmp, final, info, what=what, keep=keep, started=started, error=error)
 
 
-def find(path: Path) -> Found:
+def find(path: Path, progress: Callable[[], object] = lambda: None) -> Found:
     """The newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
 
-    Every file is read and its hash compared, the ranks sharing the work; newest means saved last.
+    Every file is read and its hash compared, the ranks sharing the work; newest means saved last. `progress` is
+    called every ROUND_S on all ranks as long as any of them reads on: a large state is no hang.
     """
     states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
-    rank, size = manifest.place()
     for state in states:
-        parts = distributed.gather(manifest.verify(state.path, part=rank, parts=size))
-        problems = list(dict.fromkeys(problem for part in parts for problem in part))
+        problems = _verify(state.path, progress)
         if not problems:
             return Found(state, notes)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -101,12 +103,39 @@ def find(path: Path) -> Found:
     return Found(None, notes)
 
 
-def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | None) -> ResumePoint | None:
+def _verify(path: Path, progress: Callable[[], object]) -> list[str]:
+    """What all ranks find wrong with a state. Threads hash; the main threads tell each other how far they are."""
+    rank, size = manifest.place()
+    counts: list[int] = []  # appending is one step for all threads
+    with ThreadPoolExecutor(1, "remat-verify") as pool:
+        check = pool.submit(manifest.verify, path, part=rank, parts=size, hashed=counts.append)
+        read_bytes = -1
+        while True:
+            wait([check], timeout=ROUND_S)
+            reports = distributed.gather((check.done(), sum(counts)))
+            if sum(count for _, count in reports) != read_bytes:
+                progress()
+            read_bytes = sum(count for _, count in reports)
+            if all(done for done, _ in reports):
+                break
+    error = check.exception()  # the other ranks wait for this one's findings
+    found = check.result() if error is None else [f"cannot be verified ({type(error).__name__}: {error})"]
+    return list(dict.fromkeys(problem for part in distributed.gather(found) for problem in part))
+
+
+def resolve_resume(
+    resume: str,
+    *,
+    output_dir: str,
+    name: str,
+    run_id: str | None,
+    progress: Callable[[], object] = lambda: None,
+) -> ResumePoint | None:
     """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
     names a run, its `saved` folder or one state. Raises ConfigError on every rank when nothing complete is there:
-    a run that was asked to resume never starts at step 0.
+    a run that was asked to resume never starts at step 0. `progress` as in `find`.
     """
     if resume == "none":
         return None
@@ -119,7 +148,7 @@ def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | Non
         places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
-        found = find(place)
+        found = find(place, progress)
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
             return ResumePoint(found.state, found.state.path.parent.parent, notes)
@@ -155,11 +184,26 @@ def check_compatible(
         )
 
 
+def refuse_code(state: SavedState) -> None:
+    """Raise UnsafeFile on every rank when a file of `state` is not data alone. Collective; reads no weight.
+
+    Before the model is built, so that no rank is left waiting; what is read later is read the same way.
+    """
+    rank, size = manifest.place()
+    try:
+        found = safe_load.problem(safe_load.pickled(state.path)[rank::size])
+    except OSError as error:  # the other ranks wait for this one's findings
+        found = f"{state.path} cannot be read: {error}"
+    problems = [text for text in distributed.gather(found) if text is not None]
+    if problems:
+        raise safe_load.UnsafeFile(f"resume: {problems[0]}")
+
+
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
     """Put `state` into a freshly built engine, random states last; returns the client state. Collective.
 
-    Raises ConfigError when the parameters or frozen weights are not those of the saved run, SaveError when
-    DeepSpeed loads nothing.
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run or a file is not data
+    alone, SaveError when DeepSpeed loads nothing.
     """
     check_compatible(state, zero_stage=int(engine.zero_optimization_stage()), precision=_precision(engine))
     same_ranks = state.info.world_size == manifest.place()[1]
@@ -170,7 +214,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         )
     if not same_ranks:
         return reshard.load(engine, state)
-    own = torch.load(_rng_file(state.path), map_location="cpu", weights_only=True)
+    own = safe_load.load(_rng_file(state.path))
     if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
         raise ConfigError(
             f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
@@ -178,12 +222,13 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         )
     if nvme_state.in_use(engine):
         nvme_state.prepare(engine, state.path / ENGINE, manifest.place()[0])
-    loaded, _ = engine.load_checkpoint(
-        str(state.path),
-        tag=ENGINE,
-        load_module_strict=True,
-        custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
-    )
+    with safe_load.guarding():
+        loaded, _ = engine.load_checkpoint(
+            str(state.path),
+            tag=ENGINE,
+            load_module_strict=True,
+            custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
+        )
     if loaded is None:
         raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
     rng.put(own["rng"])

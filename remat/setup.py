@@ -86,7 +86,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = resuming.point(cfg, strategy, world, console)
+    point = resuming.point(cfg, strategy, world, console, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
@@ -138,11 +138,12 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
 def _instruments(
     cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
-    """What measures the run: memory, phases, throughput, and the profiler if one was asked for."""
+    """What measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, strategy, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
     return {
+        "losses": loss.LossWindow(world.device),
         "memory": MemoryMonitor(world.device),
         "profiler": profiling.Profiler(cfg.profile, folder, timer, window, world.device, world.rank),
         "timer": timer,
@@ -246,9 +247,10 @@ def _engine(
         tensor_parallel=group,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
-    engine, _, _, _ = deepspeed.initialize(
-        model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
-    )
+    with optim.held_still(optimizer):
+        engine, _, _, _ = deepspeed.initialize(
+            model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
+        )
     rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
     return engine, applied
 

@@ -11,7 +11,6 @@ from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, r
 from remat.activation_checkpointing.counts import NotInEffect
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
-from remat.loss import LossWindow
 from remat.manifest import SaveError
 from remat.nonfinite import TrainingFailed
 from remat.parts import Parts, on_device
@@ -76,7 +75,6 @@ def _train(parts: Parts) -> Outcome:
     cfg = parts.cfg
     last = cfg.train.stop_at or cfg.train.steps
     progress = start(parts)
-    losses = LossWindow(parts.world.device)
     metrics: dict[str, float] = {}
     parts.saves.last = progress.step if parts.resumed else -1
     stop = parts.stop
@@ -84,7 +82,7 @@ def _train(parts: Parts) -> Outcome:
     if progress.to_evaluate:
         metrics |= _evaluate(parts, progress)
     while progress.step < last and stop.why is None:
-        metrics |= step(parts, progress, losses, last)
+        metrics |= step(parts, progress, last)
         run_saves.complete(parts, progress.step)
         if parts.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
             rehearsal.rehearse(parts, progress)
@@ -102,7 +100,7 @@ def _train(parts: Parts) -> Outcome:
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
 
-def step(parts: Parts, progress: Progress, losses: LossWindow, last: int) -> dict[str, float]:
+def step(parts: Parts, progress: Progress, last: int) -> dict[str, float]:
     """One optimizer step; its metrics when it is one that is logged, else nothing."""
     parts.watchdog.enter("step", progress.step + 1)
     with parts.timer.phase("data"):
@@ -111,11 +109,14 @@ def step(parts: Parts, progress: Progress, losses: LossWindow, last: int) -> dic
     with out_of_memory.named(lambda: parts.timer.last, parts.plan):
         found = _forward_backward_update(parts, batch, progress.step)
     if parts.engine.was_step_applied():
-        losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
+        parts.losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
     _advance(parts, progress, batch, found)
     parts.profiler.step_ended()
-    if parts.stop.answer() or progress.step % parts.cfg.train.log_every == 0 or progress.step == last:
-        return _log(parts, progress, losses.take())
+    stopping = parts.stop.answer()
+    if progress.step % parts.cfg.train.log_every == 0:
+        return _log(parts, progress, parts.losses.take())
+    if stopping or progress.step == last:
+        return _log(parts, progress, parts.losses.mean())  # a row more, which a resumed run does not know of
     return {}
 
 
@@ -125,6 +126,8 @@ def start(parts: Parts) -> Progress:
     if parts.resumed is not None:
         known = {item.name for item in fields(Progress)}
         progress = Progress(**{name: value for name, value in parts.resumed.items() if name in known})
+        if "losses" in parts.resumed:  # not in older states
+            parts.losses.restore(parts.resumed["losses"])
         parts.tracker.rewind(progress.step)
     rehearsal.prepare(parts)
     parts.applied.reset()

@@ -7,7 +7,6 @@ rank has said that its part is on disk.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -15,8 +14,6 @@ from pathlib import Path
 
 from remat import distributed, manifest, save_room
 from remat.manifest import Manifest, SaveError
-
-OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Unfinished:
             return
         try:
             rank = manifest.place()[0]
-            own = [name for name in manifest.files_in(self._tmp) if _owner(name) == rank]
+            own = [name for name in manifest.files_in(self._tmp) if (manifest.rank_of(name) or 0) == rank]
             self._files = manifest.describe(self._tmp, own)
         except Exception as error:
             self._error = save_room.cause(error, self._tmp)
@@ -134,9 +131,3 @@ def _retain(saved: Path, keep: int) -> None:
     complete = [state for state in manifest.list_states(saved)[0] if manifest.is_complete(state.path)]
     for state in complete[keep:]:
         manifest.remove(state.path)
-
-
-def _owner(name: str) -> int:
-    """The rank that wrote a file, from its name; files without a rank in it are rank 0's."""
-    match = OWNER.search(name)
-    return int(next(number for number in match.groups() if number is not None)) if match else 0

@@ -61,6 +61,11 @@ WRAPS = Point(
 )
 
 
+BETWEEN_ROWS = Point(
+    "between two rows of the record", 3, 6, [*SPREAD, "train.log_every=4"], ["train.stop_at=3"]
+)
+
+
 def overflow(step: int) -> dict[str, Any]:
     return {"what": "inf gradient", "rank": 1, "at": f"step {step}"}
 
@@ -77,7 +82,7 @@ FP16 = Point(
 )
 
 
-POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16]
+POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS]
 
 
 def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, Any]:
@@ -123,8 +128,13 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
             "one micro-batch a step shows nothing"
         )
     rows = record(out / whole["name"] / "run")
-    assert record(out / first["name"] / "run") == rows
-    assert sum("loss/train" in row for row in rows) == point.steps
+    found = record(out / first["name"] / "run")
+    if point is BETWEEN_ROWS:  # the stop's own row is one more; those after it hold the steps before it
+        assert [json.loads(row)["step"] for row in rows] == [4, 6]
+        assert json.loads(found.pop(0))["step"] == point.at
+    else:
+        assert sum("loss/train" in row for row in rows) == point.steps
+    assert found == rows
     if point.options is EVALUATED:  # before step 1, after steps 3 and 5, each once
         assert sum("loss/eval" in row for row in rows) == 3
     assert rest["weights"] == whole["weights"]
@@ -137,7 +147,12 @@ def row_of(point: Point, strategy: str, where: str) -> tuple[str, str, None]:
     return f"resume {point.words}, {strategy}", f"same data, bit-equal losses, equal weights ({where})", None
 
 
-HERE = [(AFTER_EVALUATION, "zero2_offload"), (IN_ACCUMULATION, "zero2_offload"), (AFTER_EVALUATION, "zero3")]
+HERE = [
+    (AFTER_EVALUATION, "zero2_offload"),
+    (IN_ACCUMULATION, "zero2_offload"),
+    (AFTER_EVALUATION, "zero3"),
+    (BETWEEN_ROWS, "zero2_offload"),
+]
 
 
 @pytest.fixture(scope="module")

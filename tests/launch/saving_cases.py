@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, reload, save_room, saving
+from remat import distributed, export, hf_files, manifest, optim, reload, save_room, saving
 from remat import frozen as frozen_weights
 from remat.choices import Attention, Precision
 from remat.config import ModelConfig
@@ -118,7 +119,9 @@ def engine(
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1},
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
     ]
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+    adamw = torch.optim.AdamW(groups, lr=1e-2)
+    with optim.held_still(adamw):
+        return deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
 
 
 def seed_all(seed: int) -> None:
@@ -282,6 +285,51 @@ def damage_case(*, folder: Path) -> dict[str, Any]:
     found = saving.find(folder)
     assert found.state is not None
     return {"before": before, "step": found.state.step, "notes": found.notes}
+
+
+class Evil:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def code_case(*, folder: Path, stage: int) -> dict[str, Any]:
+    """Each file of a state in turn runs code: found by the look before, and by the load of a launch without one."""
+    target, marker = engine(stage), folder / "ran"
+    train(target, 0, 1)
+    saving.save(target, folder, step=1, client_state={"step": 1}, keep=1)
+    state = saving.find(folder).state
+    assert state is not None
+    report: dict[str, Any] = {"refused": {}, "loading": {}}
+
+    def with_code(files: list[Path], action: Any) -> str:
+        kept = {file: file.read_bytes() for file in files}
+        distributed.barrier()
+        if dist.get_rank() == 0:
+            for file in files:
+                torch.save({"module": Evil(marker)}, file)
+        distributed.barrier()
+        error = _error(action)
+        distributed.barrier()
+        if dist.get_rank() == 0:
+            for file, content in kept.items():
+                file.write_bytes(content)
+        distributed.barrier()
+        return error
+
+    files = sorted(state.path.rglob("*.pt"))
+    for file in files:
+        report["refused"][file.name] = with_code([file], lambda: saving.refuse_code(state))
+    for kind in ("rank-0000", "model_states", "optim_states"):
+        same = [file for file in files if kind in file.name]
+        report["loading"][kind] = with_code(same, lambda: saving.load(target, state))
+    saving.refuse_code(state)
+    saving.load(target, state)
+    return report | {"ran": marker.exists()}
 
 
 def export_case(

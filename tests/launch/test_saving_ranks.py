@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remat import export, manifest, ops
+from remat.safe_load import UnsafeFile
 from tests.launch import saving_cases as cases
 from tests.pool import RankPool
 
@@ -132,6 +133,17 @@ def test_frozen_weights_are_known_again_by_another_number_of_ranks(two_ranks: Ra
     assert two_ranks.run(cases.fingerprint_case)[0] == (True, True, False)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_file_of_a_state_runs_code(two_ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    for rank in two_ranks.run(cases.code_case, folder=tmp_path, stage=stage):
+        assert len(rank["refused"]) == (6 if stage == 3 else 5)
+        for name, error in rank["refused"].items():
+            assert error.startswith("UnsafeFile: resume: ") and f"{name} is refused: it names" in error
+        for kind in ("model_states", "optim_states", "rank-0000"):
+            assert rank["loading"][kind].startswith("UnsafeFile: ") and kind in rank["loading"][kind]
+        assert not rank["ran"]
+
+
 def test_all_ranks_pass_over_a_damaged_state(two_ranks: RankPool, tmp_path: Path) -> None:
     for rank in two_ranks.run(cases.damage_case, folder=tmp_path):
         assert rank["before"] == ["step-000002", "step-000003"]  # keep=2 of three saves
@@ -243,6 +255,13 @@ def test_offline_export_equals_the_live_one(
         return
     in_fp32()
     _assert_same(tmp_path / "live32", tmp_path / "offline32")
+    for file in sorted(state.rglob("*.pt")):
+        kept, out = file.read_bytes(), tmp_path / "poisoned"
+        torch.save({"module": cases.Evil(tmp_path / "ran")}, file)
+        with pytest.raises(UnsafeFile, match=f"{file.name} is refused"):
+            export.export_saved_state(state, tmp_path / "run", out, max_shard_size="1GB", verified=True)
+        assert not (tmp_path / "ran").exists() and not out.exists()
+        file.write_bytes(kept)
 
 
 def _assert_same(one: Path, other: Path) -> None:

@@ -165,7 +165,7 @@ def test_bf16_stays_near_the_plain_fp32_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
 ) -> None:
     losses = [row["loss/train"] for row in tiny.rows(two_rank_runs / name / "run")]
-    rel = 5e-2 if name == "bf16_zero0" else 2e-2  # stage 0 sums gradients of ranks and micro-batches in bf16
+    rel = 3e-3 if name == "bf16_zero0" else 2e-2  # 7e-4 was measured, 4e-2 with a step at its build
     assert losses == pytest.approx([loss for loss, _ in reference], rel=rel)
     assert losses != pytest.approx([loss for loss, _ in reference], rel=1e-6), "this ran in fp32"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, ds_config
+from remat import compose, ds_config, optim
 from remat.choices import Precision
 from remat.planning import states
 from tests import small_models
@@ -82,3 +82,68 @@ def test_an_update_adds_what_is_planned(
     ends = 6 * found["largest"] // 2  # a sub-group ends with a whole parameter
     overshoot = ends if sub_group == SMALL else 0
     assert planned * 0.97 <= found["peak"] <= planned * 1.001 + overshoot + 256
+
+
+def trained(stage: int) -> dict[str, Any]:
+    """Three bf16 steps by an engine, and by hand: 16-bit weights, fp32 masters, AdamW. All ranks have the same data."""
+    import deepspeed
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(3)
+        net = small_models.build(
+            "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=64
+        )
+        return net.to(torch.bfloat16)
+
+    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(parameters, lr=0.03, betas=(0.9, 0.95), weight_decay=0.3, fused=False)
+
+    def loss_of(net: Any, step: int) -> torch.Tensor:
+        ids = torch.arange(24).view(1, 24) * (step + 1) % 64
+        logits = net(input_ids=ids, use_cache=False).logits.float()
+        return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+
+    by_hand = model()
+    masters = [torch.nn.Parameter(p.detach().float()) for p in by_hand.parameters()]
+    plain, expected = adamw(masters), []
+    for step in range(3):
+        loss = loss_of(by_hand, step)
+        expected.append(loss.item())
+        loss.backward()
+        for master, p in zip(masters, by_hand.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad, p.grad = p.grad.float(), None
+        plain.step()
+        for master, p in zip(masters, by_hand.parameters(), strict=True):
+            p.data.copy_(master.data)
+    net = model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+    }
+    optimizer = adamw([*net.parameters()])
+    with optim.held_still(optimizer):
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    found = []
+    for step in range(3):
+        loss = loss_of(engine, step)
+        found.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    counts = {int(state["step"]) for state in optimizer.state.values()}
+    same = all(torch.equal(a, b) for a, b in zip(by_hand.parameters(), net.parameters(), strict=True))
+    engine.destroy()
+    return {"expected": expected, "found": found, "counts": counts, "same weights": same}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bf16_is_the_loop_by_hand_to_the_last_bit(stage: int, two_ranks: RankPool) -> None:
+    """At stage 0 DeepSpeed steps once when it is built: one step of weight decay, moments one step ahead."""
+    for rank in two_ranks.run(trained, stage=stage):
+        assert rank["found"] == rank["expected"]
+        assert rank["counts"] == {3} and rank["same weights"]

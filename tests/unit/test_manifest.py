@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +79,7 @@ def test_a_file_that_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: py
     """Raised on one rank, it would leave the others waiting for that rank's findings."""
     make(tmp_path)
 
-    def broken(path: Path) -> str:
+    def broken(path: Path, hashed: Callable[[int], object]) -> str:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "hash_file", broken)
@@ -118,3 +122,86 @@ def test_errors_keep_their_kind(tmp_path: Path) -> None:
         manifest.agree(ValueError("bad"), "saving x")
     manifest.agree(None, "saving x")
     assert manifest.on_main(lambda: 5, "counting") == 5
+
+
+def test_ranks_hash_what_they_read_next(tmp_path: Path) -> None:
+    """Own files where the ranks are those of the save, shared ones to who has least; else equal bytes."""
+    sizes = {f"engine/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 100 for rank in range(4)}
+    sizes |= {f"rng/rank-{rank:05d}.pt": 1 for rank in range(4)} | {"engine/mp_rank_00_model_states.pt": 70}
+    files = {name: manifest.FileEntry(size, "") for name, size in sizes.items()}
+    info = replace(make(tmp_path), world_size=4, files=files)
+    shares = [manifest.share(info, rank, 4) for rank in range(4)]
+    assert sorted(name for names in shares for name in names) == sorted(files)
+    for rank, names in enumerate(shares):
+        assert {manifest.rank_of(name) for name in names} <= {rank, None}
+    for parts in (1, 2, 3, 7):
+        shares = [manifest.share(info, rank, parts) for rank in range(parts)]
+        assert sorted(name for names in shares for name in names) == sorted(files)
+        loads = [sum(sizes[name] for name in names) for names in shares]
+        assert max(loads) - min(loads) <= 100
+
+
+def test_bytes_are_told_while_they_are_read(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "large").write_bytes(bytes(20 * 1024**2))
+    told: list[int] = []
+    assert (
+        manifest.hash_file(tmp_path / "large", told.append) == hashlib.sha256(bytes(20 * 1024**2)).hexdigest()
+    )
+    assert sum(told) == 20 * 1024**2 and len(told) == 3
+    told.clear()
+    assert manifest.verify(tmp_path, hashed=told.append) == []
+    assert sum(told) == 256 * 40 + 12
+
+
+def test_files_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path)
+    both = threading.Barrier(2, timeout=60)
+    original = manifest.hash_file
+
+    def meeting(path: Path, hashed: Callable[[int], object]) -> str:
+        both.wait()
+        return original(path, hashed)
+
+    monkeypatch.setattr(manifest, "hash_file", meeting)
+    monkeypatch.setattr(manifest, "available_cores", lambda: 2)
+    assert manifest.verify(tmp_path) == []
+
+
+class Disk:
+    """What was flushed and renamed, in order; paths relative to `root`."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str]] = []
+        fsync, rename = os.fsync, Path.rename
+
+        def flush(handle: int) -> None:
+            path = Path(f"/proc/self/fd/{handle}").readlink()
+            self.events.append(("fsync", path.relative_to(root).as_posix()))
+            fsync(handle)
+
+        def move(path: Path, target: Path) -> Path:
+            self.events.append(("rename", Path(target).relative_to(root).as_posix()))
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", flush)
+        monkeypatch.setattr(Path, "rename", move)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file a handle is of")
+def test_everything_is_on_disk_before_the_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure at any point leaves a state whole or without its name."""
+    disk = Disk(tmp_path, monkeypatch)
+    tmp, final = tmp_path / "saved" / "tmp-step-000001", tmp_path / "saved" / "step-000001"
+    make(tmp)
+    manifest.publish(tmp, final)
+    named = disk.events.index(("rename", "saved/step-000001"))
+    before = [path for what, path in disk.events[:named] if what == "fsync"]
+    inside = ["engine/weights.pt", "rank-00000.pt", "manifest.json", "engine", ""]
+    assert sorted(before) == sorted(f"saved/tmp-step-000001/{name}".rstrip("/") for name in inside)
+    assert before.index("saved/tmp-step-000001/manifest.json") > before.index(
+        "saved/tmp-step-000001/rank-00000.pt"
+    )
+    assert ("fsync", "saved") in disk.events[named:]

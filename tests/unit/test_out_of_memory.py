@@ -193,3 +193,15 @@ def test_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("RANK", "0")
     assert out_of_memory.tell(gpu_error(), 70) == 70
     assert "out of GPU memory in backward" in capsys.readouterr().err
+
+
+def test_a_store_that_has_left_does_not_hide_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hosts the store: when it has left already, this rank's report is the one that there is."""
+
+    class Gone:
+        def add(self, key: str, count: int) -> int:
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(out_of_memory.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(out_of_memory, "_store", Gone)
+    assert out_of_memory._is_first()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import queue
 import random
 import threading
 from pathlib import Path
@@ -375,3 +376,46 @@ def test_random_states_survive_a_weights_only_file(tmp_path: Path) -> None:
     expected = (torch.rand(2).tolist(), np.random.normal(size=3).tolist(), random.random())
     rng.put(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert (torch.rand(2).tolist(), np.random.normal(size=3).tolist(), random.random()) == expected
+
+
+def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's deadline is for standing still: a round in which something was read counts, another does not."""
+    save(tmp_path, 1)
+    rounds, marks = [100, 100, 0, 0, 100], list[int]()
+    begin: queue.Queue[int] = queue.Queue()
+    end: queue.Queue[None] = queue.Queue()
+
+    def verify(path: Path, *, part: int, parts: int, hashed: Any) -> list[str]:
+        for _ in rounds:
+            count = begin.get(timeout=60)
+            if count:
+                hashed(count)
+            end.put(None)
+        return []
+
+    original, number = saving.wait, 0
+
+    def wait(checks: Any, timeout: float) -> Any:
+        nonlocal number
+        number += 1
+        if number > len(rounds):
+            return original(checks, timeout=60)
+        begin.put(rounds[number - 1])
+        return end.get(timeout=60)
+
+    monkeypatch.setattr(manifest, "verify", verify)
+    monkeypatch.setattr(saving, "wait", wait)
+    assert saving.find(tmp_path, lambda: marks.append(number)).state is not None
+    assert marks == [1, 2, 5]
+
+
+def test_one_that_cannot_verify_says_so_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def broken(*args: Any, **settings: Any) -> list[str]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(manifest, "verify", broken)
+    assert saving.find(tmp_path).notes == [
+        "step-000001: cannot be verified (RuntimeError: can't start new thread)"
+    ]
