@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ from remat.preflight import DoesNotFit
 from remat.strategy import Strategy
 
 
-def point(cfg: RunConfig, strategy: Strategy, world: World, console: Console) -> saving.ResumePoint | None:
+def point(
+    cfg: RunConfig,
+    strategy: Strategy,
+    world: World,
+    console: Console,
+    own: Callable[[Path], None] = lambda run_dir: None,
+) -> saving.ResumePoint | None:
     """The saved state to go on from, if one was asked for, checked against this launch. Collective.
 
-    Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it for other ranks.
+    `own` takes the run directory for this launch before states are looked for. Raises ConfigError when the state
+    cannot be loaded, DoesNotFit when the disk has no room to cut it for other ranks.
     """
-    found = saving.resolve_resume(cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id)
+    found = saving.resolve_resume(
+        cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own
+    )
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
         saving.check_compatible(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,20 @@ def find(path: Path) -> Found:
     return Found(None, notes)
 
 
-def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | None) -> ResumePoint | None:
+def resolve_resume(
+    resume: str,
+    *,
+    output_dir: str,
+    name: str,
+    run_id: str | None,
+    own: Callable[[Path], None] = lambda run_dir: None,
+) -> ResumePoint | None:
     """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
-    names a run, its `saved` folder or one state. Raises ConfigError on every rank when nothing complete is there:
-    a run that was asked to resume never starts at step 0.
+    names a run, its `saved` folder or one state. Each run is `own`ed before its states are looked at: they are
+    another launch's to replace and delete until then. Raises ConfigError on every rank when nothing complete is
+    there: a run that was asked to resume never starts at step 0.
     """
     if resume == "none":
         return None
@@ -119,6 +127,7 @@ def resolve_resume(resume: str, *, output_dir: str, name: str, run_id: str | Non
         places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
+        own(_run_dir(place))
         found = find(place)
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
@@ -239,6 +248,14 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         client_state=client_state,
         files={},
     )
+
+
+def _run_dir(place: Path) -> Path:
+    """The run that a run directory, its `saved` folder or one state folder belongs to, as in `list_states`."""
+    if place.name.startswith(STEP):
+        return place.absolute().parent.parent
+    holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
+    return place.absolute().parent if holds_states else place
 
 
 def _runs(recipe: Path) -> list[Path]:
