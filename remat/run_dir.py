@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from remat import distributed
-from remat.config import ConfigError, RunConfig
+from remat.config import ConfigError
 from remat.owner_lock import STALE_S, Holder, OwnerLock, holder_of
 from remat.redact import redact
 
@@ -80,7 +80,9 @@ def _end(folder: Path, holder: Holder) -> None:
     os._exit(EXIT_FAILED)
 
 
-def open_run_dir(cfg: RunConfig, existing: Path | None, ownership: Ownership) -> Path:
+def open_run_dir(
+    output_dir: str, name: str, run_id: str | None, existing: Path | None, ownership: Ownership
+) -> Path:
     """The run's folder on every rank, owned; `existing` when a run is resumed, which is owned already. Collective.
 
     Raises ConfigError on all ranks when a new run's folder is there already.
@@ -89,19 +91,21 @@ def open_run_dir(cfg: RunConfig, existing: Path | None, ownership: Ownership) ->
         return existing
     folder, problem = None, None
     if distributed.rank_from_env() == 0:
-        recipe = Path(cfg.output_dir).expanduser() / cfg.name
+        recipe = Path(output_dir).expanduser() / name
         try:
-            folder = _new_folder(recipe, cfg.run_id)
+            folder = _new_folder(recipe, run_id)
         except FileExistsError:
-            folder = recipe / str(cfg.run_id)
+            folder = recipe / str(run_id)
             holder = holder_of(folder / OWNER)
-            problem = f"run_id={cfg.run_id}: {folder} exists" + (
+            problem = f"run_id={run_id}: {folder} exists" + (
                 f" and belongs to {holder.in_words()}; choose another run_id, or continue it once that has ended"
                 if holder
                 else "; continue it with resume=auto, or choose another run_id"
             )
         except OSError as error:
-            problem = f"output_dir={cfg.output_dir}: cannot make {recipe}/... ({error.strerror}); choose another folder"
+            problem = (
+                f"output_dir={output_dir}: cannot make {recipe}/... ({error.strerror}); choose another folder"
+            )
     folder, problem = distributed.broadcast((folder, problem))
     if problem:
         raise ConfigError(problem)

@@ -99,8 +99,7 @@ def _build(
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
-    folder = run_dir.open_run_dir(cfg, point.run_dir if point else None, ownership)
-    watchdog.keep_in(folder)
+    folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = swapping.own_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
         engine, applied = _engine(
@@ -157,6 +156,16 @@ def _instruments(
     }
 
 
+def _run_folder(
+    cfg: RunConfig, point: saving.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
+) -> Path:
+    """Owned by this launch; reports of a hang go there."""
+    owned = point.run_dir if point else None
+    folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
+    watchdog.keep_in(folder)
+    return folder
+
+
 def _join(cfg: RunConfig) -> tuple[World, Any | None]:
     """The ranks. A collective may wait longer than any deadline, whose report says more than its error."""
     longest_s = max(asdict(cfg.train.deadlines).values())
@@ -167,14 +176,19 @@ def _join(cfg: RunConfig) -> tuple[World, Any | None]:
 def _data(
     cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
-    """The tokenizer, fit for the model, and the blocks. Every rank may be the one that builds the cache."""
+    """The tokenizer, fit for the model, and the blocks; a rank that builds their cache is waited for."""
     watchdog.enter("data")
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
     model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
+        cfg.data,
+        tokenizer=tokenizer,
+        seq_len=cfg.train.seq_len,
+        seed=cfg.train.seed,
+        show_progress=True,
+        on_progress=lambda: watchdog.enter("data"),
     )
     watchdog.enter("build")
     return tokenizer, splits

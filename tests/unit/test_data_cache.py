@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from remat.choices import BadRows, DataFormat, DataSource
 from remat.config import ConfigError, DataConfig
-from remat.data import build, cache, files
+from remat.data import build, cache
 from remat.data.blocks import Blocks, BlockWriter
 from remat.data.cache import Splits, open_blocks, summary
 from remat.data.tokenizer import byte_tokenizer
@@ -122,23 +121,6 @@ def test_the_seed_matters_only_to_what_is_held_out(cfg: DataConfig, builds: list
     opened(cfg, seed=1)
     opened(cfg, seed=2)
     assert len(builds) == 1
-
-
-def test_big_files_are_known_by_size_time_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "HASH_WHOLE_BYTES", 10)
-    monkeypatch.setattr(files, "HASH_ENDS_BYTES", 4)
-    path = tmp_path / "a.txt"
-
-    def identity(content: bytes, time_ns: int) -> list[str]:
-        path.write_bytes(content)
-        os.utime(path, ns=(time_ns, time_ns))
-        return files.identity(files.find_files(str(path), DataSource.text, "data.path"))
-
-    first = identity(b"head....tail", 1)
-    assert identity(b"head....tail", 1) == first
-    assert identity(b"head....tail", 2) != first
-    assert identity(b"Head....tail", 1) != first
-    assert identity(b"head....taiL", 1) != first
 
 
 def numbers(blocks: Blocks | None) -> set[str]:
