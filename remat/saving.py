@@ -254,6 +254,8 @@ def _run_dir(place: Path) -> Path:
     """The run that a run directory, its `saved` folder or one state folder belongs to, as in `list_states`."""
     if place.name.startswith(STEP):
         return place.absolute().parent.parent
+    if (place / SAVED).is_dir():
+        return place
     holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
     return place.absolute().parent if holds_states else place
 
