@@ -80,7 +80,7 @@ def test_launches_of_the_same_second_get_folders_of_their_own(
     assert names == ["20261122-101500", "20261122-101500-2", "20261122-101500-3"]
 
 
-def prepare(cache_dir: str, data: str, nodes: int, slow_s: float = 0.0) -> dict[str, Any]:
+def prepare(cache_dir: str, data: str, nodes: int, slow_s: float = 0.0, hangs: bool = False) -> dict[str, Any]:
     """`open_blocks` of a rank on one of `nodes`; {rank} in a path is this one's. What it saw and did."""
     rank, _ = distributed.place()
     os.environ.update(LOCAL_SIZE=str(2 // nodes), LOCAL_RANK=str(rank if nodes == 1 else 0))
@@ -91,7 +91,8 @@ def prepare(cache_dir: str, data: str, nodes: int, slow_s: float = 0.0) -> dict[
         built.append(plan.key)
         for _ in range(round(slow_s / 0.1)):
             time.sleep(0.1)
-            plan.hashes.advance()
+            if not hangs:
+                plan.hashes.advance()
         write(plan, folder, show_progress=show_progress)
 
     cache.write_blocks = write_blocks  # type: ignore[assignment]
@@ -138,7 +139,11 @@ def test_those_who_wait_hear_of_progress_and_of_failure(pool: RankPool, tmp_path
     data = tmp_path / "a.txt"
     data.write_text("words " * 100)
     _, waited = pool.run(prepare, cache_dir=str(tmp_path / "cache"), data=str(data), nodes=1, slow_s=3.0)
-    assert waited["heard"] >= 3, "each is progress for the watchdog"
+    assert waited["heard"] >= 4, "each is progress for the watchdog"
+    _, hung = pool.run(
+        prepare, cache_dir=str(tmp_path / "other"), data=str(data), nodes=1, slow_s=3.0, hangs=True
+    )
+    assert hung["heard"] <= 3, "waiting alone is none: train.deadlines.data_s ends it"
     missing = pool.run(prepare, cache_dir=str(tmp_path / "cache"), data=str(tmp_path / "none"), nodes=1)
     (error,) = {r["error"] for r in missing}
     assert error.startswith("ConfigError: data.path=") and "does not exist" in error
