@@ -80,7 +80,7 @@ class DataConfig:
 class DeadlinesConfig:
     """Seconds without a new phase or micro-batch after which the run ends, every rank reporting (exit 70); 0: never."""
 
-    data_s: float = 0.0  # reading and tokenizing, by one rank for all
+    data_s: float = 0.0  # reading and tokenizing, by one rank for all; each batch of documents is progress
     build_s: float = 1800.0
     load_s: float = 3600.0  # weights, a saved state
     step_s: float = 1800.0

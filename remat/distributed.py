@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from remat.config import ConfigError
+
+LONGEST_LOOK_S = 1.0
+Work = Callable[[Callable[[], None]], Any]
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,68 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def place() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) outside a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def while_some_work(work: Work | None, on_progress: Callable[[], None]) -> list[Any]:
+    """What the `work` of each rank returns, None of those without; on every rank. Set-up only. Collective.
+
+    For work that may take longer than a collective may wait: it runs in a thread, and calls its argument for every
+    step forward; the ranks meet at least every second, and all call `on_progress` when any went forward. A failure
+    of one is raised on every rank: a ConfigError as one, anything else as RuntimeError but for its own rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [work(on_progress) if work else None]
+    worker = _Worker(work, on_progress)
+    heard, wait_s = None, 0.02
+    while heard is None or any(runs for _, runs in heard):
+        states = gather((worker.steps, worker.is_alive()))
+        if states != heard:
+            on_progress()
+        heard = states
+        if any(runs for _, runs in heard):
+            worker.join(wait_s)
+            if not worker.is_alive():
+                time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_LOOK_S)
+    outcomes = gather((worker.result, worker.error_in_words(), isinstance(worker.error, ConfigError)))
+    if worker.error is not None:
+        raise worker.error
+    for rank, (_, error, is_config) in enumerate(outcomes):
+        if error is not None:
+            raise ConfigError(error) if is_config else RuntimeError(f"rank {rank}: {error}")
+    return [result for result, _, _ in outcomes]
+
+
+class _Worker(threading.Thread):
+    def __init__(self, work: Work | None, on_progress: Callable[[], None]) -> None:
+        super().__init__(name="remat-works", daemon=True)
+        self.steps = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._work, self._on_progress = work, on_progress
+        self.start()
+
+    def run(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self.result = self._work(self._advance)
+        except BaseException as error:
+            self.error = error
+
+    def error_in_words(self) -> str | None:
+        if self.error is None or isinstance(self.error, ConfigError):
+            return None if self.error is None else str(self.error)
+        return f"{type(self.error).__name__}: {self.error}"
+
+    def _advance(self) -> None:
+        self.steps += 1
+        self._on_progress()
 
 
 def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -23,6 +23,7 @@ from remat.held import Held
 from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
 from remat.profiling import Profiler
+from remat.run_dir import Ownership
 from remat.run_saves import Saves
 from remat.snapshots import Snapshots
 from remat.stopping import Stop
@@ -42,6 +43,7 @@ class Parts:
     world: World
     console: Console
     folder: Path
+    ownership: Ownership
     engine: Any
     token_loss: loss.TokenLoss
     losses: loss.LossWindow

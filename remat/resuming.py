@@ -22,16 +22,17 @@ def point(
     strategy: Strategy,
     world: World,
     console: Console,
+    own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
 ) -> saving.ResumePoint | None:
     """The saved state to go on from, if one was asked for, checked against this launch. Collective.
 
-    `progress` is called while the files of a state are read.
-
-    Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it for other ranks.
+    `own` takes the run directory for this launch before states are looked for; `progress` is called while the files
+    of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it
+    for other ranks.
     """
     found = saving.resolve_resume(
-        cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, progress=progress
+        cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own, progress=progress
     )
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)

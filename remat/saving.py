@@ -129,13 +129,15 @@ def resolve_resume(
     output_dir: str,
     name: str,
     run_id: str | None,
+    own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
 ) -> ResumePoint | None:
     """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
-    names a run, its `saved` folder or one state. Raises ConfigError on every rank when nothing complete is there:
-    a run that was asked to resume never starts at step 0. `progress` as in `find`.
+    names a run, its `saved` folder or one state. Each run is `own`ed before its states are looked at: they are
+    another launch's to replace and delete until then. Raises ConfigError on every rank when nothing complete is
+    there: a run that was asked to resume never starts at step 0. `progress` as in `find`.
     """
     if resume == "none":
         return None
@@ -148,6 +150,7 @@ def resolve_resume(
         places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
+        own(_run_dir(place))
         found = find(place, progress)
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
@@ -284,6 +287,16 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         client_state=client_state,
         files={},
     )
+
+
+def _run_dir(place: Path) -> Path:
+    """The run that a run directory, its `saved` folder or one state folder belongs to, as in `list_states`."""
+    if place.name.startswith(STEP):
+        return place.absolute().parent.parent
+    if (place / SAVED).is_dir():
+        return place
+    holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
+    return place.absolute().parent if holds_states else place
 
 
 def _runs(recipe: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,12 +31,13 @@ from remat import (
     run_dir,
     saving,
     summary,
+    swapping,
     tensor_parallel,
 )
 from remat.activation_checkpointing import layers
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.choices import PeftMethod
-from remat.config import ConfigError, RunConfig
+from remat.config import RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
@@ -47,6 +47,7 @@ from remat.distributed import World
 from remat.launch_plan import LaunchPlan
 from remat.memory import MemoryMonitor
 from remat.parts import Parts, record_folder
+from remat.run_dir import Ownership
 from remat.snapshots import Snapshots
 from remat.stopping import Stop
 from remat.strategy import Strategy, check_machine, decide, throughput_figures
@@ -60,22 +61,29 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
 
     Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
     """
+    console = Console(is_main=distributed.rank_from_env() == 0)
+    ownership = Ownership(console.note)
     watchdog = Watchdog(
-        cfg.train.deadlines, rank=distributed.rank_from_env(), size=distributed.world_size_from_env()
+        cfg.train.deadlines,
+        rank=distributed.rank_from_env(),
+        size=distributed.world_size_from_env(),
+        let_go=ownership.release,
     )
     watchdog.start()
     try:
-        parts = _build(cfg, yaml, words, watchdog)
+        parts = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
+        ownership.release()
         watchdog.close()
         raise
     watchdog.enter("built")  # what comes next is the caller's
     return parts
 
 
-def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) -> Parts:
+def _build(
+    cfg: RunConfig, yaml: str, words: Sequence[str], console: Console, watchdog: Watchdog, ownership: Ownership
+) -> Parts:
     distributed.select_device()
-    console = Console(is_main=distributed.rank_from_env() == 0)
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
     check_machine(cfg, local_size=local_ranks, warn=console.warning)
@@ -86,16 +94,13 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     checks.check_launch(cfg)
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = resuming.point(cfg, strategy, world, console, lambda: watchdog.enter("load"))
+    point = resuming.point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
-    folder = run_dir.open_run_dir(
-        cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
-    )
-    watchdog.keep_in(folder)
-    swap_folder = _own_swap_folder(strategy.ds, folder, world)
+    folder = _run_folder(cfg, point, watchdog, ownership)
+    swap_folder = swapping.own_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
         engine, applied = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
@@ -117,6 +122,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
         world=world,
         console=console,
         folder=folder,
+        ownership=ownership,
         engine=engine,
         token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
         batches=batches,
@@ -151,6 +157,16 @@ def _instruments(
     }
 
 
+def _run_folder(
+    cfg: RunConfig, point: saving.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
+) -> Path:
+    """Owned by this launch; reports of a hang go there."""
+    owned = point.run_dir if point else None
+    folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
+    watchdog.keep_in(folder)
+    return folder
+
+
 def _join(cfg: RunConfig) -> tuple[World, Any | None]:
     """The ranks. A collective may wait longer than any deadline, whose report says more than its error."""
     longest_s = max(asdict(cfg.train.deadlines).values())
@@ -161,14 +177,19 @@ def _join(cfg: RunConfig) -> tuple[World, Any | None]:
 def _data(
     cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
-    """The tokenizer, fit for the model, and the blocks. Every rank may be the one that builds the cache."""
+    """The tokenizer, fit for the model, and the blocks; a rank that builds their cache is waited for."""
     watchdog.enter("data")
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
     model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
+        cfg.data,
+        tokenizer=tokenizer,
+        seq_len=cfg.train.seq_len,
+        seed=cfg.train.seed,
+        show_progress=True,
+        on_progress=lambda: watchdog.enter("data"),
     )
     watchdog.enter("build")
     return tokenizer, splits
@@ -185,30 +206,6 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumeP
         shuffle=cfg.data.shuffle,
         position=point.state.client_state["data"]["position"] if point else 0,
     )
-
-
-def _own_swap_folder(rendered: dict[str, Any], folder: Path, world: World) -> Path | None:
-    """Give NVMe offload a fresh folder of this run: DeepSpeed never cleans its own, and two runs would share it."""
-    sections = [rendered["zero_optimization"].get(name) for name in ("offload_optimizer", "offload_param")]
-    swapping = [section for section in sections if section and section["device"] == "nvme"]
-    if not swapping:
-        return None
-    own = Path(swapping[0]["nvme_path"]).expanduser() / f"remat-{folder.parent.name}-{folder.name}"
-    problem = None
-    if world.local_rank == 0:
-        try:
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir(parents=True)
-        except OSError as error:
-            problem = (
-                f"hardware.nvme_path={own.parent}: cannot make {own} on rank {world.rank} ({error.strerror})"
-            )
-    problems = [text for text in distributed.gather(problem) if text]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    for section in swapping:
-        section["nvme_path"] = str(own)
-    return own
 
 
 def _engine(

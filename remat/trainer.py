@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field, fields
 
 import torch
 
-from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, rehearsal, run_saves
+from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, rehearsal, run_saves, swapping
 from remat.activation_checkpointing.counts import NotInEffect
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
@@ -56,11 +55,11 @@ def train(parts: Parts) -> Outcome:
         parts.tracker.finish(1)
         raise
     finally:
-        parts.watchdog.close()
         parts.profiler.close()
         parts.applied.remove()
-        if parts.swap_folder is not None and parts.world.local_rank == 0:
-            shutil.rmtree(parts.swap_folder, ignore_errors=True)
+        swapping.remove(parts.swap_folder, parts.world)
+        parts.ownership.release()
+        parts.watchdog.close()
 
 
 def _complete_last(parts: Parts) -> None:

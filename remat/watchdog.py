@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,20 @@ class Watchdog(threading.Thread):
     """`enter` marks progress: a phase that begins, or goes on with its next part. Phases without a deadline never end.
 
     Call `start`, then `keep_in` as soon as there is a run directory, which the ranks must share; and `close`.
+    `let_go` is called before this process ends, which then runs nothing else.
     """
 
-    def __init__(self, deadlines: DeadlinesConfig, *, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        deadlines: DeadlinesConfig,
+        *,
+        rank: int,
+        size: int,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(name="remat-watchdog", daemon=True)
         self._deadlines, self._rank, self._size = deadlines, rank, size
+        self._let_go = let_go
         self._mark = self._seen = ("build", 0)  # as entered, as the thread saw it last
         self._waited_s, self._looked_at = 0.0, 0.0
         self._folder: Path | None = None
@@ -102,6 +112,7 @@ class Watchdog(threading.Thread):
             print(f"\nremat: {self._in_words(everyone)}\n", file=sys.stderr, flush=True)
         else:
             time.sleep(FIRST_SPEAKS_S)
+        self._let_go()
         os._exit(EXIT_FAILED)  # the main thread cannot be reached
 
     def _write(self, mine: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from remat.choices import DataFormat, DataSource
 from remat.config import ConfigError, DataConfig
 from remat.data.blocks import BlockCounts, BlockWriter, divide
 from remat.data.formats import encode
+from remat.data.hashes import Hashes
 from remat.data.hold_out import choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus
@@ -45,6 +46,7 @@ class Plan:
     seed: int
     corpus: Corpus | None  # None: synthetic
     held_out: Corpus | None
+    hashes: Hashes  # of the files of both
     key: str
 
     @property
@@ -57,7 +59,9 @@ class Plan:
         return self.corpus is not None and self.held_out is None and self.cfg.eval_fraction > 0
 
 
-def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int) -> Plan:
+def make_plan(
+    cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int, hashes: Hashes
+) -> Plan:
     """Find the data and hash it. Raises ConfigError when there is none, or it is also the held-out data."""
     corpus = held_out = None
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
@@ -65,19 +69,19 @@ def make_plan(cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: i
         _check_synthetic(cfg)
         settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
     else:
-        corpus = open_corpus(cfg, cfg.path)
+        corpus = open_corpus(cfg, cfg.path, hashes=hashes)
         settings |= {"format": str(cfg.format), "content": corpus.identity()}
         if cfg.format == DataFormat.plain:
             settings["text_field"] = cfg.text_field
         if cfg.eval_path:
-            held_out = open_corpus(cfg, cfg.eval_path, "data.eval_path")
+            held_out = open_corpus(cfg, cfg.eval_path, "data.eval_path", hashes)
             _check_disjoint(cfg, corpus, held_out)
             settings["held_out"] = held_out.identity()
         elif cfg.eval_fraction > 0:
             settings["held_out"] = [f"fraction {cfg.eval_fraction} seed {seed}"]
     settings["tokenizer"] = _tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, key)
+    return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
 
 
 @dataclass
@@ -91,11 +95,15 @@ class _Written:
 
 
 def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
-    """Write both halves and report.json into `folder`, all of it durable. Memory does not grow with the data."""
+    """Write both halves and report.json into `folder`, all of it durable. Memory does not grow with the data.
+
+    Raises ConfigError when the data is no longer what the plan's key says.
+    """
     started = time.perf_counter()
     written = _write_halves(plan, folder, show_progress)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)
+    plan.hashes.refuse_changed()
     counts = {name: half.as_dict() for name, half in written.counts.items()}
     _check_not_empty(plan, counts, written.bad_rows)
     report = {
@@ -124,7 +132,7 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     is_held_out: Callable[[str], bool] = never
     if plan.divides and plan.corpus is not None:
         beforehand = plan.corpus.read(BadRowLog(plan.cfg.on_bad_row))
-        is_held_out = rule(beforehand, seed=plan.seed, fraction=plan.cfg.eval_fraction)
+        is_held_out = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=plan.cfg.eval_fraction)
     with _writers(plan, folder, {name: name for name in names}) as writers:
         if plan.corpus is None:
             _write_synthetic(plan, writers)
@@ -203,10 +211,17 @@ def _write_documents(
                     writers[half].add(example.ids, example.trained, ends=ends)
             for writer in writers.values():
                 writer.flush()
+            plan.hashes.advance()
             progress.advance(task, sum(document.size for _, document in batch))
         bad_rows.check()
         progress.update(task, completed=total)
     return empty
+
+
+def _advancing(documents: Iterator[Document], plan: Plan) -> Iterator[Document]:
+    for document in documents:
+        plan.hashes.advance()
+        yield document
 
 
 def _from_corpus(
@@ -265,6 +280,7 @@ def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
             for block in blocks:
                 writer.add(block)
             writer.flush()
+            plan.hashes.advance()
             start += count
 
 

@@ -1,31 +1,39 @@
 """Tokenised once: a folder of memory-mapped blocks, named by a hash of everything its content depends on.
 
-One process builds, in a temporary folder that is renamed when complete; the others wait on a file lock and then
-open the result. No collective is held open meanwhile, so a slow build cannot time out a process group. If the
-builder dies, the system frees its lock and the next process builds.
+Rank 0 looks at the data, and the first rank of each node that does not see rank 0's cache folder; it builds what is
+missing, in a temporary folder that is renamed when complete. The other ranks wait without a collective that could time
+out, and open the result. A launch that finds another's builder at work waits for it; one that died is followed
+(remat/owner_lock.py). Where two build all the same, as on hosts that do not see each other's lock, the first to be done
+is used by both.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+import socket
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
+from remat import distributed
 from remat.choices import BadRows, DataFormat, DataSource
 from remat.config import ConfigError, DataConfig
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
+from remat.data.hashes import Hashes
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
+from remat.owner_lock import OwnerLock, current_process, labelled
 from remat.redact import redact_text
 
+LOOK_AGAIN_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -36,27 +44,72 @@ class Splits(NamedTuple):
 
 
 def open_blocks(
-    cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int, show_progress: bool
+    cfg: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    seed: int,
+    show_progress: bool,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Splits:
-    """Blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
+    """Blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation. Collective.
 
-    Every process calls this; whichever gets the lock builds and, with `show_progress`, draws the bar. The seed
-    chooses what is held out (and the tokens of `synthetic`); it does not shuffle. `report` is `report.json` of the
-    cache with its folder added. Raises ConfigError for data that cannot be used and a cache that cannot be written.
+    `show_progress` draws a bar where blocks are built; `on_progress` is called on every rank while some rank goes on
+    with it. The seed chooses what is held out (and the tokens of `synthetic`); it does not shuffle. `report` is
+    `report.json` of the cache with its folder added. Raises ConfigError on every rank for data that cannot be used,
+    a cache that cannot be written, and nodes with other data than rank 0's.
     """
     root = Path(cfg.cache_dir).expanduser()
-    try:
-        plan = make_plan(cfg, tokenizer=tokenizer, seq_len=seq_len, seed=seed)
-        folder = root / plan.key
-        root.mkdir(parents=True, exist_ok=True)
-        if not folder.exists():
-            _build_once(folder, lambda temporary: write_blocks(plan, temporary, show_progress=show_progress))
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir={cfg.cache_dir} could not be filled from data.path={cfg.path}: {error}\n"
-            "Make the data readable, and name a cache folder on a disk that is writable and has room"
-        ) from error
-    return _open(folder, cfg, plan)
+
+    def prepare(advance: Callable[[], None]) -> tuple[str, str]:
+        hashes = Hashes(root, advance)
+        try:
+            plan = make_plan(cfg, tokenizer=tokenizer, seq_len=seq_len, seed=seed, hashes=hashes)
+            root.mkdir(parents=True, exist_ok=True)
+            folder = root / plan.key
+            if not _is_there(folder):
+                _build_once(folder, plan, show_progress)
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache_dir={cfg.cache_dir} could not be filled from data.path={cfg.path}: {error}\n"
+                "Make the data readable, and name a cache folder on a disk that is writable and has room"
+            ) from error
+        return plan.key, socket.gethostname()
+
+    prepared = distributed.while_some_work(prepare if _looks(root) else None, on_progress)
+    found = {rank: result for rank, result in enumerate(prepared) if result is not None}
+    key, host = found[min(found)]
+    for rank, (other, where) in found.items():
+        if other != key:
+            raise ConfigError(
+                f"data.path={cfg.path} on {where} (rank {rank}) is other data than on {host}, or other tokens "
+                f"({other[:12]} and {key[:12]}): give every node the same"
+            )
+    return _open(root / key, cfg, seq_len)
+
+
+def _looks(root: Path) -> bool:
+    """Whether this rank looks at the data: rank 0, and the first of each node that does not see its folder.
+
+    Collective.
+    """
+    rank, size = distributed.place()
+    if size in (1, distributed.local_size_from_env()):
+        return rank == 0
+    name = f".seen-{uuid.uuid4().hex}"
+    if rank == 0:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            (root / name).touch()
+        except OSError:  # filled, perhaps, and only to be read: then each node finds it so
+            name = ""
+    name = distributed.broadcast(name)
+    first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    looks = rank == 0 or (first_of_node and not (name and (root / name).exists()))
+    distributed.gather(None)  # all have looked
+    if rank == 0 and name:
+        (root / name).unlink(missing_ok=True)
+    return looks
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -79,43 +132,43 @@ def summary(report: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _open(folder: Path, cfg: DataConfig, plan: Plan) -> Splits:
+def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     report = json.loads((folder / "report.json").read_text())
     bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
-    held_out = Blocks.open(folder, "held_out", plan.seq_len) if report["held_out"] else None
-    return Splits(Blocks.open(folder, "train", plan.seq_len), held_out, {**report, "folder": str(folder)})
+    held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
+    return Splits(Blocks.open(folder, "train", seq_len), held_out, {**report, "folder": str(folder)})
 
 
-def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
+def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
     """Build `folder` unless another process does so first; wait for it then.
 
     A ConfigError reaches those who waited as well: they would only run into it themselves, one after another.
     """
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    lock = OwnerLock(folder.with_name(f"{folder.name}.lock"))
     failure = folder.with_name(f"{folder.name}.error.json")
     earlier = _read(failure)
+    advance = plan.hashes.advance
+    _wait_for(lock, folder, advance)
+    if not lock.token:
+        return
+
+    def counted() -> None:
+        lock.progress += 1  # for launches that wait
+        advance()
+
+    plan.hashes.advance = counted
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.info("waiting for another process to prepare the data in %s", folder)
-        lock.acquire()
-    try:
-        if folder.exists():
-            return
         latest = _read(failure)
         if latest and latest != earlier:  # written while this process waited
             raise ConfigError(json.loads(latest)["error"])
-        for abandoned in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a builder that was killed
-            shutil.rmtree(abandoned)
-        temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        _remove_dead(folder)
+        temporary = folder.with_name(f"{folder.name}.tmp-{current_process().label()}-{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
         try:
-            build(temporary)
-            _fsync_folder(temporary)
-            temporary.rename(folder)
-            _fsync_folder(folder.parent)
+            write_blocks(plan, temporary, show_progress=show_progress)
+            _publish(temporary, folder)
         except ConfigError as error:
             # The random id tells this failure from an equal one of an earlier run.
             failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
@@ -125,6 +178,53 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
         failure.unlink(missing_ok=True)
     finally:
         lock.release()
+
+
+def _wait_for(lock: OwnerLock, folder: Path, advance: Callable[[], None]) -> None:
+    """Until this process has the lock, or the folder is there. What another builder gets done counts as progress."""
+    before = None
+    while not _is_there(folder):
+        holder = lock.take()
+        if holder is None:
+            if _is_there(folder):  # its builder was done just now
+                lock.release()
+            return
+        if before is None:
+            log.info("waiting for another process to prepare the data in %s: %s", folder, holder.in_words())
+        if (holder.token, holder.progress) != before:
+            before = (holder.token, holder.progress)
+            advance()
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Give the finished folder its name, unless another builder, whose lock was not seen here, was first."""
+    _fsync_folder(temporary)
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    _fsync_folder(folder.parent)
+
+
+def _remove_dead(folder: Path) -> None:
+    """What builders on this host left that were killed. Of another host nobody here knows whether they live."""
+    start = f"{folder.name}.tmp-"
+    for left in folder.parent.glob(f"{start}*"):
+        process = labelled(left.name.removeprefix(start))
+        if process is not None and process.lives() is False:
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            log.warning("%s is another builder's: delete it if that is gone", left)
+
+
+def _is_there(folder: Path) -> bool:
+    """By listing its parent: NFS remembers for a minute that a name was not there, but reads a folder anew."""
+    try:
+        return folder.name in os.listdir(folder.parent)  # noqa: PTH208 - names, and no more
+    except FileNotFoundError:
+        return False
 
 
 def _read(path: Path) -> str:

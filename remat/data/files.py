@@ -1,9 +1,8 @@
-"""Which files a path means, and what they are, as far as a cache must know."""
+"""Which files a path means."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import sysconfig
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from remat.config import ConfigError
 
 # In a folder; a file or a glob named by the user is taken as it is.
 SUFFIXES = {DataSource.jsonl: (".jsonl", ".ndjson"), DataSource.parquet: (".parquet",)}
-HASH_WHOLE_BYTES = 64 * 1024**2
-HASH_ENDS_BYTES = 1024**2
+ONE = "data"  # what a file named by itself is called, so that a copy under another name is the same data
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class SourceFile:
     path: Path
-    name: str  # relative to what the user named, with forward slashes
+    name: str  # relative to what the user named, with forward slashes; ONE for a file that was named itself
     size_bytes: int
 
 
@@ -33,7 +31,7 @@ def find_files(path: str, source: DataSource, option: str) -> list[SourceFile]:
     """
     root = Path(path).expanduser()
     if root.is_file():
-        return [_source_file(root, root.parent)]
+        return [SourceFile(root, ONE, root.stat().st_size)]
     if root.is_dir():
         suffixes = SUFFIXES.get(source, ("",))
         inside = [file for file in root.rglob("*") if file.name.endswith(suffixes)]
@@ -74,28 +72,6 @@ def stdlib_files() -> list[SourceFile]:
             f"data.source=python_stdlib found no .py file in {root}: set data.source and data.path"
         )
     return found
-
-
-def identity(files: list[SourceFile]) -> list[str]:
-    """Name, size and content hash of each file: equal lists mean equal data.
-
-    Files over 64 MiB are not read whole: their hash covers size, modification time, first and last MiB.
-    """
-    return [f"{file.name} {file.size_bytes} {_content_hash(file)}" for file in files]
-
-
-def _content_hash(file: SourceFile) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with file.path.open("rb") as stream:
-        if file.size_bytes <= HASH_WHOLE_BYTES:
-            while chunk := stream.read(HASH_ENDS_BYTES):
-                digest.update(chunk)
-        else:
-            digest.update(f"{file.size_bytes} {file.path.stat().st_mtime_ns}".encode())
-            digest.update(stream.read(HASH_ENDS_BYTES))
-            stream.seek(-HASH_ENDS_BYTES, os.SEEK_END)
-            digest.update(stream.read(HASH_ENDS_BYTES))
-    return digest.hexdigest()
 
 
 def _source_file(path: Path, base: Path) -> SourceFile:

@@ -12,7 +12,8 @@ from typing import Any
 
 from remat.choices import DataFormat, DataSource
 from remat.config import ConfigError, DataConfig
-from remat.data.files import SourceFile, find_files, identity, stdlib_files
+from remat.data.files import SourceFile, find_files, stdlib_files
+from remat.data.hashes import Hashes
 from remat.data.rows import BadRowLog, Document, content_of, needed_columns
 
 # Text is read in pieces, so that any size fits in memory. Of many files, whole ones are held out, except for one that
@@ -46,13 +47,16 @@ def documents(cfg: DataConfig, path: str | None, bad_rows: BadRowLog | None = No
     log.check()
 
 
-def open_corpus(cfg: DataConfig, path: str | None, option: str = "data.path") -> Corpus:
-    """`option` is the dotted name of `path` in errors."""
+def open_corpus(
+    cfg: DataConfig, path: str | None, option: str = "data.path", hashes: Hashes | None = None
+) -> Corpus:
+    """`option` is the dotted name of `path` in errors; `hashes` knows what files hold, by default from reading them."""
+    hashes = hashes or Hashes()
     if cfg.source == DataSource.synthetic:
         raise ConfigError("data.source=synthetic has no documents: it is random tokens")
     _check_combination(cfg, path, option)
     if cfg.source == DataSource.hub:
-        return _hub(cfg, str(path), option)
+        return _hub(cfg, str(path), option, hashes)
     bundled = cfg.source == DataSource.python_stdlib
     files = stdlib_files() if bundled else find_files(str(path), cfg.source, option)
     total_bytes = total = sum(file.size_bytes for file in files)
@@ -68,7 +72,9 @@ def open_corpus(cfg: DataConfig, path: str | None, option: str = "data.path") ->
             else:
                 yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
-    return Corpus(read, lambda: identity(files), total, frozenset(file.path.resolve() for file in files))
+    named = "python_stdlib" if bundled else str(path)
+    paths = frozenset(file.path.resolve() for file in files)
+    return Corpus(read, lambda: hashes.of(files, named), total, paths)
 
 
 def _check_combination(cfg: DataConfig, path: str | None, option: str) -> None:
@@ -210,7 +216,7 @@ def _table_rows(
         yield Document(content, f"{where}:{number}", f"{name}:{number}", size=1)
 
 
-def _hub(cfg: DataConfig, path: str, option: str) -> Corpus:
+def _hub(cfg: DataConfig, path: str, option: str, hashes: Hashes) -> Corpus:
     """`name[:subset][@split]`; the split is `data.split` where the path names none."""
     import datasets
 
@@ -232,5 +238,10 @@ def _hub(cfg: DataConfig, path: str, option: str) -> Corpus:
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
         return _table_rows(table, f"{name}[{split}]", "row", cfg, bad_rows)
 
-    # The library's own hash of the data files or commit, the split and the columns.
-    return Corpus(read, lambda: [f"{name}:{subset}@{split} {len(table)} {table._fingerprint}"], len(table))
+    def identity() -> list[str]:
+        which = f"{subset}@{split} {len(table)}"
+        if Path(name).expanduser().exists():  # the library would go by modification times
+            return [which, *hashes.of(find_files(name, cfg.source, option), name)]
+        return [f"{name}:{which} {table._fingerprint}"]  # its own hash of the commit, the split and the columns
+
+    return Corpus(read, identity, len(table))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from remat import watchdog
+from remat import run_dir, watchdog
 from remat.config import DeadlinesConfig
 from tests.faults.supervised import Supervised, supervised
 from tests.launch import tiny
@@ -148,6 +148,18 @@ def test_a_rank_without_a_deadline_reports_when_another_does(
     assert "no progress for 31 s in step 8 of rank 2 (train.deadlines.step_s=30)" in said
     assert "rank 0: save at step 7" in said and "rank 1: did not report" in said
     assert json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "save"
+
+
+def test_the_run_is_given_up_before_the_process_ends(fast: None, tmp_path: Path) -> None:
+    """Nothing else runs after it: another launch would have to find out that this one is dead."""
+    ownership = run_dir.Ownership()
+    ownership.take(tmp_path)
+    assert (tmp_path / run_dir.OWNER).exists()
+    dog = watchdog.Watchdog(DeadlinesConfig(save_s=0.01), rank=0, size=1, let_go=ownership.release)
+    dog.enter("save", 5)
+    with pytest.raises(Ended):
+        dog.run()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_no_longer_answers_does_not_keep_the_run_from_ending(

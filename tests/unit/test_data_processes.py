@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from remat import owner_lock
 from remat.choices import DataSource
 from remat.config import ConfigError, DataConfig
+from remat.data import cache
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
 
@@ -34,6 +37,7 @@ def opened(cfg: DataConfig) -> Splits:
 # A rank: says "building" once part of the data is written, goes on when told, and ends with what it got.
 RANK = """
 import json, logging, sys
+from remat import owner_lock
 from remat.choices import DataSource
 from remat.config import ConfigError, DataConfig
 from remat.data import build, cache
@@ -53,6 +57,15 @@ def pausing(*arguments):
 
 build.encode = pausing
 options = json.loads(sys.argv[1])
+flock, host = options.pop("flock"), options.pop("host")
+if flock == "none":
+    def refuse(handle, how):
+        raise OSError(38, "Function not implemented")
+    owner_lock.fcntl.flock = refuse
+elif flock == "not seen":
+    cache.OwnerLock.take = lambda self: setattr(self, "token", "mine")
+if host:
+    owner_lock.socket.gethostname = lambda: host
 cfg = DataConfig(**{**options, "source": DataSource.jsonl})
 print("ready", flush=True)
 try:
@@ -64,8 +77,10 @@ except ConfigError as error:
 
 
 @contextlib.contextmanager
-def rank(cfg: DataConfig) -> Iterator[subprocess.Popen[str]]:
+def rank(cfg: DataConfig, flock: str = "", host: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`flock`: "none", or "not seen" where each believes to have the lock; `host`: another name for this one."""
     options = {"path": cfg.path, "cache_dir": cfg.cache_dir, "eval_fraction": cfg.eval_fraction}
+    options |= {"flock": flock, "host": host}
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", RANK, json.dumps(options)],
         stdin=subprocess.PIPE,
@@ -110,8 +125,10 @@ def test_of_two_processes_one_builds_and_the_other_waits(cfg: DataConfig) -> Non
         assert line(building, "done") == line(waiting, "done")  # with no "building" in between
 
 
-def test_when_the_builder_is_killed_the_one_that_waits_builds(cfg: DataConfig) -> None:
-    with rank(cfg) as first, rank(cfg) as second:
+@pytest.mark.parametrize("flock", ["", "none"])
+def test_when_the_builder_is_killed_the_one_that_waits_builds(cfg: DataConfig, flock: str) -> None:
+    """Also where there is no flock: what a killed builder leaves stops nobody."""
+    with rank(cfg, flock) as first, rank(cfg, flock) as second:
         line(first, "ready")
         line(second, "ready")
         started = [first.stdout.readline(), second.stdout.readline()]  # type: ignore[union-attr]
@@ -123,6 +140,50 @@ def test_when_the_builder_is_killed_the_one_that_waits_builds(cfg: DataConfig) -
         done = line(waiting, "done")
     assert done == f"done {len(opened(cfg).train)}"
     assert not list(Path(cfg.cache_dir).glob("*.tmp-*"))
+    assert not list(Path(cfg.cache_dir).glob("*.lock*"))
+
+
+def test_two_builders_that_do_not_see_each_other_both_end_well(cfg: DataConfig) -> None:
+    """As on two hosts whose locks are their own: neither deletes the other's work, and the first one's is used."""
+    with rank(cfg, "not seen", "host-a") as first, rank(cfg, "not seen", "host-b") as second:
+        line(first, "ready")
+        line(first, "building")
+        line(second, "ready")
+        assert "is another builder's: delete it if that is gone" in line(second, str(Path(cfg.cache_dir)))
+        line(second, "building")
+        assert len(list(Path(cfg.cache_dir).glob("*.tmp-*"))) == 2
+        tell_to_go_on(first)
+        done = line(first, "done")
+        (folder,) = (path for path in Path(cfg.cache_dir).glob("*") if (path / "report.json").exists())
+        inode = folder.stat().st_ino
+        tell_to_go_on(second)
+        assert line(second, "done") == done
+    assert folder.stat().st_ino == inode
+    assert not list(Path(cfg.cache_dir).glob("*.tmp-*"))
+
+
+def test_only_what_is_surely_dead_is_deleted(cfg: DataConfig) -> None:
+    """Of another host's builder, or another version's, nobody here knows whether it lives."""
+    here = owner_lock.current_process()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    with rank(cfg) as building:
+        line(building, "ready")
+        line(building, "building")
+        (live,) = Path(cfg.cache_dir).glob("*.tmp-*")
+        start = live.name.partition(".tmp-")[0] + ".tmp-"
+        names = [replace(here, host="elsewhere").label(), replace(here, boot="before").label(), here.label()]
+        kept = [live.with_name(f"{start}{name}-01234567") for name in [*names, "4711"]]
+        dead = live.with_name(f"{start}{replace(here, pid=child.pid).label()}-01234567")
+        for folder in [*kept, dead]:
+            folder.mkdir()
+            (folder / "train.tokens.bin").write_text("work")
+        cache._remove_dead(live.with_name(live.name.partition(".tmp-")[0]))
+        left = set(Path(cfg.cache_dir).glob("*.tmp-*"))
+        assert left == {live, *kept}
+        assert all(list(folder.iterdir()) for folder in left)
+        tell_to_go_on(building)
+        line(building, "done")
 
 
 def test_those_who_waited_get_the_builders_error(cfg: DataConfig) -> None:

@@ -327,6 +327,27 @@ def test_resume_auto_takes_the_run_that_saved_last(tmp_path: Path, monkeypatch: 
     assert chosen is not None and chosen.state.step == 50
 
 
+@pytest.mark.parametrize("way", ["run_id", "newest", "run", "saved", "step", "saved is the run's name"])
+def test_a_run_is_owned_before_its_states_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    run = tmp_path / "recipe" / ("saved" if way.startswith("saved is") else "a")
+    save(run, 3)
+    place = {"saved": run / "saved", "step": run / "saved" / "step-000003"}.get(way, run)
+    resume = "auto" if way in ("run_id", "newest") else str(place)
+    asked = {"output_dir": str(tmp_path), "name": "recipe", "run_id": "a" if way == "run_id" else None}
+    owned: list[Path] = []
+    point = saving.resolve_resume(resume, own=owned.append, **asked)  # type: ignore[arg-type]
+    assert point is not None and owned == [run] == [point.run_dir]
+
+    def refuse(run_dir: Path) -> None:
+        raise ConfigError("it belongs to another")
+
+    monkeypatch.setattr(manifest, "verify", lambda *arguments, **more: pytest.fail("was read"))
+    with pytest.raises(ConfigError, match="it belongs to another"):
+        saving.resolve_resume(resume, own=refuse, **asked)  # type: ignore[arg-type]
+
+
 def test_resume_from_a_path(tmp_path: Path) -> None:
     run = tmp_path / "other" / "x"
     state = save(run, 3)
