@@ -48,6 +48,10 @@ def rank_from_env() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank_from_env() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def local_size_from_env() -> int:
     """Ranks on this node: LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else all of them."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
@@ -55,9 +59,18 @@ def local_size_from_env() -> int:
 
 def select_device() -> None:
     """Make this rank's GPU the current one before anything asks CUDA a question, or all ranks settle on the first."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = local_rank_from_env()
     if local_rank < torch.cuda.device_count():  # too few GPUs is preflight's to report
         torch.cuda.set_device(local_rank)
+
+
+def settle_environment() -> None:
+    """What a launcher says of the ranks; a process that none started is alone."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
 def init(timeout_minutes: float = 30.0) -> World:
@@ -71,11 +84,7 @@ def init(timeout_minutes: float = 30.0) -> World:
 
     select_device()
     if not dist.is_initialized():
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("LOCAL_RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+        settle_environment()
         if not torch.cuda.is_available():
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
@@ -89,7 +98,7 @@ def init(timeout_minutes: float = 30.0) -> World:
 
 def current() -> World:
     """The world of an initialised process group."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = local_rank_from_env()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(
         rank=dist.get_rank(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from remat import (
     launch_plan,
     lora,
     loss,
+    lost_peer,
     model,
     ops,
     optim,
@@ -30,6 +32,7 @@ from remat import (
     resuming,
     rng,
     run_dir,
+    same_launch,
     saving,
     summary,
     tensor_parallel,
@@ -65,7 +68,8 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
     )
     watchdog.start()
     try:
-        parts = _build(cfg, yaml, words, watchdog)
+        with lost_peer.named(watchdog):
+            parts = _build(cfg, yaml, words, watchdog)
     except BaseException:
         watchdog.close()
         raise
@@ -79,7 +83,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
     check_machine(cfg, local_size=local_ranks, warn=console.warning)
-    world, group = _join(cfg)
+    world, group = _join(cfg, strategy, watchdog)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
     plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
@@ -150,11 +154,20 @@ def _instruments(
     }
 
 
-def _join(cfg: RunConfig) -> tuple[World, Any | None]:
-    """The ranks. A collective may wait longer than any deadline, whose report says more than its error."""
+def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
+    """The ranks, started alike. A collective may wait longer than any deadline, whose report says more."""
+    watchdog.enter("join")  # it has a limit of its own, and says who is missing
+    watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
+    watchdog.enter("build")
     longest_s = max(asdict(cfg.train.deadlines).values())
     world = distributed.init(timeout_minutes=max(30.0, longest_s / 60 + 10))
     return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
+
+
+def _say(text: str) -> None:
+    """By the first rank of each node, whose words are seen there."""
+    if distributed.local_rank_from_env() == 0:
+        print(f"remat (rank {distributed.rank_from_env()}): {text}", file=sys.stderr, flush=True)
 
 
 def _data(
