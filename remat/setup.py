@@ -34,6 +34,7 @@ from remat import (
     run_dir,
     same_launch,
     saving,
+    shared_folder,
     summary,
     tensor_parallel,
 )
@@ -95,10 +96,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
-    folder = run_dir.open_run_dir(
-        cfg.output_dir, cfg.name, cfg.run_id, existing=point.run_dir if point else None
-    )
-    watchdog.keep_in(folder)
+    folder = _folder(cfg, point, watchdog)
     swap_folder = _own_swap_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
         engine, applied = _engine(
@@ -197,6 +195,15 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumeP
         shuffle=cfg.data.shuffle,
         position=point.state.client_state["data"]["position"] if point else 0,
     )
+
+
+def _folder(cfg: RunConfig, point: saving.ResumePoint | None, watchdog: Watchdog) -> Path:
+    """The run directory, which all nodes must share."""
+    existing = point.run_dir if point else None
+    folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, existing=existing)
+    shared_folder.check(folder, f"output_dir={cfg.output_dir}")
+    watchdog.keep_in(folder)
+    return folder
 
 
 def _own_swap_folder(rendered: dict[str, Any], folder: Path, world: World) -> Path | None:
