@@ -30,9 +30,8 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
 QUIET_S = 600.0  # a folder in which nothing changes for so long is one in which nobody builds
-SILENT_S = (
-    90.0  # ... and a builder on another node that writes every HEARTBEAT_S, which may be seen a minute late
-)
+SILENT_S = 90.0  # ... and a builder on another node writes every HEARTBEAT_S, seen up to a minute late
+NOW = ".now-"  # files that were only written to learn the time
 
 
 class OpError(RuntimeError):
@@ -140,7 +139,7 @@ def _live(lock: Path) -> str | None:
             if place == _place() or now - builder.stat().st_mtime > SILENT_S:
                 return None
             return f"a process on {host}"
-        changed = max(path.stat().st_mtime for path in lock.parent.iterdir())
+        changed = max(p.stat().st_mtime for p in lock.parent.iterdir() if not p.name.startswith(NOW))
     except (FileNotFoundError, ValueError):  # it goes on, or ends, right now
         return "a process" if lock.exists() else None
     left_s = QUIET_S - (now - changed)
@@ -199,7 +198,7 @@ def _place() -> str:
 
 def _file_time(folder: Path) -> float:
     """Now, by the clock of the file system: that of a node may differ."""
-    probe = folder / f".now-{socket.gethostname()}-{os.getpid()}"
+    probe = folder / f"{NOW}{socket.gethostname()}-{os.getpid()}"
     try:
         probe.touch()
         now = probe.stat().st_mtime

@@ -14,9 +14,9 @@ from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.watch import Watch
 from remat.config import RunConfig
 from remat.console import Console
-from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits
+from remat.data.read_ahead import ReadAhead
 from remat.distributed import World
 from remat.held import Held
 from remat.launch_plan import LaunchPlan
@@ -43,7 +43,7 @@ class Parts:
     folder: Path
     engine: Any
     token_loss: loss.TokenLoss
-    batches: GlobalBatches
+    batches: ReadAhead
     splits: Splits
     applied: Applied
     tracker: Tracker

@@ -46,6 +46,7 @@ from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
+from remat.data.read_ahead import ReadAhead
 from remat.data.tokenizer import load_tokenizer
 from remat.distributed import World
 from remat.launch_plan import LaunchPlan
@@ -121,7 +122,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
         folder=folder,
         engine=engine,
         token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
-        batches=batches,
+        batches=ReadAhead(batches, world.device),
         splits=splits,
         applied=applied,
         tracker=_tracker(cfg, folder, world, console, resumed),

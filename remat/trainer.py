@@ -61,6 +61,7 @@ def train(parts: Parts) -> Outcome:
         raise
     finally:
         parts.watchdog.close()
+        parts.batches.close()
         parts.profiler.close()
         parts.applied.remove()
         if parts.swap_folder is not None and parts.world.local_rank == 0:
