@@ -56,7 +56,7 @@ class Watchdog(threading.Thread):
         self._others: dict[
             int, tuple[int, float, dict[str, Any]]
         ] = {}  # rank: beats, when they last rose, the last
-        self._waiting = ""  # for whom, in words
+        self._waiting = self._said = ""  # for whom, in words
         self._lost_at = 0.0
         self._closed = threading.Event()
         self._asked = threading.Event()  # another rank reports
@@ -154,12 +154,13 @@ class Watchdog(threading.Thread):
         ]
         places = sorted({seen[rank][2]["phase"] for rank in behind})
         waiting = f"{found.named(behind)} in {' and '.join(places)}" if behind else ""
-        if waiting and waiting != self._waiting and self._waited_s >= self._deadline_s() and self._rank == 0:
+        if waiting and waiting != self._said and self._waited_s >= self._deadline_s() and self._rank == 0:
             print(
-                f"remat: {self._seen[0]} since {self._waited_s:.0f} s, waiting for {waiting}",
+                f"remat: in {self._seen[0]} since {self._waited_s:.0f} s, waiting for {waiting}",
                 file=sys.stderr,
                 flush=True,
             )
+            self._said = waiting
         self._waiting = waiting
 
     def over(self, now_s: float) -> bool:
