@@ -26,7 +26,7 @@ ASK_EVERY_S = 0.2
 SAME_WORD_S = (
     10.0  # what ranks get to read why the launch is refused, before the one that holds the store leaves
 )
-LEAVE_S = 5.0
+SILENT_S = 60.0  # a rank that lives says so every 10 s
 MOST_NAMED = 8
 
 _launches = 0  # runs of this process, one after another
@@ -86,6 +86,29 @@ class Peers:
             self.put(f"{name}/verdict", judge([everyone[rank] for rank in range(self.size)]))
         wait.until(self, name, lambda: self._store.check([f"{name}/verdict"]))
         return self.get(f"{name}/verdict")
+
+    def meet(self, name: str, say: Callable[[str], None]) -> None:
+        """Wait until every rank has come here, however long: a collective would give up. Once per name.
+
+        Raises LostPeer when a rank that is missing has ended, or has shown no sign of life for SILENT_S.
+        """
+        self.put_own(name, True)
+        if self.add(f"{name}/come") == self.size:
+            self.put(f"{name}/all", True)
+        wait, rose_at = Wait(0.0, "", say), time.monotonic()
+        beats: dict[int, Any] = {}
+        while self.get(f"{name}/all") is None:
+            now = time.monotonic()
+            if now - rose_at > SILENT_S:
+                missing = self.missing(name)
+                latest = self.each("beat", missing)
+                silent = [rank for rank in missing if latest.get(rank) == beats.get(rank)]
+                if beats and silent:
+                    raise LostPeer(f"{self.named(silent)} gave no sign of life for {SILENT_S:g} s", silent)
+                beats, rose_at = latest, now
+            if left := self.get("left"):
+                raise LostPeer(f"{self.named([left['rank']])} ended: {left['why']}", [left["rank"]])
+            wait.pause(lambda: f"{self.named(self.missing(name))} in {name}")
 
     def missing(self, key: str) -> list[int]:
         """Ranks that have put nothing under `key`."""

@@ -27,6 +27,7 @@ from remat import (
     ops,
     optim,
     out_of_memory,
+    peers,
     profiling,
     qlora,
     resuming,
@@ -181,6 +182,11 @@ def _data(
     splits = open_blocks(
         cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
     )
+    watchdog.enter(
+        "wait"
+    )  # for a node that still builds: without a deadline, and no collective's patience ends
+    if (others := peers.present()) is not None:
+        others.meet("data", _say)
     watchdog.enter("build")
     return tokenizer, splits
 

@@ -246,7 +246,9 @@ class Watchdog(threading.Thread):
         ]
         for rank in range(self._size):
             report = everyone.get(rank)
-            name = self._peers.named([rank]) if self._peers is not None else f"rank {rank}"
+            name = (
+                self._peers.named([rank]) if self._peers and len(set(self._peers.hosts)) > 1 else f"rank {rank}"
+            )
             if report is not None:
                 lines.append(f"  {name}: {_place(report)}, {report['seconds']:.0f} s: {report['where']}")
             elif told is None or told.answered:

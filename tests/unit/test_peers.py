@@ -77,6 +77,28 @@ def test_a_rank_that_ended_before_it_came_ends_the_wait_at_once(store: Any) -> N
         first.agree("facts", {}, lambda everyone: None, patience())
 
 
+def test_a_slow_node_is_waited_for_while_it_lives_and_a_dead_one_is_named(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "SILENT_S", 0.4)
+    monkeypatch.setattr(peers, "ASK_EVERY_S", 0.02)
+    monkeypatch.setattr(peers, "TELL_EVERY_S", 0.1)
+    said: list[str] = []
+    first, second = ranks(store, 2)
+    for each in (first, second):
+        each.put_own("beat", {"beats": 0})
+    met = threading.Event()
+    meeting = threading.Thread(target=lambda: (first.meet("data", said.append), met.set()), daemon=True)
+    meeting.start()
+    for beats in range(12):
+        second.put_own("beat", {"beats": beats + 1})
+        assert not met.wait(0.1)
+    second.meet("data", said.append)
+    assert met.wait(30) and "waiting for rank 1 on node-1 in data" in said[0]
+    with pytest.raises(LostPeer, match=r"rank 1 on node-1 gave no sign of life for 0\.4 s"):
+        first.meet("more data", said.append)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     codes: list[int] = []
