@@ -244,7 +244,10 @@ def _is_first() -> bool:
     """Whether this rank is the first of those that fail. The store answers while other ranks hang in a collective."""
     if not dist.is_initialized():
         return distributed.rank_from_env() == 0
-    return int(_store().add(KEY, 1)) == 1
+    try:
+        return int(_store().add(KEY, 1)) == 1
+    except RuntimeError:  # the store left with rank 0, which can no longer tell
+        return True
 
 
 def _told() -> bool:

@@ -193,3 +193,15 @@ def test_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("RANK", "0")
     assert out_of_memory.tell(gpu_error(), 70) == 70
     assert "out of GPU memory in backward" in capsys.readouterr().err
+
+
+def test_a_rank_whose_store_is_gone_tells_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the store took the place of the report."""
+
+    class Gone:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection was likely closed")
+
+    monkeypatch.setattr(out_of_memory.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(out_of_memory, "_store", Gone)
+    assert out_of_memory._is_first()
