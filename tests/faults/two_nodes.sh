@@ -9,7 +9,7 @@ for k in 1 2; do
     mount --bind $folder/hosts$k /etc/hosts; ip link set lo up; touch $folder/ready$k; sleep 300" &
   node[$k]=$!
 done
-trap 'kill "${node[@]}" 2>/dev/null || true' EXIT
+trap 'kill -KILL "${node[@]}" 2>/dev/null || true' EXIT
 while [ ! -e "$folder/ready1" ] || [ ! -e "$folder/ready2" ]; do
   kill -0 "${node[1]}" "${node[2]}"
   sleep 0.1
