@@ -26,14 +26,15 @@ def main(argv: list[str]) -> int:
         composed = compose.from_command_line(argv)
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
-    from remat import console  # to quieten what is imported after it
+    from remat import console
 
     console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
-    from remat import distributed, ops, out_of_memory, setup, trainer
+    from remat import lost_peer, ops, out_of_memory, setup, trainer
     from remat.preflight import DoesNotFit
 
     try:
         outcome = trainer.train(setup.build(composed.run, composed.yaml, composed.words))
+        lost_peer.leave_together()
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
     except (DoesNotFit, ops.OpError) as error:
@@ -42,13 +43,12 @@ def main(argv: list[str]) -> int:
         return fail(EXIT_FAILED, error)
     except out_of_memory.OutOfMemory as error:
         return out_of_memory.tell(error, EXIT_FAILED)
-    distributed.shut_down()
     return 0 if outcome.finished else EXIT_STOPPED
 
 
 def fail(code: int, error: Exception) -> int:
     """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
-    if (rank := os.environ.get("RANK", "0")) != "0":
+    if (rank := os.environ.get("RANK", "0")) != "0" and 0 not in getattr(error, "lost", []):
         stop_signals.let_end()
         time.sleep(SILENCE_S)
     print(redact_text(f"\nremat{f' (rank {rank})' * (rank != '0')}: {error}\n"), file=sys.stderr, flush=True)

@@ -167,6 +167,7 @@ def quiet_libraries(debug: bool, is_main: bool = True) -> None:
     logger = logging.getLogger("DeepSpeed")
     if _errors_only not in logger.filters:
         logger.addFilter(_errors_only)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store or socket that closes prints 30 lines each
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     for name in ("transformers", "datasets"):

@@ -17,6 +17,7 @@ from remat.config import ConfigError
 
 LONGEST_LOOK_S = 1.0
 Work = Callable[[Callable[[], None]], Any]
+LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ def rank_from_env() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank_from_env() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def local_size_from_env() -> int:
     """Ranks on this node: LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else all of them."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
@@ -63,9 +68,18 @@ def local_size_from_env() -> int:
 
 def select_device() -> None:
     """Make this rank's GPU the current one before anything asks CUDA a question, or all ranks settle on the first."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = local_rank_from_env()
     if local_rank < torch.cuda.device_count():  # too few GPUs is preflight's to report
         torch.cuda.set_device(local_rank)
+
+
+def settle_environment() -> None:
+    """What a launcher says of the ranks; a process that none started is alone."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
 def init(timeout_minutes: float = 30.0) -> World:
@@ -79,11 +93,7 @@ def init(timeout_minutes: float = 30.0) -> World:
 
     select_device()
     if not dist.is_initialized():
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("LOCAL_RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+        settle_environment()
         if not torch.cuda.is_available():
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
@@ -97,7 +107,7 @@ def init(timeout_minutes: float = 30.0) -> World:
 
 def current() -> World:
     """The world of an initialised process group."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = local_rank_from_env()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(
         rank=dist.get_rank(),
@@ -106,6 +116,22 @@ def current() -> World:
         local_size=local_size_from_env(),
         device=device,
     )
+
+
+def cpu_group() -> Any:
+    """A gloo group of all ranks that connects where it is used: its all-reduce goes round a ring, so to two others.
+
+    As a rule gloo connects every rank with every other one, half a million connections for 1000 ranks.
+    """
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        return dist.new_group(backend="gloo")
+    finally:
+        if before is None:
+            del os.environ[LAZY]
+        else:
+            os.environ[LAZY] = before
 
 
 def shut_down() -> None:

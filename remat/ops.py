@@ -1,18 +1,21 @@
 """DeepSpeed's compiled ops: built once per environment with visible progress, then loaded in milliseconds.
 
 torch's build lock is a file that an interrupted build leaves behind; the next load then waits for ever without a
-word. Here every build happens under an flock, which the kernel frees with its owner. A lock file seen by its holder
-is stale and is removed, unless a process that lives has it open: somebody builds without this module.
+word. Here a finished build is imported as it is, without that lock, and every build happens under an flock, which the
+kernel frees with its owner. A lock file seen by its holder is stale and is removed, unless somebody builds without this
+module, or on another node where the flock may not reach: then a live process has the lock open, or the folder changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import socket
 import sys
 import threading
 import time
@@ -26,6 +29,9 @@ from filelock import FileLock, Timeout
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
+QUIET_S = 600.0  # a folder in which nothing changes for so long is one in which nobody builds
+SILENT_S = 90.0  # ... and a builder on another node writes every HEARTBEAT_S, seen up to a minute late
+NOW = ".now-"  # files that were only written to learn the time
 
 
 class OpError(RuntimeError):
@@ -67,16 +73,30 @@ def ensure(name: str, say: Callable[[str], None]) -> float:
     start = time.perf_counter()
     folder = use_environment_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / f"{name}.ready.json"
+    marker, lock = folder / f"{name}.built.json", folder / name / "lock"
     identity = _identity()
     if _load_ready(name, marker, identity):
+        _tidy(name, folder, say)
         return time.perf_counter() - start
     with _alone(name, folder / f"{name}.flock", say):
         if not _load_ready(name, marker, identity):
-            _clear_lock(name, folder / name / "lock", say)
-            _build(name, folder / name, say)
-            marker.write_text(json.dumps({"identity": identity, "cpu_info": _cpu_info()}))
+            _clear_lock(name, lock, say)
+            marker.unlink(missing_ok=True)
+            with _as_builder(_builder_file(lock)):
+                _build(name, folder / name, say)
+            built = {"identity": identity, "library_bytes": _library_bytes(marker, name)}
+            marker.write_text(json.dumps(built))
     return time.perf_counter() - start
+
+
+def _tidy(name: str, folder: Path, say: Callable[[str], None]) -> None:
+    """Remove a lock that nobody holds: programs other than this one would wait for it."""
+    lock = folder / name / "lock"
+    if not lock.exists() or _live(lock) is not None:
+        return
+    with contextlib.suppress(Timeout, OpError), FileLock(folder / f"{name}.flock", timeout=0):
+        if _live(lock) is None:
+            _remove(lock, say)
 
 
 @contextmanager
@@ -95,13 +115,38 @@ def _alone(name: str, flock: Path, say: Callable[[str], None]) -> Iterator[None]
 
 
 def _clear_lock(name: str, lock: Path, say: Callable[[str], None]) -> None:
-    """Remove the lock file of a build whose process is gone; wait for one that lives. OpError when it is not ours."""
-    told = False
-    while lock.exists() and (pid := lock_holder(lock)):
-        if not told:
-            say(f"waiting for process {pid}, which builds DeepSpeed op {name} and holds {lock}")
-            told = True
+    """Remove the lock file of a build that nobody works on; wait for one that lives. OpError when it is not ours."""
+    told = None
+    while (holder := _live(lock)) is not None:
+        if holder != told:
+            say(f"waiting for {holder}, which builds DeepSpeed op {name} and holds {lock}")
+            told = holder
         time.sleep(LOOK_AGAIN_S)
+    _remove(lock, say)
+
+
+def _live(lock: Path) -> str | None:
+    """Who holds `lock`, in words: asked under the flock, so none that uses this module on this node. None: nobody."""
+    try:
+        if not lock.exists():
+            return None
+        if pid := lock_holder(lock):
+            return f"process {pid}"
+        now = _file_time(lock.parent)
+        builder = _builder_file(lock)
+        if builder.exists():
+            place, host = json.loads(builder.read_text())
+            if place == _place() or now - builder.stat().st_mtime > SILENT_S:
+                return None
+            return f"a process on {host}"
+        changed = max(p.stat().st_mtime for p in lock.parent.iterdir() if not p.name.startswith(NOW))
+    except (FileNotFoundError, ValueError):  # it goes on, or ends, right now
+        return "a process" if lock.exists() else None
+    left_s = QUIET_S - (now - changed)
+    return None if left_s <= 0 else f"an unknown process, perhaps on another node (at most {QUIET_S:.0f} s)"
+
+
+def _remove(lock: Path, say: Callable[[str], None]) -> None:
     try:
         status = lock.stat()
     except FileNotFoundError:
@@ -109,12 +154,58 @@ def _clear_lock(name: str, lock: Path, say: Callable[[str], None]) -> None:
     age = max(0.0, time.time() - status.st_mtime)
     try:
         lock.unlink(missing_ok=True)
+        _builder_file(lock).unlink(missing_ok=True)
     except OSError as error:
         raise OpError(
             f"{lock} was left by user {status.st_uid} {age / 60:.0f} min ago and cannot be removed ({error.strerror}): "
             "remove it, or set TORCH_EXTENSIONS_DIR to a folder of your own"
         ) from error
     say(f"removed {lock}: {age / 60:.0f} min old, its process is gone")
+
+
+@contextmanager
+def _as_builder(file: Path) -> Iterator[None]:
+    """Say in `file` who builds, again and again: what is written on another node shows that its builder lives."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content, done = json.dumps([_place(), socket.gethostname()]), threading.Event()
+    file.write_text(content)
+
+    def write() -> None:
+        while not done.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                file.write_text(content)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        writer.join()
+        file.unlink(missing_ok=True)
+
+
+def _builder_file(lock: Path) -> Path:
+    return lock.with_name("builder.json")
+
+
+def _place() -> str:
+    """Where processes can see each other: one kernel, one namespace of processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {kernel} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _file_time(folder: Path) -> float:
+    """Now, by the clock of the file system: that of a node may differ."""
+    probe = folder / f"{NOW}{socket.gethostname()}-{os.getpid()}"
+    try:
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink(missing_ok=True)
+        return now
+    except OSError:  # another user's folder
+        return time.time()
 
 
 def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
@@ -144,27 +235,36 @@ def _identity() -> dict[str, str]:
 
 
 def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
-    """Load a finished build. DeepSpeed asks py-cpuinfo twice (2 s of subprocesses); it gets the recorded answer."""
+    """Import a finished build, as torch does after it built one, but without its lock and without asking ninja.
+
+    A lock that a killed process left cannot stop it, and another path to the same sources builds nothing anew.
+    """
     if not marker.exists():
         return False
-    record = json.loads(marker.read_text())
-    if record["identity"] != identity:
-        return False
-    import cpuinfo
-
-    asked = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = lambda: record["cpu_info"]
     try:
-        _builder(name).load(verbose=False)
-    finally:
-        cpuinfo.get_cpu_info = asked
+        record = json.loads(marker.read_text())
+    except ValueError:  # its writer was killed
+        return False
+    if record["identity"] != identity or record.get("library_bytes") != _library_bytes(marker, name):
+        return False
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    if name not in OpBuilder._loaded_ops:
+        spec = importlib.util.spec_from_file_location(name, _library(marker, name))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        OpBuilder._loaded_ops[name] = module
     return True
 
 
-def _cpu_info() -> dict[str, Any]:
-    import cpuinfo
+def _library(marker: Path, name: str) -> Path:
+    return marker.parent / name / f"{name}.so"
 
-    return cpuinfo.get_cpu_info()
+
+def _library_bytes(marker: Path, name: str) -> int | None:
+    path = _library(marker, name)
+    return path.stat().st_size if path.exists() else None
 
 
 def _builder(name: str) -> Any:

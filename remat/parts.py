@@ -15,9 +15,9 @@ from remat.activation_checkpointing.replay import Replayed
 from remat.activation_checkpointing.watch import Watch
 from remat.config import RunConfig
 from remat.console import Console
-from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits
+from remat.data.read_ahead import ReadAhead
 from remat.distributed import World
 from remat.held import Held
 from remat.launch_plan import LaunchPlan
@@ -47,7 +47,7 @@ class Parts:
     engine: Any
     token_loss: loss.TokenLoss
     losses: loss.LossWindow
-    batches: GlobalBatches
+    batches: ReadAhead
     splits: Splits
     applied: Applied
     tracker: Tracker

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from remat import reshard, save_room, saving
+from remat import reshard, save_room, saving, shared_folder
 from remat.config import ConfigError, RunConfig
 from remat.console import Console
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.cache import Splits
 from remat.distributed import World
-from remat.manifest import SavedState
+from remat.manifest import FILE, SAVED, STEP, SavedState
 from remat.preflight import DoesNotFit
 from remat.strategy import Strategy
 
@@ -31,6 +31,7 @@ def point(
     of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it
     for other ranks.
     """
+    _check_shared(cfg)
     found = saving.resolve_resume(
         cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own, progress=progress
     )
@@ -45,6 +46,20 @@ def point(
         if found.state.info.world_size != world.size:
             _check_reshard(found.state, world, console)
     return found
+
+
+def _check_shared(cfg: RunConfig) -> None:
+    """Every node sees the states that rank 0 sees: else half of a state would count as damaged."""
+    if cfg.resume == "none":
+        return
+    state = f"{STEP}*/{FILE}"
+    if cfg.resume == "auto":
+        runs = Path(cfg.output_dir).expanduser() / cfg.name
+        patterns = [f"{cfg.run_id or '*'}/{SAVED}/{state}"]
+        shared_folder.check_newest(runs, patterns, f"resume=auto output_dir={cfg.output_dir}")
+    else:
+        patterns = [FILE, state, f"{SAVED}/{state}"]
+        shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
 
 
 def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:

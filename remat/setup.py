@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,16 +21,20 @@ from remat import (
     launch_plan,
     lora,
     loss,
+    lost_peer,
     model,
     ops,
     optim,
     out_of_memory,
+    peers,
     profiling,
     qlora,
     resuming,
     rng,
     run_dir,
+    same_launch,
     saving,
+    shared_folder,
     summary,
     swapping,
     tensor_parallel,
@@ -42,6 +47,7 @@ from remat.console import Console
 from remat.data.batches import GlobalBatches
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
+from remat.data.read_ahead import ReadAhead
 from remat.data.tokenizer import load_tokenizer
 from remat.distributed import World
 from remat.launch_plan import LaunchPlan
@@ -71,7 +77,8 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
     )
     watchdog.start()
     try:
-        parts = _build(cfg, yaml, words, console, watchdog, ownership)
+        with lost_peer.named(watchdog):
+            parts = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
         ownership.release()
         watchdog.close()
@@ -87,7 +94,7 @@ def _build(
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
     check_machine(cfg, local_size=local_ranks, warn=console.warning)
-    world, group = _join(cfg)
+    world, group = _join(cfg, strategy, watchdog)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
     plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
@@ -125,7 +132,7 @@ def _build(
         ownership=ownership,
         engine=engine,
         token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
-        batches=batches,
+        batches=ReadAhead(batches, world.device),
         splits=splits,
         applied=applied,
         tracker=_tracker(cfg, folder, world, console, resumed),
@@ -160,18 +167,28 @@ def _instruments(
 def _run_folder(
     cfg: RunConfig, point: saving.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
-    """Owned by this launch; reports of a hang go there."""
+    """Owned by this launch, and shared by all nodes; reports of a hang go there."""
     owned = point.run_dir if point else None
     folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
+    shared_folder.check(folder, f"output_dir={cfg.output_dir}")
     watchdog.keep_in(folder)
     return folder
 
 
-def _join(cfg: RunConfig) -> tuple[World, Any | None]:
-    """The ranks. A collective may wait longer than any deadline, whose report says more than its error."""
+def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
+    """The ranks, started alike. A collective may wait longer than any deadline, whose report says more."""
+    watchdog.enter("join")  # it has a limit of its own, and says who is missing
+    watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
+    watchdog.enter("build")
     longest_s = max(asdict(cfg.train.deadlines).values())
     world = distributed.init(timeout_minutes=max(30.0, longest_s / 60 + 10))
     return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
+
+
+def _say(text: str) -> None:
+    """By the first rank of each node, whose words are seen there."""
+    if distributed.local_rank_from_env() == 0:
+        print(f"remat (rank {distributed.rank_from_env()}): {text}", file=sys.stderr, flush=True)
 
 
 def _data(
@@ -191,6 +208,11 @@ def _data(
         show_progress=True,
         on_progress=lambda: watchdog.enter("data"),
     )
+    watchdog.enter(
+        "wait"
+    )  # for a node that still builds: without a deadline, and no collective's patience ends
+    if (others := peers.present()) is not None:
+        others.meet("data", _say)
     watchdog.enter("build")
     return tokenizer, splits
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from remat import stop_signals
+from remat import distributed, stop_signals
 from remat.distributed import World
 
 FILE = "stop"  # in the run directory
@@ -34,7 +34,7 @@ class Stop:
         self._world, self._folder = world, folder
         self._max_minutes = max_minutes
         self._ends_at = time.monotonic() + 60 * max_minutes - age_s if max_minutes else float("inf")
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = distributed.cpu_group() if world.size > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def ask(self, *, flushed: int = 0) -> None:

@@ -6,15 +6,27 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from remat import distributed, ending, nonfinite, optim, out_of_memory, proof, rehearsal, run_saves, swapping
+from remat import (
+    distributed,
+    ending,
+    lost_peer,
+    nonfinite,
+    optim,
+    out_of_memory,
+    proof,
+    rehearsal,
+    run_saves,
+    swapping,
+)
 from remat.activation_checkpointing.counts import NotInEffect
 from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
 from remat.manifest import SaveError
 from remat.nonfinite import TrainingFailed
 from remat.parts import Parts, on_device
+from remat.peers import LostPeer
 
-FAILURES = (TrainingFailed, NotInEffect, SaveError)  # what ends a run with exit 70, beside memory
+FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run with exit 70, beside memory
 
 
 @dataclass
@@ -41,11 +53,13 @@ class Outcome:
 def train(parts: Parts) -> Outcome:
     """Train to `train.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
 
-    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran, OutOfMemory.
+    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran, OutOfMemory,
+    LostPeer when another rank is gone.
     The record is closed however the run ends.
     """
     try:
-        return _train(parts)
+        with lost_peer.named(parts.watchdog):
+            return _train(parts)
     except BaseException as error:
         # raised by all ranks: what they are saving can still be completed
         if isinstance(error, TrainingFailed):
@@ -55,6 +69,7 @@ def train(parts: Parts) -> Outcome:
         parts.tracker.finish(1)
         raise
     finally:
+        parts.batches.close()
         parts.profiler.close()
         parts.applied.remove()
         swapping.remove(parts.swap_folder, parts.world)

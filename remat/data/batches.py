@@ -66,9 +66,14 @@ class GlobalBatches:
         self.position = position
 
     def next_step(self) -> StepBatch:
-        epoch = self.position // len(self._blocks)
-        ids = self._sample_ids(self.position, self._global_batch_size)
+        found = self.read(self.position)
         self.position += self._global_batch_size
+        return found
+
+    def read(self, position: int) -> StepBatch:
+        """The step that begins after `position` samples; the stream stays where it is."""
+        epoch = position // len(self._blocks)
+        ids = self._sample_ids(position, self._global_batch_size)
         mine = ids.reshape(-1, self._world_size, self._micro_batch_size)[:, self._rank]
         return StepBatch(
             micro_batches=[micro_batch(self._blocks, micro_ids) for micro_ids in mine],

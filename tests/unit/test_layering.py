@@ -30,6 +30,8 @@ LEVELS = [
         "stop_signals",
         "redact",
         "versions",
+        "network",
+        "file_systems",
     },
     {"compose"},
     {
@@ -68,9 +70,13 @@ LEVELS = [
         "held",
         "stopping",
         "watchdog",
+        "peers",
+        "shared_folder",
     },
     {
         "node",
+        "same_launch",
+        "lost_peer",
         "profiling",
         "nvml",
         "snapshots",
@@ -115,7 +121,7 @@ LEVELS = [
     },
     {"train", "cli"},
 ]
-EVERYWHERE_IN_L2 = {"distributed", "op_flops", "rng"}
+EVERYWHERE_IN_L2 = {"distributed", "op_flops", "rng", "peers"}
 ONE_ROOM = [
     {
         "saving",

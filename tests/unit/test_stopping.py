@@ -15,6 +15,7 @@ import torch
 from remat import stop_signals
 from remat.distributed import World
 from remat.stopping import Stop
+from tests.pool import free_port
 
 NOTED = """
 import os, signal, sys, time
@@ -113,3 +114,42 @@ def test_the_minutes_count_from_the_launch(tmp_path: Path) -> None:
     assert not stop(tmp_path, max_minutes=60, age_s=3000).now()
     late = stop(tmp_path, max_minutes=60, age_s=3600)
     assert late.now() and late.why == "train.max_minutes=60"
+
+
+RING = """
+import datetime, multiprocessing, os, sys
+import psutil, torch
+import torch.distributed as dist
+from remat import distributed
+
+def connections():
+    return sum(found.status == "ESTABLISHED" for found in psutil.Process().net_connections("tcp"))
+
+def rank(rank, size, answers):
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
+    before, group = connections(), distributed.cpu_group()
+    for _ in range(3):
+        found = torch.tensor([rank, -rank])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    answers.put((connections() - before, found.tolist()))
+    dist.barrier()
+
+size = 7
+os.environ.update(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+forks = multiprocessing.get_context("fork")
+answers = forks.Queue()
+ranks = [forks.Process(target=rank, args=(n, size, answers)) for n in range(size)]
+for process in ranks:
+    process.start()
+for more, found in [answers.get(timeout=100) for _ in ranks]:
+    assert found == [size - 1, 0] and more <= 2, (more, found)
+"""
+
+
+def test_ranks_that_agree_are_connected_in_a_ring_and_not_each_with_each() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RING, str(free_port())],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
