@@ -82,7 +82,7 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) >= CONTRACT
     assert not any(key.startswith("memory/gpu") for key in rows[0])
-    assert rows[-1]["memory/host_rss_gib"] >= rows[-1]["memory/host_rss_gib_min"] > 0
+    assert rows[-1]["memory/host_rss_gib"] > rows[-1]["memory/host_rss_gib_min"] > 0.1, "of two processes"
     assert [row["step"] for row in tiny.rows(folder, "loss/eval")] == [0, 4, 8]
 
 
