@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 3 # test processes, each with whole files; a launch waits much for its own ranks
+QUEUE = -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+QUICK := not slow_fault and not exhaustive
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults reliability lint types check benchmark lock clean
+.PHONY: help setup demo test test-all test-faults reliability lint types check benchmark lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,15 +35,19 @@ $(VENV)/test-ready: $(STAMP)
 demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample
 	@./scripts/demo.sh
 
-test: $(STAMP) ## lint, types and the whole test suite
+test: $(STAMP) ## lint, types and the test suite: of exhaustive grids a sample
 	@$(MAKE) --no-print-directory -j 2 lint types $(VENV)/test-ready
-	@$(BIN)/python -m pytest tests -n $(strip $(WORKERS)) --dist loadfile -m "not slow_fault" --durations 15 || { \
+	@$(BIN)/python -m pytest tests $(QUEUE) -m "$(QUICK)" --durations 15 || { \
 	    echo "== what failed, once more, one by one: who passes now depends on load or order, which is a fault too"; \
-	    $(BIN)/python -m pytest tests -m "not slow_fault" --last-failed --last-failed-no-failures none; }
+	    $(BIN)/python -m pytest tests -m "$(QUICK)" --last-failed --last-failed-no-failures none; }
+
+test-all: $(STAMP) ## the same with every case of every grid and every slow fault
+	@$(MAKE) --no-print-directory -j 2 lint types $(VENV)/test-ready
+	@$(BIN)/python -m pytest tests $(QUEUE) --durations 15
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
-	@$(BIN)/python -m pytest tests/faults -n $(strip $(WORKERS)) --dist loadfile
-	@$(BIN)/python -m pytest tests/launch -n $(strip $(WORKERS)) --dist loadfile -m slow_fault
+	@$(BIN)/python -m pytest tests/faults $(QUEUE)
+	@$(BIN)/python -m pytest tests/launch $(QUEUE) -m slow_fault
 
 reliability: $(VENV)/test-ready ## docs/reliability.md anew: every fault, one after another
 	@rm -f $(VENV)/faults.jsonl
@@ -56,7 +62,7 @@ types: $(STAMP) ## mypy
 	@$(BIN)/mypy
 
 check: lint types ## what pre-commit runs, plus the fast tests
-	@$(BIN)/python -m pytest tests/unit -n $(strip $(WORKERS)) --dist loadfile
+	@$(BIN)/python -m pytest tests/unit $(QUEUE) -m "$(QUICK)"
 
 benchmark: $(STAMP) ## loop overhead against a bare DeepSpeed loop and the Hugging Face Trainer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/loop_overhead.py

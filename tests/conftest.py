@@ -19,7 +19,50 @@ from remat import ops  # noqa: E402
 
 ops.use_environment_folder()
 
+from tests import fork_server  # noqa: E402
 from tests.pool import RankPool  # noqa: E402
+
+LONGEST = [  # in CPU time of their own and of what they start
+    "launch/test_trajectories.py",
+    "launch/test_user_path.py",
+    "launch/test_lora_ranks.py",
+    "launch/test_tensor_parallel_ranks.py",
+    "launch/test_granularity_grid.py",
+    "unit/test_compare_policies.py",
+    "launch/test_demo.py",
+    "faults/test_kill.py",
+    "faults/test_stop.py",
+    "unit/test_policies.py",
+    "unit/test_lab.py",
+    "unit/test_claims.py",
+    "unit/test_advice.py",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process to fork ranks from for all workers of pytest-xdist; without workers it starts when it is needed."""
+    if config.getoption("tx", None) and fork_server.ADDRESS not in os.environ:
+        os.environ[fork_server.ADDRESS] = fork_server.start()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what grids leave to `make test-all`; files that take longest come first, so that no worker ends alone.
+
+    A sample of a grid is its diagonals: each value of a parameter is in it that meets `one_in` values of another.
+    """
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample and sum(item.callspec.indices.values()) % sample.kwargs["one_in"]:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.exhaustive)
+    items.sort(key=lambda item: place_in_queue(str(item.path.relative_to(ROOT / "tests"))))
+
+
+def place_in_queue(file: str) -> int:
+    """Of a file in tests/; equals keep their order. Needs --no-loadscope-reorder under pytest-xdist."""
+    if file in LONGEST:
+        return LONGEST.index(file)
+    return len(LONGEST) + (not file.startswith(("launch/", "faults/")))
 
 
 @pytest.fixture(scope="session")

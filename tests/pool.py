@@ -2,6 +2,7 @@
 
 The process group lives as long as the pool: DeepSpeed caches groups and cannot be initialised twice in a process.
 Each pool has a free port of its own, its processes die with the test session, and nothing stays in shared memory.
+They are forks of a process that has imported everything (tests/fork_server.py), those with GPUs processes of their own.
 GPUs are hidden from the ranks unless a test asks for them: what is held on a CPU machine is held here on any.
 """
 
@@ -15,22 +16,23 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests import fork_server
+from tests.fork_server import CPU_ONLY
+
 TIMEOUT_S = 300
-CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class RankPool:
     def __init__(self, size: int, *, gpus: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
+        start = _spawn if gpus else _fork
         port = free_port()
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._kills: list[Callable[[], None]] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, gpus), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._kills.append(start(theirs, {"rank": rank, "size": size, "port": port}))
+            theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Each rank's result, in rank order. A rank's exception is raised here with its traceback."""
@@ -52,9 +54,8 @@ class RankPool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for kill in self._kills:
+            kill()
 
 
 def free_port() -> int:
@@ -63,7 +64,32 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool) -> None:
+def _fork(pipe: Connection, place: dict[str, int]) -> Callable[[], None]:
+    """A rank that is a fork, at the other end of `pipe`; what ends it."""
+    job = {
+        "do": "serve_pool",
+        "with": place,
+        "environment": fork_server.environment(dict(os.environ) | CPU_ONLY | {"OMP_NUM_THREADS": "1"}),
+        "folder": str(fork_server.ROOT),
+    }
+    return fork_server.ask(job, pipe.fileno()).kill
+
+
+def _spawn(pipe: Connection, place: dict[str, int]) -> Callable[[], None]:
+    """The same in a process of its own, which sees the GPUs."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve, args=(pipe,), kwargs=place | {"gpus": True}, daemon=True)
+    process.start()
+
+    def kill() -> None:
+        process.kill()
+        process.join()
+
+    return kill
+
+
+def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False) -> None:
+    """Call on this rank what comes through `pipe`, until it is closed at the other end."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -80,7 +106,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool) -> Non
     console.quiet_libraries(debug=False)
     distributed.init()
     while True:
-        function, kwargs = pipe.recv()
+        try:
+            function, kwargs = pipe.recv()
+        except EOFError:
+            return
         try:
             pipe.send((None, function(**kwargs)))
         except BaseException:

@@ -155,7 +155,7 @@ def test_a_killed_rank_under_plain_deepspeed(tmp_path: Path, fault_record: Recor
     """DeepSpeed's own end of it: another exit code, no word of which rank, and the others go too."""
     workshop = tiny.make_workshop(tmp_path)
     path = spec(workshop, "spec", [("killed", words(workshop, "killed", "zero2", *SAVING), FORWARD)])
-    done = deepspeed(str(path), script="tests/faults/faulty_runs.py")
+    done = deepspeed(str(path), script="tests/faults/faulty_runs.py", real=True)
     ended_at = time.monotonic()
     seconds = ended_at - json.loads(path.with_suffix(".fault.json").read_text())["monotonic_s"]
     assert done.code == 247, done.out[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,9 @@ def test_a_kill_while_a_state_is_cut_costs_nothing(
 
     def launch(ranks: int, *runs: list[str]) -> Launched:
         (tmp_path / "spec.json").write_text(json.dumps({f"{index}": words for index, words in enumerate(runs)}))
-        return deepspeed(str(tmp_path / "spec.json"), ranks=ranks, script="tests/launch/reshard_runs.py")
+        killed = "KILL_IN_RESHARD" in os.environ
+        script = "tests/launch/reshard_runs.py"
+        return deepspeed(str(tmp_path / "spec.json"), ranks=ranks, script=script, real=killed)
 
     first = [tiny.words(workshop, "whole", *WORDS), tiny.words(workshop, "cut", *WORDS, "train.stop_at=3")]
     done = launch(2, *first)

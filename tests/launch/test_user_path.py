@@ -1,4 +1,4 @@
-"""What a user types, through the real launcher: files, figures, exit codes, resume, and nothing left behind."""
+"""What a user types, `whole` through the real launcher: files, figures, exit codes, resume, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EVERYTHING = [
 def whole(workshop: Path) -> tuple[Path, str]:
     """One run with everything switched on: its folder and what the terminal showed."""
     before = shared_memory()
-    done = deepspeed(*words(workshop, "whole", *EVERYTHING))
+    done = deepspeed(*words(workshop, "whole", *EVERYTHING), real=True)
     assert done.code == 0, done.out[-6000:]
     assert shared_memory() == before
     return workshop / "out" / "whole" / "run", done.out
@@ -82,7 +82,7 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) >= CONTRACT
     assert not any(key.startswith("memory/gpu") for key in rows[0])
-    assert rows[-1]["memory/host_rss_gib"] >= rows[-1]["memory/host_rss_gib_min"] > 0
+    assert rows[-1]["memory/host_rss_gib"] > rows[-1]["memory/host_rss_gib_min"] > 0.1, "of two processes"
     assert [row["step"] for row in tiny.rows(folder, "loss/eval")] == [0, 4, 8]
 
 
@@ -115,6 +115,29 @@ def test_planned_and_measured_stand_side_by_side(whole: tuple[Path, str]) -> Non
     assert rows["step time"]["planned"] is None and rows["step time"]["measured"] > 0
     assert "rates are not known" in rows["step time"]["how"]
     assert "plan/gpu_peak_gib" not in tiny.rows(folder)[0], "like memory/gpu_*, absent without a GPU"
+
+
+def test_forked_ranks_give_the_same_figures(whole: tuple[Path, str], workshop: Path) -> None:
+    """What other tests launch by forks is what a user would get: every figure but times and memory, and the text."""
+    real, said = whole
+    done = deepspeed(*words(workshop, "forked", *EVERYTHING))
+    assert done.code == 0, done.out[-6000:]
+    forked = workshop / "out" / "forked" / "run"
+    pairs = zip(figures(real), figures(forked), strict=True)
+    assert len(figures(real)) == 8 + 3
+    for expected, found in pairs:
+        assert found == expected
+    assert {path.name for path in forked.iterdir()} == {path.name for path in real.iterdir()}
+    for text in ("proven: 2 of 2 layers recomputed", "eval at step 8", "== "):
+        assert done.out.count(text) == said.count(text)
+
+
+def figures(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without what differs from one launch to the next."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if {"loss/train", "loss/eval"} & row.keys()]
+    differs = ("time", "throughput/", "memory/", "plan/host")
+    return [{name: value for name, value in row.items() if not name.startswith(differs)} for row in rows]
 
 
 def test_the_terminal_is_tidy(whole: tuple[Path, str]) -> None:
@@ -226,7 +249,7 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
 
 
 def test_bad_options_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    done = deepspeed("train.stepz=3", "train.precision=int4", f"output_dir={tmp_path}")
+    done = deepspeed("train.stepz=3", "train.precision=int4", f"output_dir={tmp_path}", real=True)
     assert done.code == 2
     assert done.out.count("train.stepz=3: no such option (did you mean train.steps?)") == 1
     assert done.out.count("train.precision=int4") >= 1

@@ -57,6 +57,7 @@ def counted(
     return kept, [counts.moved_bytes for counts in applied.counts], watch.total_flops("recompute")
 
 
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -80,7 +81,8 @@ def test_the_table_of_a_llama() -> None:
         rows["full"].hidden_states == rows["full_reentrant"].hidden_states == 0.75
     )  # the last output is not kept
     assert rows["uniform"].hidden_states == 0.25
-    assert rows["offload"].moved_bytes == 0.75 * rows["offload"].moved_bytes / rows["full"].hidden_states
+    assert rows["offload"].hidden_states == 0.25  # the last layer's stays where it is
+    assert rows["offload"].moved_bytes == rows["full"].kept_bytes > 0
     assert rows["none"].zero3_gathers == rows["discard_output"].zero3_gathers == 2
     assert rows["selective_linears"].recomputed_of_forward == 0
     order = ["sqrt", "full", "selective_ops", "selective_linears", "discard_output", "none"]

@@ -177,3 +177,44 @@ def test_tasks_that_do_not_know_their_rank_are_refused(variable: str) -> None:
         checks.check_environment({variable: "4"})
     checks.check_environment({variable: "4", "RANK": "0"})
     checks.check_environment({variable: "1"})
+
+
+VALUES = [
+    "name=x",
+    "train.steps=7",
+    "optim.lr=1e-2",
+    "tracking.tags=[a,b]",
+]
+NOT_ONE_VALUE = [
+    "train.stepz=3",
+    "train.steps=1,2",
+    "~train.steps",
+    "+train.more=1",
+    "model=nothing",
+    "train.steps=x",
+    "a b",
+]
+CHOICES = ["checkpointing=offload", "data=alpaca", "data.path=/d.jsonl", "++model.architecture.n_layer=3"]
+
+
+@pytest.mark.parametrize("recipe", compose.recipe_names())
+def test_values_set_in_what_was_composed_before_are_what_hydra_composes(recipe: str) -> None:
+    """And the choices that were composed once are left as they were."""
+    for words in (VALUES, CHOICES, [*VALUES, *CHOICES], []):
+        asked = [f"recipe={recipe}", *words]
+        quick = compose._with_values(asked)
+        assert quick is not None
+        assert compose._finished(quick) == compose._finished(compose._loaded(asked))
+
+
+@pytest.mark.parametrize("word", NOT_ONE_VALUE)
+def test_what_is_wrong_or_more_than_a_value_is_left_to_hydra(word: str) -> None:
+    assert compose._with_values([word]) is None
+
+
+def test_a_recipe_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "RECIPE_DIR", tmp_path)
+    recipe = tmp_path / "mine.yaml"
+    for steps in (11, 2222):
+        recipe.write_text(f"# @package _global_\ntrain:\n  steps: {steps}\n")
+        assert compose.compose_run(["recipe=mine", "train.seq_len=64"]).run.train.steps == steps

@@ -30,6 +30,7 @@ def family(request: pytest.FixtureRequest) -> tuple[Any, watched.Watched]:
     return net, watched.run(net, watched.NONE)
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("roles", ROLES, ids="+".join)
 def test_bit_equal_and_in_effect(roles: list[str], family: tuple[Any, watched.Watched]) -> None:
     net, kept = family

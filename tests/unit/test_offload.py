@@ -51,6 +51,7 @@ def family(request: pytest.FixtureRequest) -> tuple[Any, watched.Watched]:
     return net, watched.run(net, watched.NONE)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched]) -> None:
     net, kept = family

@@ -38,6 +38,7 @@ def put_in_place(net: Any, roles: list[str], *, only: int | None = None, zero_st
     return apply.apply(net, decisions, cfg, zero_stage=zero_stage)
 
 
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", list(ROLES))
 @pytest.mark.parametrize("model_type", MODELS)

@@ -244,8 +244,16 @@ def test_eval_only_and_not_finite_rows_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_report_can_be_drawn_again(tmp_path: Path) -> None:
+    """Over what is there: all is written anew, nothing else is left, and the record is as it was."""
     run_dir = make(tmp_path / "run", [row(1), row(2)])
-    assert draw(run_dir) == draw(run_dir)
+    record = (run_dir / "metrics.jsonl").read_bytes()
+    first = draw(run_dir)
+    for path in first:
+        path.write_bytes(b"old")
+    assert draw(run_dir) == first
+    assert set((run_dir / "report").iterdir()) == set(first)
+    assert all(path.stat().st_size > 1000 for path in first)
+    assert (run_dir / "metrics.jsonl").read_bytes() == record
 
 
 @pytest.mark.parametrize(

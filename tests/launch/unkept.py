@@ -1,0 +1,57 @@
+"""`deepspeed unkept.py WHICH WORDS`: a real run in which rank 1 does not do what was asked, and nothing else tells.
+
+WHICH: `recomputation` (the layers of rank 1 lose their activation checkpointing after it was applied), `placement`
+(rank 1 finds its parameters whole where ZeRO-3 should have sharded them).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import train
+from remat.cores import hide_gpus_from_cpu_ranks
+
+
+def bare_layers() -> None:
+    from remat import setup
+
+    build = setup.build
+
+    def built(*args: Any) -> Any:
+        parts = build(*args)
+        parts.applied.remove()
+        return parts
+
+    setup.build = built
+
+
+def whole_parameters() -> None:
+    from remat import placement
+
+    inspect = placement.inspect
+
+    def inspected(engine: Any) -> dict[str, Any]:
+        found = inspect(engine)
+        found["parameters"]["sharded"] = 0
+        return found
+
+    placement.inspect = inspected
+
+
+def main(argv: list[str]) -> int:
+    from remat.compose import without_local_rank
+
+    which, *words = without_local_rank(argv)
+    if os.environ.get("RANK") == "1":
+        hide_gpus_from_cpu_ranks()
+        {"recomputation": bare_layers, "placement": whole_parameters}[which]()
+    return train.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
