@@ -104,6 +104,17 @@ def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
     return config
 
 
+def hidden_size(config: PretrainedConfig) -> int:
+    """Width of a hidden state. Raises ConfigError for a config that names none."""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if type(width) is not int or width < 1:
+        raise ConfigError(
+            f"model_type={config.model_type}: its config has no one hidden_size ({width}): remat trains decoders whose "
+            "layers all have one width; choose another model"
+        )
+    return width
+
+
 def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
     """The model on the meta device: its modules without their memory, in a second or two for 70B.
 
@@ -111,11 +122,12 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            net: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 trust_remote_code=cfg.trust_remote_code,
                 attn_implementation=str(cfg.attention),
             )
+        return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
     except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
         known = isinstance(error, (ValueError, ImportError))
         about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())

@@ -76,7 +76,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             global_batch_size=cfg.train.global_batch_size,
             gradient_clipping=cfg.optim.gradient_clipping,
             precision=cfg.train.precision,
-            hidden_size=config.get_text_config().hidden_size,
+            hidden_size=model.hidden_size(config),
             nvme_path=cfg.hardware.nvme_path,
             pin_memory_possible=can_pin,
             largest_param=facts.largest_param,
@@ -113,9 +113,7 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
         attention=cfg.model.attention,
         lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
         fields=skeleton.config.to_dict(),
-        activation_elements=cfg.train.micro_batch_size
-        * cfg.train.seq_len
-        * skeleton.config.get_text_config().hidden_size,
+        activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * model.hidden_size(skeleton.config),
         element_bytes=model.DTYPES[cfg.train.precision].itemsize,
     )
     problems = limits.problems(cfg.checkpointing, list(found), setting)

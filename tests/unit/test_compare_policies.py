@@ -45,7 +45,7 @@ def counted(
     )
     watch = applied.watch(torch.device(device))
     if device == "meta":
-        with simulate.as_on_a_gpu(zero_stage), applied.micro_batch(), watch:
+        with simulate.as_in_a_run(zero_stage), applied.micro_batch(), watch:
             simulate.step(net, micro_batch_size=2, seq_len=16, forward_done=watch.forward_done)
     else:
         with simulate.linear_of(zero_stage), applied.micro_batch(), watch:
