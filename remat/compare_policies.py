@@ -165,5 +165,6 @@ def caption(cfg: RunConfig) -> str:
         f"{decided.facts.class_name}{adapters}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
         f"{cfg.model.attention}, ZeRO-{decided.zero_stage}, as on a {'GPU' if on_gpu(cfg) else 'CPU'}. Means per "
         "layer, counted on the model's own operations, nothing measured.\n"
-        "h = one hidden state; recomputed = matrix products and attention that run again, of those of the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
+        "h = one hidden state; recomputed = matrix products and attention that run again, of those of the forward;\n"
+        "gathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
     )

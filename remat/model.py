@@ -97,7 +97,10 @@ def _from_path(cfg: ModelConfig) -> PretrainedConfig:
 
 def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
     """`config` for training. Raises ConfigError for a depth that would take for ever to build."""
-    depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    try:
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except ValueError as error:  # it holds several
+        raise ConfigError(f"{option}: {_first_line(error)}; choose a model with one decoder") from error
     if type(depth) is not int or not 0 < depth <= MOST_LAYERS:
         raise ConfigError(f"{option}: num_hidden_layers={depth} must be a whole number, 1 to {MOST_LAYERS}")
     config.use_cache = False

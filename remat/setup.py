@@ -140,7 +140,7 @@ def _instruments(
 ) -> dict[str, Any]:
     """What measures the run: memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
-    figures = throughput_figures(cfg, strategy, console.warning)
+    figures = throughput_figures(cfg, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
     return {
         "memory": MemoryMonitor(world.device),

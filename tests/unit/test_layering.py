@@ -22,7 +22,6 @@ LEVELS = [
         "ds_config",
         "ds_keys",
         "ds_problems",
-        "flops",
         "cores",
         "host_memory",
         "rank_keeper",
@@ -68,6 +67,7 @@ LEVELS = [
         "watchdog",
     },
     {
+        "flops",
         "node",
         "profiling",
         "nvml",
