@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat import distributed, hardware, node, planner, preflight, tensor_parallel
+from remat import distributed, hardware, model, node, planner, preflight, tensor_parallel
 from remat.config import ConfigError, HardwareConfig, RunConfig
 from remat.distributed import World
 from remat.memory import GIB
@@ -161,6 +161,13 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         steps=cfg.train.steps,
         rehearse=rehearses(cfg, strategy),
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
+        reading_bytes=preflight.reading_bytes(
+            cfg,
+            facts.num_params,
+            model.DTYPES[cfg.train.precision].itemsize,
+            zero_stage=strategy.zero_stage,
+            ranks_per_node=world.local_size,
+        ),
     )
 
 

@@ -168,14 +168,17 @@ def build(
     seed: int,
     resuming: bool = False,
     loading: dict[str, Any] | None = None,
+    onto: torch.device | None = None,
 ) -> PreTrainedModel:
     """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
 
     `resuming` builds with random values, because a saved state with all of them follows; `loading` is further
-    arguments of `from_pretrained`. Raises ConfigError when
+    arguments of `from_pretrained`. Below ZeRO-3 pretrained weights go one by one from their files `onto` that device,
+    so that no rank has them all in host memory. Raises ConfigError when
     weights are missing or the attention implementation cannot be had.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
+    loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
     model: PreTrainedModel
     report: dict[str, Any]
     try:
@@ -188,7 +191,7 @@ def build(
                     use_safetensors=None if cfg.allow_pickle else True,
                     output_loading_info=True,
                     **settings,
-                    **(loading or {}),
+                    **loading,
                 )  # type: ignore[misc]
                 _refuse_partial(cfg, report)
             else:

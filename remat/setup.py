@@ -25,6 +25,7 @@ from remat import (
     ops,
     optim,
     out_of_memory,
+    preflight,
     profiling,
     qlora,
     resuming,
@@ -266,6 +267,7 @@ def _model(
         seed=cfg.train.seed,
         resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
         loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
+        onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
     )
     if cfg.peft.method is PeftMethod.qlora:
         qlora.quantise(net, layers.decoder_layers(net), model.DTYPES[cfg.train.precision], world.device)
