@@ -82,8 +82,14 @@ def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, ca
 
 def test_ranks_that_share_layers_read_the_whole_model_each() -> None:
     """Eight ranks, 70 B parameters, 2 bytes each: 1.1 TB, which model states alone would not show."""
-    shared = compose.compose_run(["model.init=pretrained", "train.tensor_parallel_size=8"]).run
-    alone = compose.compose_run(["model.init=pretrained"]).run
+    read = [
+        "model.init=pretrained",
+        "model.path=org/model",
+        "save.at_end=false",
+        "save.every=0",
+        "save.export=false",
+    ]
+    alone, shared = (compose.compose_run([*read, f"train.tensor_parallel_size={n}"]).run for n in (1, 8))
     asked = {"num_params": LLAMA_70B, "width": 2, "ranks_per_node": 8}
     reading = preflight.reading_bytes(shared, zero_stage=2, **asked)
     assert reading == 8 * 2 * LLAMA_70B
