@@ -64,6 +64,11 @@ def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
     return bool(owners & {chosen.policy, *chosen.layers.values()})
 
 
+def on_gpu(cfg: RunConfig) -> bool:
+    """Whether figures are those of a GPU: the options name one, or this machine has one. Else they are a CPU's."""
+    return cfg.hardware.gpu is not None or torch.cuda.is_available()
+
+
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = model.shape_config(cfg.model)
@@ -80,7 +85,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     watch, events = applied.watch(META), list[Event]()
     try:
         with (
-            simulate.as_on_a_gpu(decided.zero_stage),
+            simulate.explained(net),
+            simulate.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg)),
             zero3_events.recorded(net, events.append),
             applied.micro_batch(),
             watch,
@@ -95,7 +101,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         applied.remove()
     gathered = zero3.elements_without_reuse(Parameters.of(net), events)
     depth = len(layers.decoder_layers(net))
-    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * config.get_text_config().hidden_size
+    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * model.hidden_size(config)
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
     return PolicyRow(
         name,
@@ -157,7 +163,8 @@ def caption(cfg: RunConfig) -> str:
     adapters = {PeftMethod.none: "", PeftMethod.lora: ", LoRA", PeftMethod.qlora: ", QLoRA"}[cfg.peft.method]
     return (
         f"{decided.facts.class_name}{adapters}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
-        f"{cfg.model.attention}, ZeRO-{decided.zero_stage}. Means per layer, counted on the model's own operations, "
-        "nothing measured.\nh = one hidden state; recomputed = matrix products and attention that run again, of those "
-        "of the forward;\ngathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
+        f"{cfg.model.attention}, ZeRO-{decided.zero_stage}, as on a {'GPU' if on_gpu(cfg) else 'CPU'}. Means per "
+        "layer, counted on the model's own operations, nothing measured.\n"
+        "h = one hidden state; recomputed = matrix products and attention that run again, of those of the forward;\n"
+        "gathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
     )

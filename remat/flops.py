@@ -1,174 +1,394 @@
-"""FLOPs per token of a decoder, for MFU and HFU. Plain config fields in, numbers out: no torch, no transformers."""
+"""FLOPs per token of a decoder, for MFU and HFU: counted in its own forward on the meta device, not guessed from sizes.
+
+Products with weights are counted as they run, experts by the number that each token visits, attention by the widths of
+query and value and the keys that a token can see. What cannot be counted is refused: no figure is better than a wrong
+one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from remat import op_flops
 from remat.config import ConfigError
+from remat.planning import simulate
 
-FIELDS = {  # transformers spells the same size differently from model to model
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
-}
+COUNTED = "remat_counted"  # the name of our attention, masks and experts in transformers' tables
+STEPWISE = (32, 64)  # tokens; enough for a model that computes token by token, which takes its time
+CHUNKED = (256, 512)  # whole chunks of every linear attention
+LINEAR = 1e-3  # share of what is no attention that may grow faster than the sequence: its first and last chunk
+CHOSEN = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_k")  # how modules call the experts of a token
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window",
+    "index_topk",
+    "local_window_size",
+    "attention_chunk_size",
+)
+BIASED = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv")  # their first tensor is added
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder, in elements. `num_params` counts a tied embedding once.
+class ModelFlops:
+    """Of one token of a sequence of a given length; FLOPs of a forward, 2 per multiply-add.
 
-    `num_params_active` is what one token passes through (fewer than all with experts); `num_params_trained` is all
-    but the frozen ones.
+    `num_params_active` is what a token passes through, with those of its experts and without what it never meets;
+    `weights` its products with them, `trained_weights` those with weights that have a gradient; `attention` scores and
+    weighted values; `mixing` all other products of activations: linear attention and state spaces; `output_layer` is
+    part of `weights`.
     """
 
     num_params: int
     num_params_active: int
-    num_params_trained: int
-    num_params_embedding: int
-    tied_embedding: bool
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    weights: float
+    trained_weights: float
+    attention: float
+    mixing: float
+    output_layer: float
     vocab_size: int
-    largest_param: int
 
     @property
-    def num_params_matmul(self) -> int:
-        """Parameters that multiply a token: all active ones, except an embedding that is only looked up.
+    def model_flops_per_token(self) -> float:
+        """Forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B).
 
-        A tied embedding is also the output head and therefore counts. Norm weights are included (below 0.01 %).
+        Of the 6, forward takes 2, the gradient of the input 2 and the gradient of the weight 2 (Kaplan et al. 2020,
+        section 2.1), and a frozen weight has none of the last. (The first layer's frozen projections of the embedding,
+        which need no gradient of their input either, are counted with 4.) Attention counts the full square of the
+        sequence although a causal kernel computes about half of it, as PaLM does, so that figures compare; in a layer
+        with a window or chunks, its rows times the keys that a token can see.
         """
-        return self.num_params_active - (0 if self.tied_embedding else self.num_params_embedding)
+        return 2.0 * self.weights + self.trained_weights + 3.0 * (self.attention + self.mixing)
 
     @property
-    def num_params_matmul_trained(self) -> int:
-        """Those of them that have a gradient. Adapters multiply every token."""
-        return min(self.num_params_matmul, self.num_params_trained)
+    def layers_forward_flops_per_token(self) -> float:
+        """One forward without the output layer: what recomputing all layers would add.
 
-    @property
-    def num_params_in_layers(self) -> int:
-        """Those that multiply a token inside the decoder layers, without the output head."""
-        return self.num_params_matmul - self.num_params_embedding
+        How much of it a policy really runs again is counted in a run's first step.
+        """
+        return self.weights - self.output_layer + self.attention + self.mixing
 
 
-def shape_from_config(
-    config: Mapping[str, Any],
-    *,
-    num_params: int,
-    num_params_embedding: int | None = None,
-    num_params_active: int | None = None,
-    num_params_trained: int | None = None,
-    largest_param: int | None = None,
-) -> ModelShape:
-    """Sizes from the fields of a transformers config (`config.to_dict()`); counts that are given win.
+def count(net: Any, seq_len: int) -> ModelFlops:
+    """Of a causal language model on the meta device, built with attention=eager, and a sequence of `seq_len` tokens.
 
-    `num_params_trained` None: all are.
-    Raises ConfigError naming a missing field, or an irregular mixture of experts whose active count must be given.
+    Raises ConfigError, with the reason, for a model that cannot be counted.
     """
-    fields = {**config, **config.get("text_config", {})}
-    hidden, layers, heads = (_field(fields, name) for name in ("hidden_size", "num_layers", "num_heads"))
-    inner = _first(fields, "intermediate_size") or 4 * hidden  # GPT-2 writes null for four times the width
-    vocabulary = _field(fields, "vocab_size")
-    if not isinstance(fields.get("tie_word_embeddings"), bool):
-        raise ConfigError("the model's config has no field tie_word_embeddings (true or false): add it")
-    experts = int(_first(fields, "num_experts") or 0)
-    expert_width = int(fields.get("moe_intermediate_size") or inner)
-    head_dim = int(fields.get("head_dim") or hidden // heads)
-    if num_params_active is None:
-        num_params_active = num_params - _idle(fields, experts, expert_width * hidden, layers)
-    sizes = (
-        vocabulary * hidden,
-        inner * hidden,
-        heads * head_dim * hidden,
-        experts * 2 * expert_width * hidden,
+    runs = _forwards(net, seq_len)
+    last = runs[-1]
+    _check_experts(net, last)
+    head = net.get_output_embeddings()
+    output = None if head is None or head.weight is None else id(head.weight)
+    weights = {key: _at([run.products.get(key, 0.0) for run in runs], runs, seq_len) for key in last.products}
+    passed = {key: 2.0 * last.active(key) * seq_len for key in last.passed - weights.keys()}
+    by_weight = weights | passed
+    mixing, own_attention = _mixing(net, runs, seq_len)
+    name = type(net).__name__
+    found = ModelFlops(
+        num_params=sum(p.numel() for p in net.parameters()),
+        num_params_active=round(sum(last.active(key) for key in last.passed | last.looked_up)),
+        weights=sum(by_weight.values()) / seq_len,
+        trained_weights=sum(v for k, v in by_weight.items() if last.weights[k].requires_grad) / seq_len,
+        attention=(_attention(name, runs, seq_len) + own_attention) / seq_len,
+        mixing=mixing / seq_len,
+        output_layer=by_weight.get(output, 0.0) / seq_len if output else 0.0,
+        vocab_size=0 if head is None else int(head.weight.shape[0]),
     )
-    return ModelShape(
-        num_params=num_params,
-        num_params_active=num_params_active,
-        num_params_trained=num_params if num_params_trained is None else num_params_trained,
-        num_params_embedding=num_params_embedding if num_params_embedding is not None else vocabulary * hidden,
-        tied_embedding=fields["tie_word_embeddings"],
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        largest_param=largest_param if largest_param is not None else max(sizes),
-    )
-
-
-def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B).
-
-    N is `num_params_matmul`, h the width of all heads together. Of the 6, forward takes 2, the gradient of the input 2
-    and the gradient of the weight 2 (Kaplan et al. 2020, section 2.1), and a frozen weight has none of the last: 4 N
-    for frozen, 6 N for trained parameters. (The first layer's frozen projections of the embedding, which need no
-    gradient of their input either, are counted with 4.) Attention counts the full square of the sequence
-    although a causal kernel computes about half of it, as PaLM does, so that figures compare.
-    """
-    matrices = 4.0 * shape.num_params_matmul + 2.0 * shape.num_params_matmul_trained
-    return matrices + 3.0 * _attention(shape, seq_len)
-
-
-def layers_forward_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """One forward of the decoder layers, 2 N_layers + 4 L h s: what recomputing all of them would add.
-
-    How much of it a policy really runs again is counted in a run's first step.
-    """
-    return 2.0 * shape.num_params_in_layers + _attention(shape, seq_len)
-
-
-def output_layer_flops_per_token(shape: ModelShape) -> float:
-    """One forward of the output layer, 2 V h: what the chunked loss recomputes when it has more than one chunk."""
-    return 2.0 * shape.vocab_size * shape.hidden_size
+    sound = 0 < found.num_params_active <= found.num_params and found.weights > 0
+    if not sound or min(found.attention, found.mixing, found.layers_forward_flops_per_token) < 0:
+        raise ConfigError(f"the FLOPs of {name} cannot be counted: the count makes no sense ({found})")
+    return found
 
 
 def formula_text() -> str:
     """The definitions behind MFU and HFU, for env.json."""
     return (
-        "model FLOPs per token = 6*N + 12*L*h*s (PaLM, appendix B): N = active parameters without an embedding that "
-        "is only looked up (a tied one is the output head and counts), L layers, h = heads * head_dim, s = sequence "
-        "length, full square of the sequence although attention is causal; frozen parameters (LoRA) count 4*N, as "
-        "they have no weight gradient. Recomputed FLOPs per token = "
+        "model FLOPs per token = 6*N + 12*L*h*s (PaLM, appendix B), counted in the model's own forward on the meta "
+        "device: N = active parameters (of experts those that a token visits) without an embedding that "
+        "is only looked up (a tied one is the output head and counts), each as often as it is used; L layers with "
+        "attention, 2*h = widths of query and value of all heads, s = sequence "
+        "length, full square of the sequence although attention is causal, and in a layer with a window or chunks no "
+        "more keys than a token can see; linear attention and state spaces add 3 times their products; frozen "
+        "parameters (LoRA) count 4*N, as they have no weight gradient. Recomputed FLOPs per token = "
         "(2*N_layers + 4*L*h*s) * the share of the layers' forward products and attention that the first step was seen "
         "to run again; the chunked loss adds 2*V*h where a micro-batch has more than one "
-        "chunk. MFU counts model FLOPs; HFU counts model and recomputed FLOPs"
+        "chunk. MFU counts model FLOPs; HFU counts model and recomputed FLOPs. A model that cannot be counted has "
+        "neither"
     )
 
 
-def _attention(shape: ModelShape, seq_len: int) -> float:
-    """Scores and weighted values of one forward, per token: two products of 2 h s in each layer."""
-    return 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * seq_len
+class _Call(NamedTuple):
+    """One attention: `width` is that of query and value over all heads; `window` the keys a token can see at most."""
+
+    width: int
+    queries: int
+    keys: int
+    window: int | None
 
 
-def _first(fields: Mapping[str, Any], name: str) -> int | None:
-    return next((int(fields[key]) for key in FIELDS[name] if fields.get(key)), None)
+class _Forward(TorchDispatchMode):
+    """What one forward of one sequence does. Weights are known by `id`, tensors by their storage."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(self, net: nn.Module, length: int, most_operations: float) -> None:
+        super().__init__()
+        self.length, self.operations, self._most_operations = length, 0, most_operations
+        self.weights = {id(p): p for p in net.parameters()}
+        self.products: dict[int, float] = defaultdict(float)
+        self.shares = _shares_of_dense_experts(net)  # of an expert's weights, the part that a token visits
+        self.passed: set[int] = set()  # weights in any operation but a look-up
+        self.looked_up: set[int] = set()
+        self.mixing = 0.0  # products of activations
+        self.calls: list[_Call] = []
+        self.windows: dict[int, int | None] = {}  # of masks
+        self.masks_are_local = False
+        self._owner = {p.untyped_storage()._cdata: id(p) for p in net.parameters()}
+        self._alive: list[Tensor] = []  # keeps an address from being used again
+
+    def active(self, key: int) -> float:
+        return self.weights[key].numel() * self.shares.get(key, 1.0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.operations += 1
+        if self.operations > self._most_operations:
+            raise _TooLong
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        owners = [self._owner.get(t.untyped_storage()._cdata) for t in tensors]
+        if len(tensors) == 1 and isinstance(result, Tensor):
+            self._inherit(tensors[0], owners[0], result)
+        elif func is aten.embedding.default and owners[0] is not None:
+            self.looked_up.add(owners[0])
+        else:
+            self.passed |= {owner for owner in owners if owner is not None}
+        formula = op_flops.formula(func)
+        if formula is not None:
+            biased = getattr(func, "_schema", None) is not None and func._schema.name in BIASED
+            self._product(
+                formula(*args, **kwargs, out_val=result), [o for o in owners[biased:] if o is not None]
+            )
+        return result
+
+    def _inherit(self, source: Tensor, owner: int | None, result: Tensor) -> None:
+        """A view or a copy of a weight is that weight, one of a mask that mask."""
+        key, made = source.untyped_storage()._cdata, result.untyped_storage()._cdata
+        if made == key:
+            return
+        if owner is not None:
+            self.passed.add(owner)
+            if result.numel() == source.numel():
+                self._owner[made] = owner
+        elif key in self.windows and result.shape[-2:] == source.shape[-2:]:
+            self.windows[made] = self.windows[key]
+        else:
+            return
+        self._alive.append(result)
+
+    def _product(self, flops: float, owners: list[int]) -> None:
+        if len(owners) == 1:
+            self.products[owners[0]] += flops * self.shares.get(owners[0], 1.0)
+        elif not owners:
+            self.mixing += flops  # of two weights: once, not for each token
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """An attention function of transformers: [b, heads, s, d_q], [b, .., s_k, d_q], [b, .., s_k, d_v]."""
+        window = kwargs.get("sliding_window")
+        if attention_mask is not None:
+            window = self._window(module, attention_mask)
+        batch, heads, rows, width = query.shape
+        self.calls.append(_Call(heads * (width + value.shape[-1]), batch * rows, key.shape[2], window))
+        return query.new_empty(batch, rows, heads, value.shape[-1]), None
+
+    def _window(self, module: nn.Module, mask: Tensor) -> int | None:
+        key = mask.untyped_storage()._cdata
+        if key not in self.windows:
+            raise ConfigError(
+                f"{type(module).__name__} makes an attention mask of its own: which keys a token sees is not known"
+            )
+        return self.windows[key]
+
+    def mask(
+        self, batch_size: int, q_length: int, kv_length: int, *, local_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """A mask function of transformers. `local_size` is the size of a window or of a chunk."""
+        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        self.windows[made.untyped_storage()._cdata] = local_size
+        self._alive.append(made)
+        return made
+
+    def eager_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """The mask of a model that attends in code of its own."""
+        self.masks_are_local |= kwargs.get("local_size") is not None
+        return _EAGER_MASK(*args, **kwargs)
+
+    def visit(self, module: nn.Module, tokens: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """An experts function of transformers: [tokens, d], and the experts of each token [tokens, k]."""
+        for weight in module.parameters():
+            share = chosen.shape[-1] / weight.shape[0]
+            if share > 1:
+                raise ConfigError(f"{type(module).__name__} has fewer experts than a token visits")
+            self.shares[id(weight)] = share
+            self.passed.add(id(weight))
+            if weight.dim() >= 3:
+                self.products[id(weight)] += 2.0 * chosen.numel() * weight[0].numel()
+        return torch.empty_like(tokens)
 
 
-def _field(fields: Mapping[str, Any], name: str) -> int:
-    value = _first(fields, name) if name in FIELDS else fields.get(name)
-    if not value:
+class _TooLong(Exception):
+    """A forward takes more operations than it may."""
+
+
+_EAGER_MASK = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+
+def _forwards(net: Any, seq_len: int) -> tuple[_Forward, _Forward]:
+    """A shorter and a longer sequence, the longer one of `seq_len` tokens unless operations grow with the length."""
+    if seq_len <= CHUNKED[1]:
+        return _forward(net, max(1, seq_len // 2)), _forward(net, seq_len)
+    short, long = (_forward(net, length) for length in STEPWISE)
+    if long.operations > short.operations:
+        _check_selection(net, seq_len)
+        return short, long
+    short = _forward(net, CHUNKED[0])
+    try:
+        return short, _forward(net, seq_len, most_operations=1.5 * short.operations)
+    except _TooLong:
+        _check_selection(net, seq_len)
+        return short, _forward(net, CHUNKED[1])
+
+
+def _check_selection(net: nn.Module, seq_len: int) -> None:
+    """Raise ConfigError where attention selects keys, which a shorter sequence does not show."""
+    for module in net.modules():
+        selected = getattr(module, "index_topk", None)
+        if type(selected) is int and selected < seq_len:
+            raise ConfigError(
+                f"the FLOPs of {type(net).__name__} cannot be counted: {type(module).__name__} selects {selected} keys"
+            )
+
+
+def _check_experts(net: nn.Module, seen: _Forward) -> None:
+    """Raise ConfigError where tokens choose among experts that were not seen as such."""
+    modules = dict(net.named_modules())
+    for name, module in modules.items():
+        if not any(type(getattr(module, key, None)) is int for key in CHOSEN):
+            continue
+        around = modules[name.rpartition(".")[0]] if name else module
+        if not any(id(p) in seen.shares for p in (*module.parameters(), *around.parameters())):
+            raise ConfigError(
+                f"the FLOPs of {type(net).__name__} cannot be counted: {type(module).__name__} chooses experts, and "
+                "which weights are theirs is not known"
+            )
+
+
+def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forward:
+    """Raises ConfigError where the model's own code fails on tensors without values, or cannot be counted."""
+    seen = _Forward(net, length, most_operations)
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), _put_in(net, seen), simulate.as_in_a_run(0), seen:
+            net(input_ids=ids, use_cache=False)
+    except _TooLong:
+        raise
+    except Exception as error:  # a model's code may do anything with values that are not there
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the FLOPs of {type(net).__name__} cannot be counted: {text}") from error
+    return seen
+
+
+@contextmanager
+def _put_in(net: Any, seen: _Forward) -> Iterator[None]:
+    """The model's attention, masks and experts are ours, where transformers can exchange them."""
+    base = net.get_base_model() if hasattr(net, "get_base_model") else net
+    masks = {COUNTED: seen.mask, "eager": seen.eager_mask}
+    with (
+        mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {COUNTED: seen.attend}),
+        mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, masks),  # where create_causal_mask looks
+        mock.patch.dict(ALL_EXPERTS_FUNCTIONS._global_mapping, {COUNTED: seen.visit}),
+    ):
+        base.set_attn_implementation(COUNTED)
+        base.set_experts_implementation(COUNTED)
+        yield
+
+
+def _shares_of_dense_experts(net: nn.Module) -> dict[int, float]:
+    """Of models that compute all experts for all tokens, most of them of zeros (Llama 4): what a token visits."""
+    shares = {}
+    for module in net.modules():
+        chosen = next((n for key in CHOSEN if type(n := getattr(module, key, None)) is int), None)
+        experts = getattr(module, "num_experts", None)
+        for weight in module.parameters():
+            if chosen and type(experts) is int and weight.dim() == 3 and weight.shape[0] == experts:
+                shares[id(weight)] = chosen / experts
+    return shares
+
+
+def _at(values: Sequence[float], runs: Sequence[_Forward], seq_len: int) -> float:
+    """On the straight line through what was counted in two runs; exact where one is of `seq_len` tokens."""
+    short, long = (run.length for run in runs)
+    slope = (values[1] - values[0]) / max(1, long - short)
+    return values[1] + slope * (seq_len - long)
+
+
+def _attention(name: str, runs: Sequence[_Forward], seq_len: int) -> float:
+    """FLOPs of a sequence: scores and weighted values, 2 s k (d_q + d_v) of each head."""
+    changes = f"the FLOPs of {name} cannot be counted: its attention depends on the length of the sequence"
+    if len({len(run.calls) for run in runs}) > 1:
+        raise ConfigError(changes)
+    total = 0.0
+    for calls in zip(*(run.calls for run in runs), strict=True):
+        if len({(call.width, call.window) for call in calls}) > 1:
+            raise ConfigError(changes)
+        queries = _at([call.queries for call in calls], runs, seq_len)
+        keys = _at([call.keys for call in calls], runs, seq_len)
+        visible = keys if calls[0].window is None else min(keys, calls[0].window)
+        total += 2.0 * calls[0].width * queries * visible
+    return total
+
+
+def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, float]:
+    """FLOPs of a sequence in products of activations that grow with it, and those that grow with its square.
+
+    The latter are the attention of a model that does not use transformers' attention functions.
+    """
+    (first, second), (short, long) = (run.mixing for run in runs), (run.length for run in runs)
+    square = (second / long - first / short) / max(1, long - short)
+    grows = abs(square) * long**2 > LINEAR * max(second, sum(runs[-1].products.values()))
+    windows = [key for key in WINDOWS if getattr(net.config.get_text_config(), key, None)]
+    if grows and square > 0 and (runs[-1].masks_are_local or windows):
         raise ConfigError(
-            f"the model's config has none of the fields {', '.join(FIELDS.get(name, (name,)))}: add one"
+            f"the FLOPs of {type(net).__name__} cannot be counted: it attends in code of its own, and which keys a "
+            "token sees is not known"
         )
-    return int(value)
-
-
-def _idle(fields: Mapping[str, Any], experts: int, expert_matrix: int, layers: int) -> int:
-    """Parameters of the experts a token does not visit, each of three matrices (gate, up, down)."""
-    if experts == 0:
-        return 0
-    if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError("experts in some layers only: the number of active parameters must be given")
-    chosen = _field(fields, "num_experts_per_tok")
-    with_experts = layers - int(fields.get("first_k_dense_replace") or 0)
-    return with_experts * (experts - chosen) * 3 * expert_matrix
+    if not grows or square < 0:  # a shorter sequence fills no whole chunk
+        return second / long * seq_len, 0.0
+    return max(0.0, first / short - square * short) * seq_len, square * seq_len**2

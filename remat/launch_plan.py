@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from remat import distributed, hardware, node, planner, preflight, tensor_parallel
-from remat.config import HardwareConfig, RunConfig
+from remat import distributed, hardware, model, node, planner, preflight, tensor_parallel
+from remat.config import ConfigError, HardwareConfig, RunConfig
 from remat.distributed import World
 from remat.memory import GIB
 from remat.node import Machine
@@ -25,6 +25,10 @@ from remat.strategy import Strategy
 
 MIB = 1024**2
 GPU_RESOURCE = "GPU memory"
+WITHOUT_A_PLAN = (
+    "The run starts without one: whether it fits was judged from model states and saved files alone, and the ledger "
+    "has nothing to hold the run against"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LaunchPlan:
     def line(self) -> str:
         """For the header: the peak, where it is, and what is to spare."""
         if self.planned is None:
-            return f"none: {self.reason}"
+            return f"no plan: {self.reason}"
         per = "GPU" if self.device == "cuda" else "rank, in host memory"
         found = [resource for resource in self.planned["resources"] if resource["found_bytes"] is not None]
         spare = ", ".join(
@@ -104,6 +108,8 @@ def make(
         plan = LaunchPlan(world.device.type, planned, reason, items, command)
         answer = planned, reason, _refusal(lines, plan)
     planned, reason, refusal = distributed.broadcast(answer)
+    if reason:
+        warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
     if refusal and not cfg.force:
         raise DoesNotFit(
             f"{refusal}\n\nStart anyway with force=true. What would fit:\n\n  {shlex.join(command)}"
@@ -155,6 +161,13 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         steps=cfg.train.steps,
         rehearse=rehearses(cfg, strategy),
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
+        reading_bytes=preflight.reading_bytes(
+            cfg,
+            facts.num_params,
+            model.DTYPES[cfg.train.precision].itemsize,
+            zero_stage=strategy.zero_stage,
+            ranks_per_node=world.local_size,
+        ),
     )
 
 
@@ -171,6 +184,8 @@ def _planned(
             decided=strategy,
             on_gpu=world.device.type == "cuda",
         )
+    except ConfigError as error:
+        return None, " ".join(str(error).split())
     except Exception as error:
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"

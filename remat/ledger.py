@@ -30,7 +30,6 @@ SHORT = {ON_GPU: "GPU peak", MICRO_BATCH: "micro-batch", KEPT: "activations", HO
 TENSORS = "storages of the engine's tensors in the first step, the most of any rank"
 WATCHED = "counted op by op in the first micro-batch, on rank 0"
 SETTLED = "counted op by op in a micro-batch after three others, when ZeRO-3 has learnt its order; on rank 0"
-NO_PLAN = "there is no plan of this run"
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def _times(parts: Parts, summary: Mapping[str, float]) -> list[Row]:
     unknown = planned["unknown_times"] if planned else []
     lacking = f"{mean}; not planned, for the machine's rates are not known" if unknown else mean
     if planned is None:
-        lacking = f"{mean}; {NO_PLAN}"
+        lacking = f"{mean}; no plan: {parts.plan.reason}"
     step = planned["step_time_s"] if planned and not unknown else None
     both = step["compute_s"] + step["recompute_s"] + step["pcie_s"] + step["collectives_s"] if step else None
     forward, backward = summary.get("time/forward_s"), summary.get("time/backward_s")

@@ -97,11 +97,25 @@ def _from_path(cfg: ModelConfig) -> PretrainedConfig:
 
 def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
     """`config` for training. Raises ConfigError for a depth that would take for ever to build."""
-    depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    try:
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except ValueError as error:  # it holds several
+        raise ConfigError(f"{option}: {_first_line(error)}; choose a model with one decoder") from error
     if type(depth) is not int or not 0 < depth <= MOST_LAYERS:
         raise ConfigError(f"{option}: num_hidden_layers={depth} must be a whole number, 1 to {MOST_LAYERS}")
     config.use_cache = False
     return config
+
+
+def hidden_size(config: PretrainedConfig) -> int:
+    """Width of a hidden state. Raises ConfigError for a config that names none."""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if type(width) is not int or width < 1:
+        raise ConfigError(
+            f"model_type={config.model_type}: its config has no one hidden_size ({width}): remat trains decoders whose "
+            "layers all have one width; choose another model"
+        )
+    return width
 
 
 def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
@@ -111,11 +125,12 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            net: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 trust_remote_code=cfg.trust_remote_code,
                 attn_implementation=str(cfg.attention),
             )
+        return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
     except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
         known = isinstance(error, (ValueError, ImportError))
         about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())
@@ -153,14 +168,17 @@ def build(
     seed: int,
     resuming: bool = False,
     loading: dict[str, Any] | None = None,
+    onto: torch.device | None = None,
 ) -> PreTrainedModel:
     """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
 
     `resuming` builds with random values, because a saved state with all of them follows; `loading` is further
-    arguments of `from_pretrained`. Raises ConfigError when
+    arguments of `from_pretrained`. Below ZeRO-3 pretrained weights go one by one from their files `onto` that device,
+    so that no rank has them all in host memory. Raises ConfigError when
     weights are missing or the attention implementation cannot be had.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
+    loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
     model: PreTrainedModel
     report: dict[str, Any]
     try:
@@ -173,7 +191,7 @@ def build(
                     use_safetensors=None if cfg.allow_pickle else True,
                     output_loading_info=True,
                     **settings,
-                    **(loading or {}),
+                    **loading,
                 )  # type: ignore[misc]
                 _refuse_partial(cfg, report)
             else:

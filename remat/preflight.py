@@ -13,7 +13,7 @@ from typing import Any
 
 from remat import ds_config, ds_keys, save_room
 from remat.choices import ModelInit
-from remat.config import ModelConfig, SaveConfig
+from remat.config import ModelConfig, RunConfig, SaveConfig
 from remat.memory import GIB
 from remat.node import Disk, Machine
 from remat.planning.states import Item
@@ -47,7 +47,23 @@ class Needs:
     export_bytes: int
     rehearsal_bytes: int  # of one state and one export, gone before the first of the saved ones
     download_bytes: int
+    reading_bytes: int  # of host memory while weights are read, before the model states are there
     gpu_remedy: str
+
+
+def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
+    """Whether pretrained weights go from their files right onto the GPU. Layers that are shared are cut on the host."""
+    return device_type == "cuda" and cfg.train.tensor_parallel_size == 1
+
+
+def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: int, ranks_per_node: int) -> int:
+    """Host memory of a node while the weights are read: below ZeRO-3 each rank that shares layers has the whole model.
+
+    Else there is nothing to add: a GPU's rank hands on one weight after another, a CPU's rank keeps what it reads.
+    `num_params` are those of the whole model, `width` their bytes.
+    """
+    whole = cfg.model.init is ModelInit.pretrained and zero_stage < 3 and cfg.train.tensor_parallel_size > 1
+    return ranks_per_node * num_params * width if whole else 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,7 @@ def required(
     steps: int,
     rehearse: bool = False,
     download_bytes: int = 0,
+    reading_bytes: int = 0,
 ) -> Needs:
     """What a run with these model states needs of one node, and of the disk that all nodes share.
 
@@ -109,6 +126,7 @@ def required(
         export_bytes=width * num_params if save.export else 0,
         rehearsal_bytes=saved_state_bytes(num_params, ds) + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
+        reading_bytes=reading_bytes,
         gpu_remedy=_gpu_remedy(ds),
     )
 
@@ -147,6 +165,10 @@ def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
 def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
     """Needed against found for each resource the run uses; `memory` are a plan's, else the model states stand there."""
     lines = list(memory) or lower_bound(needs, machine)
+    if needs.reading_bytes:
+        remedy = "start fewer ranks on each node, or train.tensor_parallel_size=1, which reads onto the GPU"
+        name = f"host memory of this node while {needs.ranks_per_node} ranks read the whole model"
+        lines.append(Row(name, needs.reading_bytes, machine.host_available_bytes, remedy))
     if needs.mlocked_bytes and machine.memlock_bytes is not None:
         kib = -(-needs.mlocked_bytes // 1024)
         remedy = (

@@ -60,4 +60,5 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             seq_len=cfg.train.seq_len,
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
+            on_gpu=on_gpu,
         )

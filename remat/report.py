@@ -296,13 +296,17 @@ def _memory_table(rows: Rows) -> Table:
 
 
 def _ledger_table(run_dir: Path) -> Table | None:
-    """`ledger.json`: {"rows": [{"category", "planned", "measured", "unit"}]}; a figure may be null."""
-    cells = []
-    for row in _read(run_dir / "ledger.json").get("rows", []):
+    """`ledger.json`: {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}; a
+    figure may be null.
+    """
+    cells, ledger = [], _read(run_dir / "ledger.json")
+    for row in ledger.get("rows", []):
         planned, measured, unit = row.get("planned"), row.get("measured"), row.get("unit", "GiB")
         error = f"{measured / planned - 1:+.1%}" if planned and measured is not None else ""
         cells.append((f"{row['category']}, {unit}", _number(planned), _number(measured), error))
-    return Table("Planned against measured", ("", "planned", "measured", "error"), cells)
+    reason = ledger.get("no_plan")
+    note = f"no plan: {reason}" if reason else ""
+    return Table("Planned against measured", ("", "planned", "measured", "error"), cells, note)
 
 
 def _number(value: float | None) -> str:

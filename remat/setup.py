@@ -27,6 +27,7 @@ from remat import (
     optim,
     out_of_memory,
     peers,
+    preflight,
     profiling,
     qlora,
     resuming,
@@ -153,7 +154,7 @@ def _instruments(
 ) -> dict[str, Any]:
     """What measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
-    figures = throughput_figures(cfg, strategy, console.warning)
+    figures = throughput_figures(cfg, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
     return {
         "losses": loss.LossWindow(world.device),
@@ -287,6 +288,7 @@ def _model(
         seed=cfg.train.seed,
         resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
         loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
+        onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
     )
     if cfg.peft.method is PeftMethod.qlora:
         qlora.quantise(net, layers.decoder_layers(net), model.DTYPES[cfg.train.precision], world.device)

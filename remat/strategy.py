@@ -23,7 +23,7 @@ from remat import (
 )
 from remat.activation_checkpointing import dry_run, layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
-from remat.choices import LossKind, PeftMethod, Precision
+from remat.choices import Attention, LossKind, PeftMethod, Precision
 from remat.config import ConfigError, RunConfig
 from remat.planning import states
 
@@ -77,7 +77,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             global_batch_size=cfg.train.global_batch_size,
             gradient_clipping=cfg.optim.gradient_clipping,
             precision=cfg.train.precision,
-            hidden_size=config.get_text_config().hidden_size,
+            hidden_size=model.hidden_size(config),
             nvme_path=cfg.hardware.nvme_path,
             pin_memory_possible=can_pin,
             largest_param=facts.largest_param,
@@ -118,9 +118,7 @@ def _decisions(
         attention=cfg.model.attention,
         lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
         fields=skeleton.config.to_dict(),
-        activation_elements=cfg.train.micro_batch_size
-        * cfg.train.seq_len
-        * skeleton.config.get_text_config().hidden_size,
+        activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * model.hidden_size(skeleton.config),
         element_bytes=model.DTYPES[cfg.train.precision].itemsize,
     )
     problems = limits.problems(cfg.checkpointing, list(found), setting)
@@ -187,30 +185,30 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
     _check_precision(cfg.train.precision)
 
 
-def throughput_figures(cfg: RunConfig, strategy: Strategy, warn: Callable[[str], None]) -> dict[str, Any]:
+def counted_model(cfg: RunConfig) -> Any:
+    """The model whose FLOPs are counted: with its adapters, weights that are held in 4 bits in their own shapes."""
+    plain = replace(cfg.model, attention=Attention.eager)
+    return _with_adapters(cfg, model.skeleton(model.shape_config(cfg.model), plain))
+
+
+def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
     """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
     if not torch.cuda.is_available():
         return {}
     try:
-        shape = flops.shape_from_config(
-            strategy.fields,
-            num_params=strategy.facts.num_params,
-            num_params_embedding=strategy.facts.num_embedding_params,
-            num_params_trained=strategy.facts.num_trainable_params,
-        )
-    except ConfigError as error:
+        counted = flops.count(counted_model(cfg), cfg.train.seq_len)
+    except Exception as error:  # a figure that cannot be had must not end a run that would work
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}
-    counted = flops.model_flops_per_token(shape, cfg.train.seq_len)
     again = 0.0
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
-    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(shape.vocab_size):
-        again = flops.output_layer_flops_per_token(shape)
+    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
+        again = counted.output_layer
     gpu = hardware.find_gpu(torch.cuda.get_device_name())
     return {
-        "model_flops_per_token": counted,
-        "hardware_flops_per_token": counted + again,
-        "layers_forward_flops_per_token": flops.layers_forward_flops_per_token(shape, cfg.train.seq_len),
+        "model_flops_per_token": counted.model_flops_per_token,
+        "hardware_flops_per_token": counted.model_flops_per_token + again,
+        "layers_forward_flops_per_token": counted.layers_forward_flops_per_token,
         "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
     }
 

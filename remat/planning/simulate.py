@@ -1,23 +1,28 @@
-"""Run a real model forward and backward on `meta` tensors, as it would run on a GPU: shapes and operations, no memory.
+"""Run a real model forward and backward on `meta` tensors, as it would run on a device: shapes, operations, no memory.
 
-What differs from a run is set right while `as_on_a_gpu` is entered: on meta torch would pick its slow attention, so the
-kernel that a GPU picks is called by name; Hugging Face's masks ask whether sequences are packed, which needs a value,
-so the answer is given: they are not; and under ZeRO-3 a Linear is DeepSpeed's.
+What differs from a run is set right while `as_in_a_run` is entered: on meta torch would pick its slow attention, so the
+kernel that a GPU or a CPU picks is called by name; dropout is the kernel of that device; Hugging Face's masks ask
+whether sequences are packed, which needs a value, so the answer is given: they are not; torch's rules of meta tensors
+that are narrower than its kernels are widened; and under ZeRO-3 a Linear is DeepSpeed's.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.config import ConfigError
 from remat.planning import peaks, zero3_events
 from remat.planning.records import Phase, Simulation, ZeroSettings
 from remat.planning.timeline import Scope, Timeline
@@ -25,25 +30,49 @@ from remat.planning.zero3_events import Parameters
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_TORCH_DROPOUT = F.dropout
+aten = torch.ops.aten
 
 
 @contextmanager
-def as_on_a_gpu(zero_stage: int, assumptions: list[str] | None = None) -> Iterator[None]:
-    """The attention that a recent NVIDIA GPU runs (flash; efficient with a mask or in fp32), and ZeRO-3's Linear.
+def as_in_a_run(
+    zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True
+) -> Iterator[None]:
+    """Attention and dropout as a recent NVIDIA GPU runs them, or a CPU; and ZeRO-3's Linear.
 
     What had to be assumed is appended to `assumptions`, once for every time.
     """
     assumed: list[str] = [] if assumptions is None else assumptions
+    kernel = _attention if on_gpu else _cpu_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
-        return _attention(assumed, *args, **kwargs)
+        return kernel(assumed, *args, **kwargs)
 
     with (
         linear_of(zero_stage),
         mock.patch.object(F, "scaled_dot_product_attention", attention),
-        _Answers(assumed),
+        mock.patch.object(F, "dropout", _fused_dropout) if on_gpu else nullcontext(),
+        _Kernels(assumed, on_gpu),
     ):
         yield
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError, with the place and the cause, for a model whose own code fails on meta tensors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a model's code may do anything with values that are not there
+        text = (str(error).strip() or "no reason given").splitlines()[0]
+        frame = traceback.extract_tb(error.__traceback__)
+        place = next((f for f in reversed(frame) if "/models/" in f.filename or "modeling" in f.filename), None)
+        where = f" ({Path(place.filename).name}, line {place.lineno})" if place else ""
+        raise ConfigError(
+            f"{type(model).__name__} cannot be planned: its forward and backward do not run on tensors that have "
+            f"shapes and no values: {type(error).__name__}: {text}{where}. The run itself may work"
+        ) from error
 
 
 @contextmanager
@@ -128,8 +157,12 @@ def record(
     seq_len: int,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
+    on_gpu: bool = True,
 ) -> Recording:
-    """As `run`, for any number of ZeRO settings. `workspaces`: see Timeline; False to compare."""
+    """As `run`, for any number of ZeRO settings. `workspaces`: see Timeline; False to compare.
+
+    `on_gpu` false: the kernels of a CPU.
+    """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
     batch = {
@@ -137,7 +170,8 @@ def record(
         for name in ("input_ids", "labels")
     }
     with ExitStack() as stack:
-        stack.enter_context(as_on_a_gpu(3 if stage_3 else 0, assumptions))
+        stack.enter_context(explained(model))
+        stack.enter_context(as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu))
         if stage_3:
             stack.enter_context(zero3_events.recorded(model, timeline.cut))
         stack.enter_context(timeline.gradients_taken())
@@ -188,26 +222,67 @@ class _Zero3Linear(torch.autograd.Function):
         )
 
 
-class _Answers(TorchDispatchMode):
-    """A value is asked for that meta tensors do not have: `are these sequences whole?` Yes."""
+class _Kernels(TorchDispatchMode):
+    """Operations that torch's meta tensors cannot do, or do unlike the device.
 
-    def __init__(self, assumed: list[str]) -> None:
+    A value is asked for that meta tensors do not have: `are these sequences whole?` Yes. A product of groups is refused
+    in all but bf16, which the kernels take. A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
+    """
+
+    def __init__(self, assumed: list[str], on_gpu: bool) -> None:
         super().__init__()
-        self._assumed = assumed
+        self._assumed, self._on_gpu = assumed, on_gpu
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
             if args[0].dtype is not torch.bool:
                 raise ValueError(
                     f"the model reads a {args[0].dtype} value from its data, which a plan does not have"
                 )
             self._assumed.append("sequences are not packed: attention needs no mask of its own")
             return True
-        return func(*args, **(kwargs or {}))
+        unchecked = func is aten._grouped_mm.default and args[0].is_meta
+        if unchecked and (args[0].dtype is not torch.bfloat16 or not self._on_gpu):
+            return _grouped_mm(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is aten.native_layer_norm.default and args[0].is_meta and not self._on_gpu:
+            dtype = args[0].dtype if args[2] is None else args[2].dtype
+            return result[0], result[1].to(dtype), result[2].to(dtype)
+        return result
+
+
+def _grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[tokens, k] x [experts, k, n], [k, tokens] x [tokens, n] or [experts, m, k] x [experts, k, n]: the shapes of
+    torch 2.13 (ATen/native/GroupedMMUtils.h), whose rows are padded to 16 bytes.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
+    if left.dim() == right.dim() == 2 and offs is not None:
+        groups = [offs.shape[0]]
+    dtype = out_dtype or left.dtype
+    aligned = 16 // dtype.itemsize
+    padded = -(-columns // aligned) * aligned
+    strides = [rows * padded, padded, 1][-(2 + len(groups)) :]
+    return torch.empty_strided((*groups, rows, columns), strides, dtype=dtype, device=left.device)
+
+
+def _fused_dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU keeps one byte per element (ATen/native/Dropout.cpp, is_fused_kernel_acceptable); in place it does not."""
+    if training and 0 < p < 1 and not inplace and rows.is_meta:
+        fused: Tensor = torch.native_dropout(rows, p, True)[0]
+        return fused
+    return _TORCH_DROPOUT(rows, p, training, inplace)
 
 
 def _attention(
@@ -221,17 +296,23 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, head_dim up to 256."""
-    if attn_mask is None and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256:
+    """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, heads of one width up to
+    256 in query, key and value.
+    """
+    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and query.dtype in FLASH_DTYPES and one_width:
         assumed.append(
             "attention runs torch's flash kernel; cuDNN's, which torch prefers on Hopper, is taken to need the same"
         )
         padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
-        flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        flash: Tensor = aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5
         )[0]
-        return flash[..., : query.shape[-1]]
-    assumed.append("attention runs torch's memory-efficient kernel: there is a mask, or it is fp32")
+        return flash[..., : value.shape[-1]]
+    assumed.append(
+        "attention runs torch's memory-efficient kernel: there is a mask, it is fp32, or heads are too wide for flash "
+        "or of two widths"
+    )
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -239,7 +320,52 @@ def _attention(
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
     return output
+
+
+def _cpu_attention(
+    assumed: list[str],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch itself picks for such tensors on a CPU, which has no flash with dropout."""
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:  # as convert_boolean_attn_mask in attention.cpp
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    a, b, c = (_as_on_a_cpu(x) for x in (query, key, value))
+    small_mask = None if mask is None else mask.new_empty([min(n, 2) for n in mask.shape], device="cpu")
+    chosen = torch._fused_sdp_choice(
+        a, b, c, small_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if chosen == SDPBackend.FLASH_ATTENTION.value:
+        assumed.append("attention runs torch's flash kernel for CPUs")
+        flash: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+        return flash
+    assumed.append(
+        "attention runs torch's plain products, which keep the whole square: a CPU has no other kernel here"
+    )
+    plain: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return plain
+
+
+def _as_on_a_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of two rows with what torch looks at: dtype, heads, width, whether rows lie in one piece."""
+    batch, heads, rows, width = tensor.shape
+    sizes = min(batch, 2), heads, min(rows, 2), width
+    small = torch.empty(sizes, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    if tensor.stride(-1) == 1:
+        return small
+    return small.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_(tensor.requires_grad)

@@ -140,7 +140,7 @@ def record(name: str, frozen: bool, device: str) -> tuple[Parameters, list[Event
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     events: list[Event] = []
     ids = IDS.to(device)
-    around = simulate.as_on_a_gpu(3) if device == "meta" else simulate.linear_of(3)
+    around = simulate.as_in_a_run(3) if device == "meta" else simulate.linear_of(3)
     with around, zero3_events.recorded(net, events.append), applied.micro_batch():
         loss = net(input_ids=ids, use_cache=False).logits.sum()
         in_forward = len(events)

@@ -23,7 +23,6 @@ LEVELS = [
         "ds_config",
         "ds_keys",
         "ds_problems",
-        "flops",
         "cores",
         "host_memory",
         "owner_lock",
@@ -75,6 +74,7 @@ LEVELS = [
         "shared_folder",
     },
     {
+        "flops",
         "node",
         "same_launch",
         "lost_peer",

@@ -233,23 +233,17 @@ def test_frozen_weights_cost_two_thirds(targets: list[str]) -> None:
     seq, net = 16, built(LLAMA)
     net.set_attn_implementation("eager")
     wrapped = adapted(net, config(target_modules=targets))
-    facts = model.facts(wrapped)
-    shape = flops.shape_from_config(
-        net.config.to_dict(),
-        num_params=facts.num_params,
-        num_params_trained=facts.num_trainable_params,
-        num_params_embedding=facts.num_embedding_params,
-    )
+    found = flops.count(copy.deepcopy(wrapped).to("meta"), seq)
     norms = sum(p.numel() for p in wrapped.parameters() if p.dim() == 1)
     of_the_embedding = [
         p.numel()
         for name, p in wrapped.named_parameters()
         if ".layers.0.self_attn." in name and ".o_proj" not in name and ".lora_B." not in name
     ]
-    expected = flops.model_flops_per_token(shape, seq) - 4 * norms - 2 * sum(of_the_embedding)
+    expected = found.model_flops_per_token - 4 * norms - 2 * sum(of_the_embedding)
     assert counted_flops(wrapped, seq) == expected * seq
-    full = dataclasses.replace(shape, num_params_trained=shape.num_params)
-    ratio = flops.model_flops_per_token(shape, seq) / flops.model_flops_per_token(full, seq)
+    full = dataclasses.replace(found, trained_weights=found.weights)
+    ratio = found.model_flops_per_token / full.model_flops_per_token
     assert 2 / 3 < ratio < 0.85
 
 

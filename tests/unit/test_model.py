@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,6 +79,24 @@ def test_pretrained_values_are_the_files(tmp_path: Path) -> None:
     net = build(pretrained(tmp_path / "m"))
     saved = load_file(tmp_path / "m" / "model.safetensors")
     assert torch.equal(net.lm_head.weight, saved["lm_head.weight"])
+
+
+def test_weights_go_from_the_files_onto_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below ZeRO-3 a rank on a GPU never has the whole model in host memory."""
+    cfg, asked = pretrained(tmp_path / "m"), []
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def watched(*args: object, **kwargs: object) -> object:
+        asked.append(kwargs.get("device_map"))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(model.AutoModelForCausalLM, "from_pretrained", watched)
+    device = torch.device("cpu")
+    onto, plain = build(cfg, onto=device), build(cfg)
+    assert asked == [{"": device}, None]
+    for (name, there), here in zip(onto.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(there, here), name
+    assert [torch.equal(a, b) for a, b in zip(onto.buffers(), plain.buffers(), strict=True)].count(False) == 0
 
 
 def test_pretrained_keeps_what_architecture_does_not_say(tmp_path: Path) -> None:

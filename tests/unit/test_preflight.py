@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from remat import ds_config, node, preflight
+from remat import compose, ds_config, node, preflight
 from remat.choices import ModelInit, Precision
 from remat.config import ModelConfig, SaveConfig
 from remat.ds_config import RunValues
@@ -78,6 +78,29 @@ def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, ca
         save=save or SaveConfig(every=100, keep=2, export=True),
         steps=500,
     )
+
+
+def test_ranks_that_share_layers_read_the_whole_model_each() -> None:
+    """Eight ranks, 70 B parameters, 2 bytes each: 1.1 TB, which model states alone would not show."""
+    read = [
+        "model.init=pretrained",
+        "model.path=org/model",
+        "save.at_end=false",
+        "save.every=0",
+        "save.export=false",
+    ]
+    alone, shared = (compose.compose_run([*read, f"train.tensor_parallel_size={n}"]).run for n in (1, 8))
+    asked = {"num_params": LLAMA_70B, "width": 2, "ranks_per_node": 8}
+    reading = preflight.reading_bytes(shared, zero_stage=2, **asked)
+    assert reading == 8 * 2 * LLAMA_70B
+    assert preflight.reading_bytes(shared, zero_stage=3, **asked) == 0
+    assert preflight.reading_bytes(alone, zero_stage=2, **asked) == 0
+    assert preflight.reads_onto_device(alone, "cuda")
+    assert not preflight.reads_onto_device(shared, "cuda") and not preflight.reads_onto_device(alone, "cpu")
+    needs = dataclasses.replace(needs_70b(), reading_bytes=reading)
+    small = machine(host_available_bytes=reading - 1)
+    (row,) = [row for row in preflight.rows(needs, small) if "read the whole model" in row.name]
+    assert not row.fits and row.needed_bytes == reading and "tensor_parallel_size=1" in row.remedy
 
 
 def test_a_rehearsal_needs_room_for_a_state_and_an_export() -> None:

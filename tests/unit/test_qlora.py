@@ -123,7 +123,7 @@ def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tup
     found = []
     torch.manual_seed(7)  # dropout
     if device.type == "meta":
-        with simulate.as_on_a_gpu(2), applied.micro_batch(), watch:
+        with simulate.as_in_a_run(2, on_gpu=False), applied.micro_batch(), watch:
             simulate.step(net, micro_batch_size=2, seq_len=16, forward_done=watch.forward_done)
     else:
         with applied.micro_batch(), watch:

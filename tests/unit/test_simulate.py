@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, loss
+from remat import compare_policies, compose, loss, planner
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
 from remat.choices import LossKind
-from remat.config import CheckpointingConfig
+from remat.config import CheckpointingConfig, ConfigError
 from remat.planning import op_costs, shadows, simulate
 from remat.planning.records import Category, Phase, Simulation, ZeroSettings
 from remat.planning.timeline import Ready, Timeline
@@ -57,7 +57,13 @@ def put_on(net: Any, cfg: CheckpointingConfig, device: str, zero_stage: int) -> 
 
 
 def recorded(
-    net: Any, cfg: CheckpointingConfig, *, kind: LossKind = LossKind.full, stage: int = 0, seq_len: int = SEQ
+    net: Any,
+    cfg: CheckpointingConfig,
+    *,
+    kind: LossKind = LossKind.full,
+    stage: int = 0,
+    seq_len: int = SEQ,
+    on_gpu: bool = True,
 ) -> simulate.Recording:
     net = net.to("meta")
     applied = put_on(net, cfg, "meta", stage)
@@ -72,6 +78,7 @@ def recorded(
             seq_len=seq_len,
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=False,  # a CPU's kernels have others
+            on_gpu=on_gpu,
         )
     finally:
         applied.remove()
@@ -282,3 +289,72 @@ def test_seventy_billion_parameters_need_no_memory() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 3 * 2**30
+
+
+DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("gpt_neox", {"hidden_dropout": 0.1}),
+    "gpt_neox, attention": ("gpt_neox", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "gpt2, attention": ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "phi": ("phi", {"resid_pdrop": 0.1}),
+    "phi, attention": ("phi", {"resid_pdrop": 0.1, "attention_dropout": 0.1}),
+    "opt": ("opt", {"dropout": 0.1}),
+    "opt, attention": ("opt", {"dropout": 0.1, "attention_dropout": 0.1}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "mixtral": ("mixtral", {"experts_implementation": "grouped_mm"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy_name", ["none", "full"])
+@pytest.mark.parametrize("case", list(DROPOUT))
+def test_a_plan_for_a_cpu_is_what_a_cpu_keeps(case: str, policy_name: str, dtype: torch.dtype) -> None:
+    """To the byte: dropout's masks, the kernel that attention with dropout runs, norms' statistics."""
+    family, more = DROPOUT[case]
+    net = small_models.build(family, vocab_size=512, **more).to(dtype)
+    cfg = checkpointing(policy_name)
+    watch = real(net, cfg)
+    planned = recorded(net, cfg, on_gpu=False).under(SINGLE)
+    assert planned.kept_bytes == [watch.kept_bytes.get(layer, 0) for layer in range(len(planned.kept_bytes))]
+    assert planned.flops[Phase.forward] == watch.total_flops("forward")
+    assert planned.peak.total_bytes == pytest.approx(watch.peak_bytes, rel=TOLERANCE)
+
+
+def test_a_gpu_keeps_one_byte_per_element_of_dropout() -> None:
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 160, "vocab_size": 512}
+    kept = {}
+    for p in (0.0, 0.1):
+        net = small_models.build("phi", **sizes, resid_pdrop=p).to(torch.bfloat16)
+        kept[p] = simulated(net, checkpointing("none")).kept_bytes
+    masks = {more - less for more, less in zip(kept[0.1], kept[0.0], strict=True)}
+    assert masks == {2 * ROWS * SEQ * HIDDEN * 1}, "of attention's and of the MLP's output"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gpt_oss", "diffllama"])
+def test_latent_attention_and_experts_are_planned_in_every_precision(family: str, precision: str) -> None:
+    words = [
+        f"train.precision={precision}",
+        "train.seq_len=32",
+        "train.micro_batch_size=1",
+        "checkpointing=none",
+    ]
+    cfg = compose.compose_run([*words, "model.attention=eager"] if family == "gpt_oss" else words).run
+    fields = small_models.SIZES | small_models.ARCHITECTURES.get(
+        family, {"head_dim": 16, "num_local_experts": 4}
+    )
+    cfg = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
+    planned = planner.make(cfg)
+    assert planned.plan.peak_bytes > 0 and len(planned.simulation.kept_bytes) == fields["num_hidden_layers"]
+    assert compare_policies.count(cfg, "none").kept_bytes > 0
+
+
+def test_what_cannot_be_planned_is_one_sentence() -> None:
+    cfg = compose.compose_run(["train.seq_len=32", "checkpointing=none"]).run
+    for family, words in (
+        ("xmod", "XmodForCausalLM cannot be planned: .* Input language unknown"),
+        ("blt", "no one hidden_size"),
+    ):
+        fields = {} if family == "blt" else small_models.SIZES
+        broken = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
+        with pytest.raises(ConfigError, match=words):
+            planner.make(broken)
