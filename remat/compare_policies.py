@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat import checks, compose, model, strategy
+from remat import checks, compose, model, packed_inputs, strategy
 from remat.activation_checkpointing import apply, layers
 from remat.choices import PeftMethod
 from remat.config import CheckpointingConfig, ConfigError, RunConfig
@@ -80,7 +80,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     watch, events = applied.watch(META), list[Event]()
     try:
         with (
-            simulate.as_on_a_gpu(decided.zero_stage),
+            simulate.as_on_a_gpu(decided.zero_stage, packed=decided.packed.apart),
             zero3_events.recorded(net, events.append),
             applied.micro_batch(),
             watch,
@@ -90,6 +90,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
                 micro_batch_size=cfg.train.micro_batch_size,
                 seq_len=cfg.train.seq_len,
                 forward_done=watch.forward_done,
+                given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
             )
     finally:
         applied.remove()

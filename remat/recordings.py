@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from remat import loss, strategy
+from remat import loss, packed_inputs, strategy
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.config import ConfigError, RunConfig
@@ -28,6 +28,7 @@ class Recordings:
         train = cfg.train
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
+            decided.packed,
             (train.precision, train.loss, train.micro_batch_size, train.seq_len),
         )
         key = repr(depends_on)
@@ -59,6 +60,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             stage_3=decided.zero_stage == 3,
             micro_batch_size=cfg.train.micro_batch_size,
             seq_len=cfg.train.seq_len,
+            given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
         )

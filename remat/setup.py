@@ -87,7 +87,7 @@ def _build(cfg: RunConfig, yaml: str, words: Sequence[str], watchdog: Watchdog) 
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = resuming.point(cfg, strategy, world, console)
-    tokenizer, splits = _data(cfg, hf_config, watchdog)
+    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
@@ -158,7 +158,7 @@ def _join(cfg: RunConfig) -> tuple[World, Any | None]:
 
 
 def _data(
-    cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
+    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
     """The tokenizer, fit for the model, and the blocks. Every rank may be the one that builds the cache."""
     watchdog.enter("data")
@@ -170,7 +170,7 @@ def _data(
         cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=True
     )
     watchdog.enter("build")
-    return tokenizer, splits
+    return tokenizer, splits.documents_apart() if strategy.packed.apart else splits
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumePoint | None) -> GlobalBatches:

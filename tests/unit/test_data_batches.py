@@ -84,7 +84,7 @@ def test_every_epoch_has_every_sample_once_in_its_own_order() -> None:
     assert [sorted(epoch) for epoch in ids.tolist()] == [list(range(10))] * 4
     assert len({tuple(epoch) for epoch in ids.tolist()}) == 4
     assert [step.epoch for step in steps] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
-    order = {"num_blocks": 10, "seed": 7, "shuffle": True}
+    order = {"num_blocks": 10, "seed": 7, "shuffle": True, "documents_apart": False}
     assert batches.state() == {"epoch": 4, "index": 0, "position": 40, **order}
     other = stream(blocks, batch=10, seed=8).next_step().sample_ids.tolist()
     assert other != ids[0].tolist()
