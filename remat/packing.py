@@ -109,10 +109,12 @@ def _difference(net: Any, option: Way, attention: Attention) -> str | None:
     """Two rows of two documents each: the second against itself after another first, and alone."""
     draw = torch.Generator().manual_seed(1)
     shape = (len(LENGTHS), sum(LENGTHS[0]))
-    tokens = torch.randint(LOWEST_ID, small_copy.VOCABULARY, shape, generator=draw)
+    vocabulary = net.get_input_embeddings().weight.shape[0]
+    lowest = min(LOWEST_ID, vocabulary // 2)
+    tokens = torch.randint(lowest, vocabulary, shape, generator=draw)
     changed = tokens.clone()
     for row, (first, _) in enumerate(LENGTHS):
-        changed[row, :first] = torch.randint(LOWEST_ID, small_copy.VOCABULARY, (first,), generator=draw)
+        changed[row, :first] = torch.randint(lowest, vocabulary, (first,), generator=draw)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
     packed = Packed(Packing.documents, "", option)
 
