@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from remat.choices import DataSource, ModelInit, PeftMethod, Policy, Schedule
+from remat.choices import DataFormat, DataSource, ModelInit, Packing, PeftMethod, Policy, Schedule
 from remat.config import (
     CheckpointingConfig,
     ConfigError,
@@ -124,6 +124,11 @@ def _data(data: DataConfig) -> list[str]:
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
+    if data.packing is Packing.stream and data.format is not DataFormat.plain:
+        found.append(
+            f"data.packing=stream has no effect with data.format={data.format}, where every example has a block of its "
+            "own: leave it out"
+        )
     return found
 
 

@@ -43,6 +43,11 @@ class DataFormat(StrEnum):
     chat = "chat"
 
 
+class Packing(StrEnum):
+    documents = "documents"  # positions restart with each document and attention stays within it
+    stream = "stream"  # one text: a document sees those before it in its block
+
+
 class BadRows(StrEnum):
     stop = "stop"
     skip = "skip"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat import checks, compose, model, strategy
+from remat import checks, compose, model, packed_inputs, strategy
 from remat.activation_checkpointing import apply, layers
 from remat.activation_checkpointing.policy import without_engine
 from remat.choices import PeftMethod
@@ -86,7 +86,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     try:
         with (
             simulate.explained(net),
-            simulate.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg)),
+            simulate.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
             zero3_events.recorded(net, events.append),
             applied.micro_batch(),
             watch,
@@ -96,6 +96,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
                 micro_batch_size=cfg.train.micro_batch_size,
                 seq_len=cfg.train.seq_len,
                 forward_done=watch.forward_done,
+                given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
             )
     finally:
         applied.remove()

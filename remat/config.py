@@ -20,6 +20,7 @@ from remat.choices import (
     LogLevel,
     LossKind,
     ModelInit,
+    Packing,
     PeftMethod,
     Policy,
     Precision,
@@ -68,6 +69,7 @@ class DataConfig:
     split: str = "train"  # hub only
     format: DataFormat = DataFormat.plain
     text_field: str = "text"
+    packing: Packing | None = None  # plain text only; None: documents where the model can, else stream
     eval_path: str | None = None  # held-out data; None: `eval_fraction` of the data is held out
     eval_fraction: float = 0.05
     on_bad_row: BadRows = BadRows.stop

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from remat import out_of_memory
 from remat.data.batches import NO_LOSS, eval_micro_batches
-from remat.parts import Parts, on_device
+from remat.parts import Parts
 
 
 def evaluate(parts: Parts, step: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def _mean_loss(parts: Parts, step: int) -> float:
         if parts.stop.answer():  # asked a micro-batch ago: there is nothing to wait for
             break
         parts.stop.ask()
-        inputs = on_device(micro_batch, device)
+        inputs = parts.inputs(micro_batch)
         totals[0] += parts.token_loss(parts.engine, inputs)
         totals[1] += (inputs["labels"][:, 1:] != NO_LOSS).sum()
     parts.stop.answer()

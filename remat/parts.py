@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from remat import distributed, loss
+from remat import distributed, loss, packed_inputs
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.replay import Replayed
 from remat.activation_checkpointing.watch import Watch
@@ -85,6 +85,16 @@ class Parts:
         """Changes with the data, the tokenizer and the block length."""
         return Path(self.splits.report["folder"]).name
 
+    def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """A micro-batch on the device, with what this model needs to keep its documents apart."""
+        packed, device = self.strategy.packed, self.world.device
+        ends = packed_inputs.ends(packed, self.cfg.model.attention, micro_batch)
+        found = {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in (micro_batch | ends).items()
+        }
+        return packed_inputs.given(packed, found, self.engine.module)
+
     def take_memory_peaks(self) -> dict[str, float]:
         """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""
         metrics = distributed.max_min(self.memory.sample(), self.world.device)
@@ -97,7 +107,3 @@ class Parts:
 def record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
     """The run's folder, or that of one resume in it."""
     return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder
-
-
-def on_device(micro_batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: value.to(device, non_blocking=True) for name, value in micro_batch.items()}

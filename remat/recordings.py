@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from remat import loss, strategy
+from remat import loss, packed_inputs, strategy
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import ConfigError, RunConfig
@@ -27,6 +27,7 @@ class Recordings:
         train = cfg.train
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
+            decided.packed,
             (train.precision, train.loss, train.micro_batch_size, train.seq_len),
         )
         key = repr(depends_on)
@@ -58,6 +59,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             stage_3=decided.zero_stage == 3,
             micro_batch_size=cfg.train.micro_batch_size,
             seq_len=cfg.train.seq_len,
+            given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
             on_gpu=on_gpu,

@@ -103,7 +103,7 @@ def _build(
     hf_config = model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = resuming.point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
-    tokenizer, splits = _data(cfg, hf_config, watchdog)
+    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
@@ -193,7 +193,7 @@ def _say(text: str) -> None:
 
 
 def _data(
-    cfg: RunConfig, hf_config: PretrainedConfig, watchdog: Watchdog
+    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
     """The tokenizer, fit for the model, and the blocks; a rank that builds their cache is waited for."""
     watchdog.enter("data")
@@ -215,7 +215,7 @@ def _data(
     if (others := peers.present()) is not None:
         others.meet("data", _say)
     watchdog.enter("build")
-    return tokenizer, splits
+    return tokenizer, splits.documents_apart() if strategy.packed.apart else splits
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: saving.ResumePoint | None) -> GlobalBatches:

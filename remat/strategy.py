@@ -16,6 +16,7 @@ from remat import (
     lora,
     loss,
     model,
+    packing,
     preflight,
     qlora,
     tensor_parallel,
@@ -25,6 +26,7 @@ from remat.activation_checkpointing import dry_run, layers, limits, policy
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.choices import Attention, LossKind, PeftMethod, Precision
 from remat.config import ConfigError, RunConfig
+from remat.packed_inputs import Packed
 from remat.planning import states
 
 
@@ -41,6 +43,7 @@ class Strategy:
     ds: dict[str, Any]
     zero_stage: int
     decisions: list[LayerDecision]
+    packed: Packed
     decided_because: str = ""  # where the decisions are not the usual ones of the policy
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
@@ -67,6 +70,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     config = model.shape_config(cfg.model)
     skeleton = model.skeleton(config, cfg.model)
     shared_by = cfg.train.tensor_parallel_size
+    packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
     rendered = ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
@@ -97,6 +101,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         ds=tensor_parallel.rendered(rendered, shared_by),
         zero_stage=zero_stage,
         decisions=decisions,
+        packed=packed,
         decided_because=because,
     )
 

@@ -44,6 +44,7 @@ def rows(parts: Described) -> dict[str, str]:
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
         + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "packing": parts.strategy.packed.line(),
         "ranks": _ranks(parts.world),
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
         "activations": policy.describe(parts.strategy.decisions)

@@ -23,7 +23,7 @@ from remat.data.batches import StepBatch
 from remat.evaluation import evaluate
 from remat.manifest import SaveError
 from remat.nonfinite import TrainingFailed
-from remat.parts import Parts, on_device
+from remat.parts import Parts
 from remat.peers import LostPeer
 
 FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run with exit 70, beside memory
@@ -160,14 +160,14 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
     their own, so a rank's summed loss is multiplied by their number / trained tokens of the global batch, and
     DeepSpeed's own division by the accumulation steps is switched off.
     """
-    engine, timer, device = parts.engine, parts.timer, parts.world.device
+    engine, timer = parts.engine, parts.timer
     optim.set_lr(engine.optimizer, optim.lr_at(step, parts.cfg.optim, parts.cfg.train.steps))
     scale = parts.world.data_size / max(1, batch.trained_tokens)
     losses = []
     for micro_batch in batch.micro_batches:
         parts.watchdog.enter("step", step + 1)
         with timer.phase("data"):
-            inputs = on_device(micro_batch, device)
+            inputs = parts.inputs(micro_batch)
         with parts.applied.micro_batch(), proof.watching(parts) as forward_done:
             with timer.phase("forward"):
                 loss = parts.token_loss(engine, inputs)

@@ -18,7 +18,7 @@ from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "granularity.md"
 GRID = ROOT / "docs" / "granularity.json"
-COUNTED_ON = ["recipe=llama8b_zero3_offload_optimizer", "train.seq_len=4096"]
+COUNTED_ON = ["recipe=llama8b_zero3_offload_optimizer", "train.seq_len=4096", "data.packing=stream"]
 MARKS = {
     "grid": "<!-- grid: written by scripts/granularity_table.py -->",
     "counted": "<!-- counted: written by scripts/granularity_table.py -->",

@@ -196,6 +196,7 @@ def run(
     """Overrides of one run as one types them; the loss is Hugging Face's, which is what the sources ran."""
     words = [
         model_and_machine,
+        "data=synthetic",  # whole sequences, as in the sources: packed documents would have a mask
         f"deepspeed.config={strategy}",
         f"train.micro_batch_size={batch}",
         f"train.global_batch_size={batch * ranks * accumulation}",

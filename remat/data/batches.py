@@ -18,10 +18,10 @@ NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
 class StepBatch:
     """What one rank computes in one optimizer step, and what all ranks together do.
 
-    `micro_batches`: {"input_ids", "labels"} int64 [micro, seq_len] each; labels are not shifted (Hugging Face's
-    convention), -100 carries no loss. `sample_ids` int64 [global batch]: block indices of all ranks, in order.
-    `trained_tokens`: targets that carry loss, `seen_tokens`: tokens without padding, both over the global batch.
-    `epoch`: of the first sample.
+    `micro_batches`: {"input_ids", "labels"} int64 [micro, seq_len] each, and "position_ids" where documents are kept
+    apart; labels are not shifted (Hugging Face's convention), -100 carries no loss. `sample_ids` int64 [global batch]:
+    block indices of all ranks, in order. `trained_tokens`: targets that carry loss, `seen_tokens`: tokens without
+    padding, both over the global batch. `epoch`: of the first sample.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -96,6 +96,7 @@ class GlobalBatches:
             "num_blocks": len(self._blocks),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "documents_apart": self._blocks.apart,
         }
 
     def _sample_ids(self, position: int, count: int) -> np.ndarray:
@@ -121,6 +122,7 @@ def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]
     sizes may differ: they do not change the order.
     """
     now = batches.state()
+    saved = {"documents_apart": False} | saved  # older states did not keep documents apart
     missing = sorted(now.keys() - saved.keys())
     if missing:
         return [f"the order of the data was not saved ({', '.join(missing)} missing): resume from another save"]
@@ -138,6 +140,9 @@ def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]
         problems.append(
             f"train.seed={now['seed']}, but was {saved['seed']} at the save: set train.seed={saved['seed']}"
         )
+    if bool(saved["documents_apart"]) != bool(now["documents_apart"]):
+        was, is_now = ("documents" if state["documents_apart"] else "stream" for state in (saved, now))
+        problems.append(f"data.packing={is_now}, but was {was} at the save: set data.packing={was}")
     return problems
 
 
@@ -153,10 +158,16 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """{"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted."""
+    """{"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted.
+
+    With "position_ids" of that shape, which restart with every document, where documents are kept apart.
+    """
     tokens = blocks.tokens(ids).astype(np.int64)
     labels = np.where(blocks.trained(ids), tokens, NO_LOSS)
-    return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+    found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+    if blocks.apart:
+        found["position_ids"] = torch.from_numpy(blocks.positions(ids).astype(np.int64))
+    return found
 
 
 def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:

@@ -1,7 +1,8 @@
 """Fixed blocks of tokens on disk: written once, front to back, then memory-mapped by every process.
 
-A split is `<name>.tokens.bin` (int32 [blocks, seq_len]); instruction data adds `.trained.bin` (bool, same shape),
-`.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
+A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). Packed text adds where its documents start: `.starts.bin`
+(one bit a token, numpy.packbits along each block) and `.restarts.bin` (int32 [blocks], those after position 0).
+Instruction data adds `.trained.bin` (bool, same shape), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ class Blocks:
     `trained_tokens` int32 [blocks]: targets that carry loss after the causal shift. The token at i is predicted from
     i-1, so position 0 never counts. `lengths` int32 [blocks]: tokens before the padding.
 
-    Blocks need no attention mask: padding is on the right, and under causal attention no token sees what follows it.
+    Padding needs no attention mask: it is on the right, and under causal attention no token sees what follows it.
+    `apart`: the documents of a block have positions of their own, and none is trained to begin after another.
     """
+
+    apart = False
 
     def __init__(
         self,
@@ -30,10 +34,17 @@ class Blocks:
         *,
         trained_tokens: np.ndarray | None = None,
         lengths: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+        restarts: np.ndarray | None = None,
     ) -> None:
-        """`tokens` int32 [blocks, seq_len]; `trained` bool of that shape, None: every token. The rest follows."""
+        """`tokens` int32 [blocks, seq_len]; `trained` bool of that shape, None: every token. The rest follows.
+
+        `starts` uint8 [blocks, ceil(seq_len / 8)], bits that are set where a document starts, and `restarts` int32
+        [blocks], how many do so after position 0; None: no block holds more than one document.
+        """
         count, self.seq_len = tokens.shape
         self._tokens, self._trained = tokens, trained
+        self._starts, self._restarts = starts, restarts
         if trained_tokens is None:
             whole = np.full(count, self.seq_len - 1, dtype=np.int32)
             trained_tokens = whole if trained is None else trained[:, 1:].sum(axis=1, dtype=np.int32)
@@ -45,7 +56,9 @@ class Blocks:
         """The split that a BlockWriter wrote to `folder` under `name`."""
         tokens = np.memmap(folder / f"{name}.tokens.bin", dtype=np.int32, mode="r").reshape(-1, seq_len)
         if not (folder / f"{name}.trained.bin").exists():
-            return cls(tokens)
+            starts = np.memmap(folder / f"{name}.starts.bin", dtype=np.uint8, mode="r")
+            restarts = np.fromfile(folder / f"{name}.restarts.bin", dtype=np.int32)
+            return cls(tokens, starts=starts.reshape(len(tokens), -1), restarts=restarts)
         trained = np.memmap(folder / f"{name}.trained.bin", dtype=np.bool_, mode="r").reshape(-1, seq_len)
         counts = {
             part: np.fromfile(folder / f"{name}.{part}.bin", dtype=np.int32)
@@ -60,11 +73,41 @@ class Blocks:
         """int32 [n, seq_len]"""
         return np.asarray(self._tokens[indices], dtype=np.int32)
 
+    def documents_apart(self) -> Blocks:
+        """The same tokens with `apart`; blocks of one document each stay as they are."""
+        if self._starts is None or self._restarts is None:
+            return self
+        found = Blocks(
+            self._tokens,
+            trained_tokens=self.trained_tokens - self._restarts,
+            lengths=self.lengths,
+            starts=self._starts,
+            restarts=self._restarts,
+        )
+        found.apart = True
+        return found
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """bool [n, seq_len]: a token is the first of a document. At position 0 one may go on from the block before."""
+        if self._starts is None:
+            return np.broadcast_to(np.arange(self.seq_len) == 0, (len(indices), self.seq_len))
+        return np.unpackbits(self._starts[indices], axis=1, count=self.seq_len).astype(bool)
+
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [n, seq_len]: tokens since the document's start, or the block's where that comes later."""
+        places = np.arange(self.seq_len)
+        return places - np.maximum.accumulate(np.where(self.starts(indices), places, 0), axis=1)
+
     def trained(self, indices: np.ndarray) -> np.ndarray:
-        """bool [n, seq_len]: unshifted, so a token is marked where it is a target."""
-        if self._trained is None:
+        """bool [n, seq_len]: unshifted, so a token is marked where it is a target.
+
+        The first token of a document that is kept apart is none: what comes before it is another document.
+        """
+        if self._trained is not None:
+            return np.asarray(self._trained[indices])
+        if not self.apart:
             return np.ones((len(indices), self.seq_len), dtype=bool)
-        return np.asarray(self._trained[indices])
+        return ~self.starts(indices) | (np.arange(self.seq_len) == 0)
 
 
 @dataclass
@@ -74,7 +117,8 @@ class BlockCounts:
     documents: int = 0  # those that end here, and so not every piece of a text; cut and dropped ones among them
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
-    trained_tokens: int = 0  # targets that carry loss
+    trained_tokens: int = 0  # targets that carry loss; of packed text, where documents are not kept apart
+    restarts: int = 0  # documents that start within a block: as many targets fewer where they are kept apart
     truncated_documents: int = 0  # longer than a block
     truncated_tokens: int = 0
     dropped_documents: int = 0  # nothing left to train on
@@ -88,30 +132,53 @@ class BlockWriter:
     """Appends to the files of one split. `packed`: documents follow one another; else one per block, padded."""
 
     def __init__(self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int) -> None:
-        parts = ("tokens",) if packed else ("tokens", "trained", "trained_tokens", "lengths")
+        examples = ("tokens", "trained", "trained_tokens", "lengths")
+        parts = ("tokens", "starts", "restarts") if packed else examples
         self._files: dict[str, BinaryIO] = {part: (folder / f"{name}.{part}.bin").open("wb") for part in parts}
         self.seq_len, self.packed, self._pad_id = seq_len, packed, pad_id
         self._waiting: list[np.ndarray] = []
+        self._waiting_starts: list[np.ndarray] = []
+        self._starts_next = False  # a document began, and has no token yet
         self.counts = BlockCounts()
+
+    def begin(self) -> None:
+        """The next token that is added is the first of a document."""
+        self._starts_next = True
 
     def add(self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True) -> None:
         """ids int32 [length]; trained bool [length], None: all. `ends`: a document is complete with it, and counts."""
+        starts = np.zeros(len(ids), dtype=bool)
+        starts[:1] = self._starts_next
+        self._starts_next &= not len(ids)
         self.counts.documents += ends
         if self.packed:
-            self._waiting.append(ids)
+            self.add_packed(ids, starts)
         else:
             self._add_example(ids, np.ones(len(ids), dtype=bool) if trained is None else trained)
 
+    def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
+        """Tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each."""
+        self._waiting.append(ids)
+        self._waiting_starts.append(starts)
+
     def flush(self) -> None:
         """Write the whole blocks among the packed tokens that wait; keep the rest for the next ones."""
+        if not self.packed:
+            return
         waiting = np.concatenate([np.empty(0, dtype=np.int32), *self._waiting])
+        waiting_starts = np.concatenate([np.empty(0, dtype=bool), *self._waiting_starts])
         blocks = len(waiting) // self.seq_len
         used = blocks * self.seq_len
+        starts = waiting_starts[:used].reshape(blocks, self.seq_len)
+        restarts = starts[:, 1:].sum(axis=1, dtype=np.int32)
         self._files["tokens"].write(waiting[:used].tobytes())
-        self._waiting = [waiting[used:]]
+        self._files["starts"].write(np.packbits(starts, axis=1).tobytes())
+        self._files["restarts"].write(restarts.tobytes())
+        self._waiting, self._waiting_starts = [waiting[used:]], [waiting_starts[used:]]
         self.counts.blocks += blocks
         self.counts.tokens += used
         self.counts.trained_tokens += blocks * (self.seq_len - 1)
+        self.counts.restarts += int(restarts.sum())
 
     def close(self) -> BlockCounts:
         """Make the files durable."""
@@ -156,5 +223,9 @@ def divide(folder: Path, name: str, writers: dict[bool, BlockWriter], held_out: 
     for index in range(len(blocks)):
         row, length = np.array([index]), blocks.lengths[index]
         writer = writers[bool(held_out[index])]
-        writer.add(blocks.tokens(row)[0, :length], blocks.trained(row)[0, :length], ends=not writer.packed)
-        writer.flush()
+        tokens = blocks.tokens(row)[0, :length]
+        if writer.packed:
+            writer.add_packed(tokens, blocks.starts(row)[0])
+            writer.flush()
+        else:
+            writer.add(tokens, blocks.trained(row)[0, :length])

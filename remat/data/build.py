@@ -79,6 +79,8 @@ def make_plan(
             settings["held_out"] = held_out.identity()
         elif cfg.eval_fraction > 0:
             settings["held_out"] = [f"fraction {cfg.eval_fraction} seed {seed}"]
+    if _is_packed(cfg):
+        settings["files"] = "tokens, starts, restarts"  # older caches do not know where documents start
     settings["tokenizer"] = _tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
@@ -167,6 +169,7 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
         blocks=train.blocks,
         tokens=train.tokens,
         trained_tokens=train.trained_tokens,
+        restarts=train.restarts,
     )
     return _Written({"train": train, "held_out": held_out}, empty, bad_rows, "blocks")
 
@@ -174,7 +177,7 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 @contextmanager
 def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[dict[str, BlockWriter]]:
     """A writer for each half, under the given file name; closed whatever happens."""
-    packed = plan.corpus is None or plan.cfg.format == DataFormat.plain
+    packed = _is_packed(plan.cfg)
     pad_id = int(plan.tokenizer.pad_token_id or 0)
     writers = {
         half: BlockWriter(folder, name, seq_len=plan.seq_len, packed=packed, pad_id=pad_id)
@@ -202,10 +205,13 @@ def _write_documents(
         task = progress.add_task("tokenising", total=total)
         from_corpus = _from_corpus(corpus, is_held_out, bad_rows)
         for batch in _batches(chain(from_corpus, _from_held_out(plan, bad_rows))):
-            filled = [(half, document) for half, document in batch if document.content]
+            filled = [document for _, document in batch if document.content]
             empty += len(batch) - len(filled)
-            examples = encode([document for _, document in filled], plan.cfg.format, plan.tokenizer, bad_rows)
-            for (half, document), example in zip(filled, examples, strict=True):
+            examples = iter(encode(filled, plan.cfg.format, plan.tokenizer, bad_rows))
+            for half, document in batch:
+                if document.starts:  # an empty piece too: what follows it is no part of the document before
+                    writers[half].begin()
+                example = next(examples) if document.content else None
                 if example is not None:
                     ends = document.ends and not document.goes_on
                     writers[half].add(example.ids, example.trained, ends=ends)
@@ -266,6 +272,11 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, 
         yield batch
 
 
+def _is_packed(cfg: DataConfig) -> bool:
+    """Tokens fill the blocks; instruction data has a block, padded, for each example."""
+    return cfg.format == DataFormat.plain
+
+
 def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
     """`data.synthetic_blocks` for training, and `data.eval_fraction` of that number, at least one, beside them."""
     held_out = max(1, round(plan.cfg.eval_fraction * plan.cfg.synthetic_blocks))
@@ -278,6 +289,7 @@ def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
                 start, count, tokenizer=plan.tokenizer, seq_len=plan.seq_len, seed=plan.seed
             )
             for block in blocks:
+                writer.begin()
                 writer.add(block)
             writer.flush()
             plan.hashes.advance()

@@ -42,6 +42,11 @@ class Splits(NamedTuple):
     held_out: Blocks | None
     report: dict[str, Any]
 
+    def documents_apart(self) -> Splits:
+        """Both halves with `Blocks.documents_apart`."""
+        held_out = None if self.held_out is None else self.held_out.documents_apart()
+        return self._replace(train=self.train.documents_apart(), held_out=held_out)
+
 
 def open_blocks(
     cfg: DataConfig,

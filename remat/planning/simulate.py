@@ -2,8 +2,8 @@
 
 What differs from a run is set right while `as_in_a_run` is entered: on meta torch would pick its slow attention, so the
 kernel that a GPU or a CPU picks is called by name; dropout is the kernel of that device; Hugging Face's masks ask
-whether sequences are packed, which needs a value, so the answer is given: they are not; torch's rules of meta tensors
-that are narrower than its kernels are widened; and under ZeRO-3 a Linear is DeepSpeed's.
+whether sequences are packed, which needs a value, so the answer is given: they are where documents are kept apart;
+torch's rules of meta tensors that are narrower than its kernels are widened; and under ZeRO-3 a Linear is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from remat.config import ConfigError
 from remat.planning import peaks, zero3_events
@@ -28,19 +29,26 @@ from remat.planning.records import Phase, Simulation, ZeroSettings
 from remat.planning.timeline import Scope, Timeline
 from remat.planning.zero3_events import Parameters
 
-Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
+Given = Callable[[dict[str, Tensor]], dict[str, Any]]
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _TORCH_DROPOUT = F.dropout
 aten = torch.ops.aten
+INDICES = masking_utils.find_packed_sequence_indices
+WHOLE = "sequences are not packed: attention needs no mask of its own"
+PACKED = (
+    "every block holds several documents, kept apart: a mask for it covers the block, however short they are"
+)
 
 
 @contextmanager
 def as_in_a_run(
-    zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True
+    zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True, packed: bool = False
 ) -> Iterator[None]:
     """Attention and dropout as a recent NVIDIA GPU runs them, or a CPU; and ZeRO-3's Linear.
 
-    What had to be assumed is appended to `assumptions`, once for every time.
+    `packed`: position ids restart within a block. What had to be assumed is appended to `assumptions`, once for every
+    time.
     """
     assumed: list[str] = [] if assumptions is None else assumptions
     kernel = _attention if on_gpu else _cpu_attention
@@ -48,11 +56,13 @@ def as_in_a_run(
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         return kernel(assumed, *args, **kwargs)
 
+    answers = _Kernels(assumed, on_gpu)
     with (
         linear_of(zero_stage),
         mock.patch.object(F, "scaled_dot_product_attention", attention),
         mock.patch.object(F, "dropout", _fused_dropout) if on_gpu else nullcontext(),
-        _Kernels(assumed, on_gpu),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", answers.packed if packed else INDICES),
+        answers,
     ):
         yield
 
@@ -122,6 +132,7 @@ def run(
     zero: ZeroSettings,
     micro_batch_size: int,
     seq_len: int,
+    given: Given | None = None,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
 ) -> Simulation:
@@ -129,8 +140,9 @@ def run(
 
     `loss(model, {"input_ids", "labels"})` is the scalar that is trained on, `around` what surrounds a micro-batch of
     the run, `scope` says where the computation is, `ignored` names host memory; `workspaces`: of a GPU's kernels,
-    see Timeline. Bytes come on top of the model
-    states, of which gradients and buckets below ZeRO-3 are not part: they are counted here, from moment to moment.
+    see Timeline. `given` makes the model's inputs of a batch whose "position_ids" restart; None: whole sequences.
+    Bytes come on top of the model states, of which gradients and buckets below ZeRO-3 are not part: they are counted
+    here, from moment to moment.
     """
     recording = record(
         model,
@@ -140,6 +152,7 @@ def run(
         stage_3=zero.stage == 3,
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,
+        given=given,
         ignored=ignored,
         workspaces=workspaces,
     )
@@ -155,6 +168,7 @@ def record(
     stage_3: bool,
     micro_batch_size: int,
     seq_len: int,
+    given: Given | None = None,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
     on_gpu: bool = True,
@@ -165,34 +179,47 @@ def record(
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
-    batch = {
-        name: torch.zeros(micro_batch_size, seq_len, dtype=torch.long, device="meta")
-        for name in ("input_ids", "labels")
-    }
+    batch: dict[str, Any] = _batch(micro_batch_size, seq_len, given)
     with ExitStack() as stack:
         stack.enter_context(explained(model))
-        stack.enter_context(as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu))
+        stack.enter_context(
+            as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=given is not None)
+        )
         if stage_3:
             stack.enter_context(zero3_events.recorded(model, timeline.cut))
         stack.enter_context(timeline.gradients_taken())
         stack.enter_context(around)
         stack.enter_context(timeline)
-        value = loss(model, batch)
+        inputs = given(batch) if given else batch
+        value = loss(model, inputs)
         timeline.forward_done()
         value.backward()
         timeline.cut(None)
     return Recording(timeline, Parameters.of(model), sorted(set(assumptions)))
 
 
-def step(model: nn.Module, *, micro_batch_size: int, seq_len: int, forward_done: Callable[[], None]) -> None:
+def step(
+    model: nn.Module,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    forward_done: Callable[[], None],
+    given: Given | None = None,
+) -> None:
     """Forward and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
-    The logits are built and receive a gradient; the loss itself is not part of it.
+    The logits are built and receive a gradient; the loss itself is not part of it. `given`: see `run`.
     """
-    ids = torch.zeros(micro_batch_size, seq_len, dtype=torch.long, device="meta")
-    logits = model(input_ids=ids, use_cache=False).logits
+    batch: dict[str, Any] = _batch(micro_batch_size, seq_len, given)
+    del batch["labels"]
+    logits = model(**(given(batch) if given else batch), use_cache=False).logits
     forward_done()
     logits.backward(torch.empty_like(logits))
+
+
+def _batch(micro_batch_size: int, seq_len: int, given: Given | None) -> dict[str, Tensor]:
+    names = ("input_ids", "labels", *(("position_ids",) if given else ()))
+    return {name: torch.zeros(micro_batch_size, seq_len, dtype=torch.long, device="meta") for name in names}
 
 
 class _Zero3Linear(torch.autograd.Function):
@@ -225,13 +252,24 @@ class _Zero3Linear(torch.autograd.Function):
 class _Kernels(TorchDispatchMode):
     """Operations that torch's meta tensors cannot do, or do unlike the device.
 
-    A value is asked for that meta tensors do not have: `are these sequences whole?` Yes. A product of groups is refused
+    A value is asked for that meta tensors do not have: `are these sequences whole?` Yes, but for `packed`
+    ones. A product of groups is refused
     in all but bf16, which the kernels take. A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
     """
 
     def __init__(self, assumed: list[str], on_gpu: bool) -> None:
         super().__init__()
         self._assumed, self._on_gpu = assumed, on_gpu
+        self._whole = True
+
+    def packed(self, position_ids: Tensor) -> Tensor | None:
+        """transformers' question, of position ids that restart."""
+        self._whole = False
+        try:
+            found: Tensor | None = INDICES(position_ids)
+        finally:
+            self._whole = True
+        return found
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -244,8 +282,8 @@ class _Kernels(TorchDispatchMode):
                 raise ValueError(
                     f"the model reads a {args[0].dtype} value from its data, which a plan does not have"
                 )
-            self._assumed.append("sequences are not packed: attention needs no mask of its own")
-            return True
+            self._assumed.append(WHOLE if self._whole else PACKED)
+            return self._whole
         unchecked = func is aten._grouped_mm.default and args[0].is_meta
         if unchecked and (args[0].dtype is not torch.bfloat16 or not self._on_gpu):
             return _grouped_mm(*args, **kwargs)

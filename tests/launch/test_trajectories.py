@@ -50,6 +50,19 @@ BF16 = {
         "zero3_optimizer_parameters",
     )
 }
+TEXTS = "PACKED_TEXTS"  # stands for their path
+DOCUMENTS = ["data=jsonl", f"data.path={TEXTS}", "data.packing=documents", "train.seq_len=64"]
+PACKED = {
+    "packed_zero2": ["deepspeed.config=zero2", *DOCUMENTS],
+    "packed_zero3_deepspeed": ["deepspeed.config=zero3", "checkpointing=deepspeed", *DOCUMENTS],
+    "packed_zero3_segments_micro1": [
+        "deepspeed.config=zero3",
+        "checkpointing=uniform",
+        "train.micro_batch_size=1",
+        "model.attention=eager",
+        *DOCUMENTS,
+    ],
+}
 STATES = ("weights", "gradients", "optimizer state", "communication buckets")
 LARGEST_PARAMETER = 258 * 32
 ONE_RANK = {
@@ -79,6 +92,16 @@ def async_io() -> bool:
     return bool(deepspeed.ops.__compatible_ops__.get("async_io"))
 
 
+def packed(workshop: Path, more: list[str]) -> list[str]:
+    return [word.replace(TEXTS, str(workshop / "texts.jsonl")) for word in more]
+
+
+@pytest.fixture(scope="module")
+def documents_alone(workshop: Path) -> list[tuple[float, float]]:
+    """Every document through the model by itself."""
+    return tiny.plain_loop(words(workshop, "plain_documents", *packed(workshop, DOCUMENTS)))
+
+
 def launch(workshop: Path, strategies: dict[str, list[str]], ranks: int) -> None:
     spec = workshop / f"spec_{ranks}.json"
     runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
@@ -89,7 +112,8 @@ def launch(workshop: Path, strategies: dict[str, list[str]], ranks: int) -> None
 
 @pytest.fixture(scope="module")
 def two_rank_runs(workshop: Path, async_io: bool) -> Path:
-    launch(workshop, STRATEGIES | BF16 | (larger(workshop) if async_io else {}), ranks=2)
+    apart = {name: packed(workshop, more) for name, more in PACKED.items()}
+    launch(workshop, STRATEGIES | BF16 | apart | (larger(workshop) if async_io else {}), ranks=2)
     return workshop / "out"
 
 
@@ -129,6 +153,13 @@ def test_two_ranks_follow_the_plain_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
 ) -> None:
     compare(two_rank_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_documents_train_as_documents_alone(
+    name: str, two_rank_runs: Path, documents_alone: list[tuple[float, float]]
+) -> None:
+    compare(two_rank_runs / name / "run", documents_alone)
 
 
 def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path) -> None:

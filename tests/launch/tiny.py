@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat import compose, optim
+from remat.choices import Packing
 from remat.data.batches import GlobalBatches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
@@ -82,6 +84,7 @@ def make_workshop(folder: Path) -> Path:
     """`folder` with a model and instructions in it: what `words` refers to."""
     make_model(folder / "model")
     make_instructions(folder / "data.jsonl")
+    make_texts(folder / "texts.jsonl")
     return folder
 
 
@@ -93,6 +96,7 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) -> list[tuple[float, float]]:
     """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits.
 
+    With data.packing=documents each document goes through the model by itself, without positions or masks.
     `adapt` is applied to the model before training, for example to freeze parts of it.
     """
     cfg = compose.compose_run(words).run
@@ -103,7 +107,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
     )
     size = cfg.train.global_batch_size
     batches = GlobalBatches(
-        blocks.train,
+        blocks.documents_apart().train if cfg.data.packing is Packing.documents else blocks.train,
         global_batch_size=size,
         micro_batch_size=size,
         rank=0,
@@ -120,7 +124,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
     history = []
     for step in range(cfg.train.steps):
         batch = batches.next_step().micro_batches[0]
-        logits = net(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+        logits = _logits(net, batch)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         adamw.zero_grad()
         loss.backward()
@@ -130,6 +134,26 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         adamw.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def _logits(net: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[batch, seq, vocab]"""
+    if "position_ids" not in batch:
+        logits: torch.Tensor = net(input_ids=batch["input_ids"], use_cache=False).logits
+        return logits
+    rows = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        parts = [net(input_ids=ids[None, a:b], use_cache=False).logits[0] for a, b in pairwise(starts)]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def make_texts(path: Path, rows: int = 120) -> Path:
+    """Documents of 1 to 90 letters in jsonl."""
+    texts = [chr(97 + index % 26) * (1 + 37 * index % 90) for index in range(rows)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
 def rows(folder: Path, key: str = "loss/train") -> list[dict[str, float]]:

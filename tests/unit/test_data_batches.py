@@ -84,7 +84,7 @@ def test_every_epoch_has_every_sample_once_in_its_own_order() -> None:
     assert [sorted(epoch) for epoch in ids.tolist()] == [list(range(10))] * 4
     assert len({tuple(epoch) for epoch in ids.tolist()}) == 4
     assert [step.epoch for step in steps] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
-    order = {"num_blocks": 10, "seed": 7, "shuffle": True}
+    order = {"num_blocks": 10, "seed": 7, "shuffle": True, "documents_apart": False}
     assert batches.state() == {"epoch": 4, "index": 0, "position": 40, **order}
     other = stream(blocks, batch=10, seed=8).next_step().sample_ids.tolist()
     assert other != ids[0].tolist()
@@ -141,6 +141,41 @@ def test_the_saved_order_is_compared_with_the_present_one() -> None:
     (count,) = check_same_order(saved, stream(make_blocks(11)))
     assert count.startswith("data gives 11 blocks for training, but gave 10 at the save: restore the data")
     assert len(check_same_order(saved, stream(make_blocks(9), seed=8, shuffle=0))) == 3
+
+
+def packed_blocks(count: int) -> Blocks:
+    """Blocks in which a second document starts at position 2."""
+    tokens = (100 * np.arange(count)[:, None] + np.arange(SEQ_LEN)).astype(np.int32)
+    starts = np.packbits(np.tile(np.isin(np.arange(SEQ_LEN), (0, 2)), (count, 1)), axis=1)
+    return Blocks(tokens, starts=starts, restarts=np.ones(count, dtype=np.int32))
+
+
+def test_documents_apart_change_labels_and_positions_and_not_the_order() -> None:
+    together, apart = packed_blocks(10), packed_blocks(10).documents_apart()
+    for _ in range(3):
+        one, other = stream(together, micro=2), stream(apart, micro=2)
+        before, after = one.next_step(), other.next_step()
+        assert after.sample_ids.tolist() == before.sample_ids.tolist()
+        assert (before.trained_tokens, after.trained_tokens) == (4 * 5, 4 * 4)
+        for plain, packed in zip(before.micro_batches, after.micro_batches, strict=True):
+            assert plain.keys() == {"input_ids", "labels"}
+            assert torch.equal(packed["input_ids"], plain["input_ids"])
+            assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]] * 2
+            assert (packed["labels"] != plain["labels"]).nonzero()[:, 1].tolist() == [2, 2]
+            assert (packed["labels"][:, 2] == -100).all()
+    (held_out,) = eval_micro_batches(apart, micro_batch_size=10, rank=0, world_size=1, max_batches=0)
+    assert int((held_out["labels"][:, 1:] != -100).sum()) == int(apart.trained_tokens.sum()) == 40
+    assert held_out["position_ids"].shape == (10, SEQ_LEN)
+
+
+def test_a_resume_keeps_the_packing() -> None:
+    together, apart = stream(packed_blocks(10)), stream(packed_blocks(10).documents_apart())
+    assert check_same_order(apart.state(), apart) == check_same_order(together.state(), together) == []
+    (problem,) = check_same_order(apart.state(), together)
+    assert problem == "data.packing=stream, but was documents at the save: set data.packing=documents"
+    older = {name: value for name, value in together.state().items() if name != "documents_apart"}
+    assert check_same_order(older, together) == []
+    assert len(check_same_order(older, apart)) == 1
 
 
 def test_a_save_without_its_order_is_refused() -> None:

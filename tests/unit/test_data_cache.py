@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,13 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
     cfg.eval_fraction = 0
     train, held_out, report = opened(cfg)
-    expected = "".join(f"<{n}>" + "x" * (n % 13) + "<|end|>" for n in range(ROWS))
-    ids = byte_tokenizer()(expected)["input_ids"]
+    documents = [f"<{n}>" + "x" * (n % 13) + "<|end|>" for n in range(ROWS)]
+    ids = byte_tokenizer()("".join(documents))["input_ids"]
+    lengths = [len(document) for document in byte_tokenizer()(documents)["input_ids"]]
+    starts = [place for place in accumulate([0, *lengths[:-1]]) if place < len(ids) // 16 * 16]
     assert held_out is None
+    everywhere = np.arange(len(train))
+    assert np.flatnonzero(train.starts(everywhere)).tolist() == starts
     assert report["held_out"] is None
     assert tokens(train) == ids[: len(ids) // 16 * 16]
     assert report["train"] == {
@@ -68,6 +73,7 @@ def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
         "blocks": len(ids) // 16,
         "tokens": len(ids) // 16 * 16,
         "trained_tokens": len(ids) // 16 * 15,
+        "restarts": sum(place % 16 != 0 for place in starts),
         "truncated_documents": 0,
         "truncated_tokens": 0,
         "dropped_documents": 0,

@@ -183,6 +183,38 @@ def test_packing_is_exact(tmp_path: Path) -> None:
     assert counts.dropped_tokens == 2
 
 
+def test_a_block_knows_where_its_documents_start(tmp_path: Path) -> None:
+    """Whatever the tokens are: the third document holds the end token of the others, 9, as text may."""
+    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=True, pad_id=9)
+    pieces = [
+        (True, [1, 9]),
+        (True, []),
+        (False, [2, 3, 9]),
+        (True, [9, 9, 4]),
+        (False, [5]),
+        (True, [6, 7, 8, 9]),
+    ]
+    for starts, ids in pieces:
+        if starts:
+            writer.begin()
+        writer.add(np.array(ids, dtype=np.int32))
+        writer.flush()
+    counts = writer.close()
+    stream = Blocks.open(tmp_path, "train", 4)
+    apart, every = stream.documents_apart(), np.arange(3)
+    assert apart.tokens(every).tolist() == [[1, 9, 2, 3], [9, 9, 9, 4], [5, 6, 7, 8]]
+    assert apart.positions(every).tolist() == [[0, 1, 0, 1], [0, 0, 1, 2], [0, 0, 1, 2]]
+    assert apart.trained(every).tolist() == [
+        [1, 1, 0, 1],
+        [1, 0, 1, 1],
+        [1, 0, 1, 1],
+    ]  # position 0 never counts
+    assert apart.trained_tokens.tolist() == apart.trained(every)[:, 1:].sum(1).tolist() == [2, 2, 2]
+    assert stream.trained(every).all()
+    assert stream.trained_tokens.tolist() == [3, 3, 3]
+    assert (counts.restarts, counts.trained_tokens, counts.blocks) == (3, 9, 3)
+
+
 def test_examples_are_padded_truncated_dropped_and_counted(tmp_path: Path) -> None:
     writer = BlockWriter(tmp_path, "train", seq_len=4, packed=False, pad_id=9)
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compare_policies, compose, loss, planner
+from remat import compare_policies, compose, loss, packed_inputs, planner
 from remat.activation_checkpointing import apply, layers, policy
 from remat.activation_checkpointing.counts import Scope
 from remat.activation_checkpointing.watch import Watch
-from remat.choices import LossKind
+from remat.choices import Attention, LossKind, Packing
 from remat.config import CheckpointingConfig, ConfigError
+from remat.packed_inputs import Packed, Way
 from remat.planning import op_costs, shadows, simulate
 from remat.planning.records import Category, Phase, Simulation, ZeroSettings
 from remat.planning.timeline import Ready, Timeline
@@ -24,6 +25,7 @@ from tests import small_models
 from tests.live_bytes import LiveBytes
 
 LAYERS, ROWS, SEQ, HIDDEN = 4, 2, 64, 64
+WHOLE = Packed(None, "")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -64,6 +66,7 @@ def recorded(
     stage: int = 0,
     seq_len: int = SEQ,
     on_gpu: bool = True,
+    packed: Packed = WHOLE,
 ) -> simulate.Recording:
     net = net.to("meta")
     applied = put_on(net, cfg, "meta", stage)
@@ -76,6 +79,7 @@ def recorded(
             stage_3=stage == 3,
             micro_batch_size=ROWS,
             seq_len=seq_len,
+            given=packed_inputs.planned(packed, Attention.sdpa, net),
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=False,  # a CPU's kernels have others
             on_gpu=on_gpu,
@@ -88,14 +92,19 @@ def simulated(net: Any, cfg: CheckpointingConfig, zero: ZeroSettings = SINGLE, *
     return recorded(net, cfg, stage=zero.stage, **more).under(zero)
 
 
-def real(net: Any, cfg: CheckpointingConfig) -> Watch:
-    """A run on the CPU."""
+def real(net: Any, cfg: CheckpointingConfig, packed: Packed = WHOLE) -> Watch:
+    """A run on the CPU; packed rows hold documents that end at other places."""
     applied = put_on(net, cfg, "cpu", 0)
     ids = torch.randint(0, 512, (ROWS, SEQ), generator=torch.Generator().manual_seed(3))
     watch = applied.watch(torch.device("cpu"))
     token_loss = loss.TokenLoss(net, LossKind.full)
+    batch = {"input_ids": ids, "labels": ids}
+    if packed.apart:
+        ends = ([20, 44], [50, 14])
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ends])
     with applied.micro_batch(), watch:
-        value = token_loss(net, {"input_ids": ids, "labels": ids})
+        inputs = packed_inputs.given(packed, batch, net)
+        value = token_loss(net, inputs)
         watch.forward_done()
         value.backward()
         del value
@@ -116,6 +125,24 @@ def test_bytes_and_flops_are_those_of_a_cpu_run(family: str, name: str) -> None:
     more = [planned - watch.kept_bytes.get(layer, 0) for layer, planned in enumerate(found.kept_bytes)]
     assert len(more) == LAYERS
     assert all(0 <= extra <= ONLY_ON_A_GPU[family] for extra in more), more
+
+
+@pytest.mark.parametrize("name", ["none", "full"])
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
+def test_packed_documents_and_their_mask_are_those_of_a_cpu_run(family: str, way: Way, name: str) -> None:
+    packed = Packed(Packing.documents, "", way)
+    net, cfg = build(family), checkpointing(name)
+    watch, alone = real(net, cfg, packed), real(net, cfg)
+    found = simulated(net, cfg, packed=packed)
+    assert found.peak.total_bytes == pytest.approx(watch.peak_bytes, rel=TOLERANCE)
+    assert {phase: found.flops[Phase(phase)] for phase in watch.flops} == {
+        phase: watch.total_flops(phase) for phase in watch.flops
+    }
+    more = [planned - watch.kept_bytes.get(layer, 0) for layer, planned in enumerate(found.kept_bytes)]
+    assert all(0 <= extra <= ONLY_ON_A_GPU[family] for extra in more), more
+    if name == "none":  # a mask in the type of the activations, in every layer
+        assert watch.kept_bytes[0] >= alone.kept_bytes[0] + ROWS * SEQ * SEQ * 2
 
 
 def test_a_moment_knows_its_categories_and_operations_their_phase() -> None:
