@@ -33,6 +33,7 @@ class Strategy:
     """`facts` is the whole model, `held` what one rank has of it before ZeRO shards that.
 
     `ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without).
+    `stacks` says which layers these are, and which are not treated; empty for a model that is one stack.
     """
 
     facts: model.ModelFacts
@@ -41,6 +42,7 @@ class Strategy:
     ds: dict[str, Any]
     zero_stage: int
     decisions: list[LayerDecision]
+    stacks: str = ""
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Of one rank; `data_ranks` share them."""
@@ -88,24 +90,28 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.qlora:
         qlora.check(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
+    decisions, stacks = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
     return Strategy(
         facts=facts,
         held=_held(facts, skeleton, shared_by),
         fields=fields,
         ds=tensor_parallel.rendered(rendered, shared_by),
         zero_stage=zero_stage,
-        decisions=_decisions(cfg, skeleton, zero_stage, has_gpu=can_pin),
+        decisions=decisions,
+        stacks=stacks,
     )
 
 
-def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool) -> list[LayerDecision]:
-    """What becomes of each layer. Raises ConfigError with everything that cannot work."""
+def _decisions(
+    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
+) -> tuple[list[LayerDecision], str]:
+    """What becomes of each layer, and the stacks in words. Raises ConfigError with everything that cannot work."""
     try:
-        found = layers.decoder_layers(skeleton)
+        found = layers.find_stacks(skeleton)
     except ConfigError:
         if policy.needs_layers(cfg.checkpointing):
             raise
-        return []
+        return [], ""
     setting = limits.Setting(
         zero_stage=zero_stage,
         tensor_parallel_size=cfg.train.tensor_parallel_size,
@@ -117,11 +123,13 @@ def _decisions(cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool)
         * cfg.train.seq_len
         * skeleton.config.get_text_config().hidden_size,
         element_bytes=model.DTYPES[cfg.train.precision].itemsize,
+        stacks=found.depths,
     )
-    problems = limits.problems(cfg.checkpointing, list(found), setting)
+    problems = limits.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:
         raise ConfigError("\n".join(problems))
-    return policy.plan(cfg.checkpointing, len(found), zero_stage=zero_stage)
+    decisions = policy.plan(cfg.checkpointing, sum(found.depths), zero_stage=zero_stage, stacks=found.depths)
+    return decisions, found.describe()
 
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:

@@ -46,7 +46,9 @@ def rows(parts: Described) -> dict[str, str]:
         + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
         "ranks": _ranks(parts.world),
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
-        "activations": policy.describe(parts.strategy.decisions),
+        "activations": "; ".join(
+            filter(None, [policy.describe(parts.strategy.decisions), parts.strategy.stacks])
+        ),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class Setting:
     fields: Mapping[str, Any]
     activation_elements: int  # of one layer's input: micro-batch x sequence x hidden
     element_bytes: int
+    stacks: Sequence[int] = ()  # layers of each stack of the model, where there are several
 
 
 def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
@@ -48,7 +49,7 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
     asked = policy.policies(cfg)
     found += _variants(cfg, asked, setting)
     found += _offload(cfg, asked, len(layers), setting)
-    found += _sizes(cfg, asked, len(layers))
+    found += _sizes(cfg, asked, len(layers), max(setting.stacks, default=len(layers)))
     if asked & {Policy.uniform, Policy.sqrt} and _returns_tuple(layers[0]):
         found.append(
             f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be "
@@ -99,16 +100,17 @@ def _deepspeed_calls(cfg: CheckpointingConfig, num_layers: int) -> int:
     return sum(d.policy is Policy.deepspeed for d in policy.plan(cfg, num_layers))
 
 
-def _sizes(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> list[str]:
+def _sizes(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int, largest_stack: int) -> list[str]:
+    where = "the model has" if largest_stack == num_layers else "its longest stack of layers has"
     given = {
-        Policy.interval: ("interval", cfg.interval),
-        Policy.uniform: ("segment_layers", cfg.segment_layers),
-        Policy.block: ("block_layers", cfg.block_layers),
+        Policy.interval: ("interval", cfg.interval, f"the model has {num_layers}", num_layers),
+        Policy.uniform: ("segment_layers", cfg.segment_layers, f"{where} {largest_stack}", largest_stack),
+        Policy.block: ("block_layers", cfg.block_layers, f"the model has {num_layers}", num_layers),
     }
     return [
-        f"checkpointing.{name}={value}: the model has {num_layers} layers; give at most that"
-        for kind, (name, value) in given.items()
-        if kind in asked and value > num_layers
+        f"checkpointing.{name}={value}: {has} layers; give at most that"
+        for kind, (name, value, has, most) in given.items()
+        if kind in asked and value > most
     ]
 
 
