@@ -31,7 +31,8 @@ def offload_all(**more: Any) -> OffloadConfig:
 
 def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> Watched:
     """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq]."""
-    applied = apply.apply(net, policy.plan(cfg, len(layers.decoder_layers(net))), cfg)
+    depths = layers.find_stacks(net).depths
+    applied = apply.apply(net, policy.plan(cfg, sum(depths), stacks=depths), cfg)
     if ids is None:
         ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     net.zero_grad()

@@ -20,7 +20,7 @@ from remat.activation_checkpointing import modules
 from remat.activation_checkpointing.counts import Counts, Scope, counted
 from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
 from remat.activation_checkpointing.discard import DiscardedOutputs
-from remat.activation_checkpointing.layers import decoder_layers
+from remat.activation_checkpointing.layers import Stacks, find_stacks
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.activation_checkpointing.postpone import SparedProduct
@@ -44,6 +44,7 @@ class Applied:
     scope: Scope = field(default_factory=Scope)
     offload: HostOffload | None = None
     deepspeed: DeepSpeedCheckpointing | None = None
+    stacks: Stacks = field(default_factory=lambda: Stacks([], []))
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def reset(self) -> None:
@@ -65,6 +66,8 @@ class Applied:
             device,
             weights=self.model.parameters if self.model else tuple,
             ignored=self.offload.storages if self.offload else tuple,
+            layers=self.stacks.layers(),
+            offload=self.offload,
         )
 
     def remove(self) -> None:
@@ -87,10 +90,11 @@ def apply(
     """
     if not decisions:
         return Applied()
-    layers = decoder_layers(model)
+    stacks = find_stacks(model)
+    layers = stacks.layers()
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
-    applied = Applied(decisions, model, [Counts() for _ in decisions])
+    applied = Applied(decisions, model, [Counts() for _ in decisions], stacks=stacks)
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))

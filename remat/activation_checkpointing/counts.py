@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
 PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
 
 
@@ -21,9 +24,18 @@ class Counts:
     forwards: int = 0
     expected: int = 0
     recomputations: int = 0
+    empty: int = (
+        0  # calls of regions that saved nothing: backward may come to them and find nothing to recompute
+    )
+    repeated: int = (
+        0  # further recomputations of one call: a checkpoint of the model's own inside it asks for more
+    )
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
     kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
+    in_effect: dict[str, int] = field(
+        default_factory=dict
+    )  # how often each entry of the policy's lists took effect
     discarded_bytes: int = 0
     moved_bytes: int = 0  # to host memory
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
@@ -35,6 +47,9 @@ class Counts:
         for item in fields(self):
             setattr(self, item.name, getattr(fresh, item.name))
 
+    def takes_effect(self, entry: str, times: int = 1) -> None:
+        self.in_effect[entry] = self.in_effect.get(entry, 0) + times
+
 
 class Scope:
     """Which layer runs, and whether it runs for the second time."""
@@ -42,6 +57,18 @@ class Scope:
     def __init__(self) -> None:
         self.layer: int | None = None
         self.recomputing = False
+        self.in_region = False  # in the first run of a part of the layer that will be recomputed
+        self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
+            None  # told which results such a part may keep
+        )
+
+    @contextmanager
+    def inside_region(self) -> Iterator[None]:
+        before, self.in_region = self.in_region, True
+        try:
+            yield
+        finally:
+            self.in_region = before
 
     @contextmanager
     def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:
@@ -59,13 +86,37 @@ class Scope:
 
 def counted(fn: Callable[..., Any], layer: int, counts: Counts, scope: Scope) -> Callable[..., Any]:
     """`fn` for one forward: its first call is that, every later one a recomputation."""
-    first = True
+    calls = 0
 
-    def call(*args: Any) -> Any:
-        nonlocal first
-        again, first = not first, False
-        counts.recomputations += again
-        with scope.inside(layer, recomputing=again):
-            return fn(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        counts.recomputations += calls == 2
+        counts.repeated += calls > 2
+        with scope.inside(layer, recomputing=calls > 1):
+            if calls > 1 or not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            with _counted_saves() as saved:
+                output = fn(*args, **kwargs)
+            counts.empty += not saved
+            return output
 
     return call
+
+
+@contextmanager
+def _counted_saves() -> Iterator[list[None]]:
+    """One entry for each tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outer is None:
+        yield [None]
+        return
+    pack, unpack = outer
+    saved: list[None] = []
+
+    def count(tensor: torch.Tensor) -> Any:
+        saved.append(None)
+        return pack(tensor)
+
+    with saved_tensors_hooks(count, unpack):
+        yield saved

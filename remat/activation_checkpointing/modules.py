@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.activation_checkpointing import roles as layer_roles
@@ -33,24 +33,59 @@ def recompute_inside(
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
-    def region_of(module: nn.Module) -> Callable[[Region, Any, Any], Any]:
+    def region_of(module: nn.Module, *in_it: str) -> Callable[[Region, Any, Any], Any]:
+        """`in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
+        attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
 
         def region(fn: Region, args: Any, kwargs: Any) -> Any:
-            return _run(fn, args, kwargs, recompute, index, counts, scope)
+            expected = counts.expected
+            output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
+            for role in in_it if counts.expected > expected else ():
+                counts.takes_effect(role)
+            return output
 
         return region
 
     found = {role: layer_roles.find(layer, role) for role in roles}
-    core = found.pop(layer_roles.CORE_ATTENTION, [])
-    whole = layer_roles.outermost([one for several in found.values() for one in several])
+    core = found.get(layer_roles.CORE_ATTENTION, [])
+    whole = layer_roles.outermost(
+        [one for role, several in found.items() if role != layer_roles.CORE_ATTENTION for one in several]
+    )
     undo = ExitStack()
-    for _, module in whole:
-        undo.callback(_wrap_forward(module, region_of(module)))
+    for name, module in whole:
+        in_it = [role for role, several in found.items() if _any_inside(several, name)]
+        undo.callback(_wrap_forward(module, region_of(module, *in_it)))
     for name, module in core:
-        if name not in {outer for outer, _ in whole}:
-            undo.callback(_wrap_core_attention(module, region_of(nn.Module())))  # no Linear inside
+        if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
+            region = region_of(nn.Module(), layer_roles.CORE_ATTENTION)  # no Linear inside
+            undo.callback(_wrap_core_attention(module, region))
     return undo.close
+
+
+def _any_inside(found: layer_roles.Found, outer: str) -> bool:
+    return any(name == outer or name.startswith(f"{outer}.") for name, _ in found)
+
+
+def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
+    """`fn`, whose first run tells what of its results may be kept: of attention not the weights."""
+    if scope.handed_out is None:
+        return fn
+    first = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return fn(*args, **kwargs)
+        first = False
+        with scope.inside_region():
+            output = fn(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if scope.handed_out is not None:
+            scope.handed_out(results[:1] if attends else results)
+        return output
+
+    return call
 
 
 def _run(

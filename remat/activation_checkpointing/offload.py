@@ -83,6 +83,23 @@ class HostOffload:
                 if layer:
                     layer.drop()
 
+    def forward_is_over(self) -> None:
+        """Nothing more leaves before backward: all that was moved may be freed."""
+        self.transfers.forward_is_over()
+
+    def moving(self) -> set[int]:
+        """The layers whose kept tensors are moved."""
+        return {index for index, layer in enumerate(self._layers) if layer}
+
+    def still_on_device(self) -> Iterator[tuple[int, int, int]]:
+        """Of what was moved and is held by something else: layer, identity of the device storage, bytes."""
+        seen: set[int] = set()
+        for index, layer in enumerate(self._layers):
+            for moved in layer.moved() if layer else ():
+                if moved.storage.cdata not in seen and not moved.storage.expired():
+                    seen.add(moved.storage.cdata)
+                    yield index, moved.storage.cdata, moved.nbytes
+
     def storages(self) -> list[torch.UntypedStorage]:
         """The host memory itself: on a CPU machine it must not be taken for device memory."""
         return self.pool.storages()
@@ -147,6 +164,10 @@ class LayerOffload:
         """Whether the original was edited in place since it was packed."""
         return handle.version.changed()
 
+    def moved(self) -> list[_Moved]:
+        """What a graph still refers to."""
+        return list(self._moved.values())
+
     def drop(self) -> None:
         """Give back every buffer that a graph still holds."""
         for moved in list(self._moved.values()):
@@ -168,7 +189,7 @@ class _Moved:
     def __init__(self, owner: HostOffload, tensor: torch.Tensor, start: int, length: int) -> None:
         """`start` and `length` count elements of the storage."""
         self._owner = owner
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
         self._dtype, self._shape = tensor.dtype, (length,)
         self._values: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []

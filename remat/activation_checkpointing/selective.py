@@ -8,7 +8,7 @@ anything writes to its memory.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -50,11 +50,15 @@ class KeptResults:
         self.counts, self.offload = counts, offload
         self.running = ""  # the Linear that runs now
         self.call = 0  # and which call of a Linear in this pass that is
-        self._groups = [operators.GROUPS[name] for name in cfg.save if name in operators.GROUPS]
-        self._names = {name for name in cfg.save if name not in operators.GROUPS}
+        self._save = cfg.save
         self._half = "every_other_matmul" in cfg.save
-        self._kept_linears = {path for name in cfg.save_linears for path, _ in roles.linears(layer, name)}
-        self._listed: dict[str, bool] = {}
+        self._kept_linears: dict[str, list[str]] = defaultdict(
+            list
+        )  # path: the entries of the list that mean it
+        for name in cfg.save_linears:
+            for path, _ in roles.linears(layer, name):
+                self._kept_linears[path].append(name)
+        self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
         self._hooks = ExitStack()
         matmuls = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
         self._to_follow: nn.Module | None = layer if matmuls or self._kept_linears else None
@@ -83,7 +87,7 @@ class KeptResults:
         name = operator.name
         if self.running in self._kept_linears and name in operators.MATMULS:
             place = (self.running, name)
-        elif self._is_listed(name):
+        elif self._entries_of(name):
             place = ("", name)
             if self._half and name in operators.MATMULS:
                 ran["", "every_other_matmul"] += 1
@@ -96,14 +100,22 @@ class KeptResults:
 
     def note_kept(self, store: Store) -> None:
         self.counts.kept_outputs += len(store.entries)
-        for path, _, _ in store.entries:
+        for path, operator, _ in store.entries:
             if path:
                 self.counts.kept_linears[path] += 1
+            for entry in self._kept_linears[path] if path else ():
+                self.counts.takes_effect(entry)
+            for entry in self._entries_of(operator):  # a Linear's product is a matmul that is kept as well
+                self.counts.takes_effect(entry)
 
-    def _is_listed(self, name: str) -> bool:
-        if name not in self._listed:
-            self._listed[name] = name in self._names or any(group(name) for group in self._groups)
-        return self._listed[name]
+    def _entries_of(self, operator: str) -> list[str]:
+        if operator not in self._listed:
+            self._listed[operator] = [
+                entry
+                for entry in self._save
+                if (operators.GROUPS[entry](operator) if entry in operators.GROUPS else entry == operator)
+            ]
+        return self._listed[operator]
 
     def _follow_linears(self, layer: nn.Module) -> None:
         for path, module in layer.named_modules():
