@@ -241,8 +241,8 @@ class Region:
             )
             raise NotInEffect(
                 f"checkpointing.discard_modules: in layer {self._owner.index} the {edited} ({self.name}; Mixtral does "
-                "this with router_jitter_noise > 0), so it cannot be made again; leave the role of this module out or "
-                "use checkpointing=selective_modules"
+                "this with router_jitter_noise > 0), so it cannot be made again; leave the role {self.role} out or "
+                "use checkpointing=full"
             )
 
     def freed_bytes(self) -> int:

@@ -24,7 +24,7 @@ NO_ATTENTION_OPERATION = {
 }
 RANDOM_FIELDS = (
     "drop",
-    "router_jitter_noise",
+    "jitter_noise",
 )  # of a transformers config: what draws random numbers in a layer
 
 
@@ -74,13 +74,15 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.discard_output in asked:
         found += discard.problems(cfg.discard_modules)
-        if setting.fields.get("router_jitter_noise"):
-            found.append(
-                f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
-                "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
-                "checkpointing=selective_modules"
+        if "norm" in cfg.discard_modules:
+            found += _jitter(
+                setting,
+                [module for layer in layers for module in layer.modules()],
+                f"checkpointing.discard_modules={cfg.discard_modules}",
+                "edits the norm's output in place, which then cannot be made again",
+                "leave norm off the list",
             )
-    return found or _roles(cfg, layers)
+    return found or _roles(cfg, layers) or _edited_inputs(cfg, asked, layers, setting)
 
 
 def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
@@ -92,6 +94,43 @@ def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
         for text in several:
             by_text.setdefault(text, []).append(index)
     return [f"{text} (layers {policy.spans(indices)})" for text, indices in by_text.items()]
+
+
+def _edited_inputs(
+    cfg: CheckpointingConfig, asked: set[Policy], layers: list[nn.Module], setting: Setting
+) -> list[str]:
+    if Policy.selective_modules not in asked:
+        return []
+    decisions = policy.plan(cfg, len(layers))
+    found = []
+    for role in cfg.recompute_modules:
+        modules = [
+            module
+            for layer, decision in zip(layers, decisions, strict=True)
+            if decision.policy is Policy.selective_modules
+            for _, module in roles.find(layer, role)
+        ]
+        found += _jitter(
+            setting,
+            modules,
+            f"checkpointing.recompute_modules={cfg.recompute_modules}",
+            f"edits the input of {role} in place, so it cannot run again on what it was given",
+            f"leave {role} off the list",
+        )
+    return found
+
+
+def _jitter(setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str) -> list[str]:
+    """Sparse blocks multiply their input with noise where it lies, if a field of the config says so."""
+    found = next(((type(m).__name__, noise) for m in modules if (noise := roles.input_noise(m))), None)
+    if found is None:
+        return []
+    name, noise = found
+    field = next((field for field in setting.fields if field.endswith(noise)), noise)
+    return [
+        f"{option}: {field}={setting.fields.get(field)} {effect} ({name}); set model.architecture.{field}=0, {remedy}, "
+        "or use checkpointing=full"
+    ]
 
 
 def _deepspeed_calls(cfg: CheckpointingConfig, num_layers: int) -> int:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.activation_checkpointing import roles as layer_roles
-from remat.activation_checkpointing.counts import Counts, Scope, counted
+from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope, counted
 from remat.activation_checkpointing.recompute import Recompute, carries_gradient
 
 Region = Callable[..., Any]
@@ -33,14 +32,22 @@ def recompute_inside(
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
-    def region_of(module: nn.Module, *in_it: str) -> Callable[[Region, Any, Any], Any]:
+    def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
         """`in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
         attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
 
         def region(fn: Region, args: Any, kwargs: Any) -> Any:
             expected = counts.expected
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            versions = [tensor._version for tensor in tensors]
             output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
+            if versions != [tensor._version for tensor in tensors]:
+                raise NotInEffect(
+                    f"checkpointing.recompute_modules: in layer {index} {name} edits its input in place (a sparse "
+                    "block with jitter does), so it cannot run again on what it was given; leave "
+                    f"{' and '.join(in_it)} off the list or use checkpointing=full"
+                )
             for role in in_it if counts.expected > expected else ():
                 counts.takes_effect(role)
             return output
@@ -55,10 +62,10 @@ def recompute_inside(
     undo = ExitStack()
     for name, module in whole:
         in_it = [role for role, several in found.items() if _any_inside(several, name)]
-        undo.callback(_wrap_forward(module, region_of(module, *in_it)))
+        undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
-            region = region_of(nn.Module(), layer_roles.CORE_ATTENTION)  # no Linear inside
+            region = region_of(nn.Module(), name, layer_roles.CORE_ATTENTION)  # no Linear inside
             undo.callback(_wrap_core_attention(module, region))
     return undo.close
 
@@ -152,8 +159,9 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     """
     config = attention.config
     name = _Name(config._attn_implementation)
-    default = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(str(name), default)
+    own_file = inspect.unwrap(type(attention).forward).__globals__
+    registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
+    interface = registry.get_interface(str(name), own_file.get("eager_attention_forward"))
 
     def original(module: Any, *args: Any, **kwargs: Any) -> Any:
         copied, module.config = module.config, config
@@ -172,11 +180,11 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     own.__dict__["_attn_implementation_internal"] = (
         name  # the property would also rename sub-configs, which are shared
     )
-    ALL_ATTENTION_FUNCTIONS[name] = wrapped
+    registry[name] = wrapped
     attention.config = own
 
     def undo() -> None:
         attention.config = config
-        del ALL_ATTENTION_FUNCTIONS[name]
+        del registry[name]
 
     return undo
