@@ -143,7 +143,15 @@ class _Builder:
         if decision.mechanism is Mechanism.discard_output:
             discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
             self._applied.cleanup.callback(discarded.close)
-        saved = SavedTensors(layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded)
+        saved = SavedTensors(
+            layer,
+            by_reference=self._zero_stage == 3,
+            offload=offload,
+            discarded=discarded,
+            model=self._applied.model,
+        )
+        self._applied.cleanup.callback(saved.close)
+        host = self._applied.offload
         mechanism = self._mechanism(index, layer, decision, offload)
 
         def run(layer_forward: LayerForward, *args: Any) -> Any:
@@ -152,6 +160,8 @@ class _Builder:
             counts.forwards += 1
             with scope.inside(index), saved.hooks():
                 output = mechanism(counted(layer_forward, index, counts, scope), *args)
+            if host is not None:
+                host.follow(index, output)
             counts.output_bytes = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, torch.Tensor))
             return output
 

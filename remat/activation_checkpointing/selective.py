@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from remat.activation_checkpointing import operators, roles
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.kept import Entry, Key, Mover, Store, detached, finished, finishes
-from remat.activation_checkpointing.postpone import PRODUCTS, Postponed
+from remat.activation_checkpointing.postpone import OVERLOADS, PRODUCTS, Postponed
 from remat.config import ConfigError, SelectiveOpsConfig
 
 
@@ -60,9 +60,10 @@ class KeptResults:
                 self._kept_linears[path].append(name)
         self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
         self._hooks = ExitStack()
-        matmuls = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
-        self._to_follow: nn.Module | None = layer if matmuls or self._kept_linears else None
-        self._follow_all = matmuls
+        self.postponed: Postponed | None = None  # of the recomputation that runs
+        self.in_linear = False  # any Linear, kept or not
+        self._to_follow: nn.Module | None = layer
+        self._follow_all = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         layer, self._to_follow = self._to_follow, None
@@ -76,7 +77,7 @@ class KeptResults:
 
     def start(self) -> None:
         """A pass begins; an interrupted one may have left a Linear."""
-        self.running, self.call = "", 0
+        self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
 
     def current_call(self) -> int:
         """0 outside the Linears."""
@@ -121,6 +122,17 @@ class KeptResults:
         for path, module in layer.named_modules():
             if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
                 self._follow(path, module)
+            if roles.is_linear(module):
+                self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
+                self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
+
+    def _enter_linear(self, *_: Any) -> None:
+        self.in_linear = True
+
+    def _leave_linear(self, *_: Any) -> None:
+        self.in_linear = False
+        if self.postponed is not None:
+            self.postponed.compute()
 
     def _follow(self, path: str, module: nn.Module) -> None:
         def enter(*_: Any) -> None:
@@ -241,6 +253,11 @@ class _HandBack(_Mode):
         self._products = 0
         self._postponed = Postponed()
 
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        self._results.postponed = self._postponed
+        return entered
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = operators.describe(func)
@@ -253,7 +270,8 @@ class _HandBack(_Mode):
         if target is not None and self._already_in(target):
             return finished(operator, target)
         self._postponed.before(func, operator, args)
-        if operator.name in PRODUCTS and self._products == self._store.products:
+        last = operator.name in PRODUCTS and self._products == self._store.products
+        if last and func in OVERLOADS and self._results.in_linear:
             return self._postponed.put_off(func, operator, args, kwargs)
         return func(*args, **kwargs)
 
