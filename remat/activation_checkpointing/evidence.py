@@ -186,6 +186,10 @@ def _offload(layers: Layers, watch: Watch, cfg: CheckpointingConfig) -> list[str
         if watch.moved_hidden_bytes.get(index, 0)
         or 2 * still[index] > layers[index][1].moved_bytes / layers[index][1].forwards
     ]
+    inputs = sum(watch.moved_input_bytes.values())
+    moved = sum(layers[index][1].moved_bytes / layers[index][1].forwards for index in asked)
+    if not wrong and inputs and inputs + sum(still.values()) >= moved:
+        still, wrong = watch.moved_input_bytes, [index for index in asked if index in watch.moved_input_bytes]
     if wrong:
         found.append(
             f"checkpointing.offload frees nothing in layers {spans(wrong)}: of what was moved to host memory, "

@@ -237,12 +237,6 @@ class _Moved:
             ]
             owner.transfers.send(parts, self._host)
 
-    def backward_begins(self) -> None:
-        """Bring back what this layer and the next one below keep, unless that was done since its forward."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._owner.backward_reaches(self._index)
-
     def fetch(self) -> None:
         """Start the way back, unless it was started."""
         if self._values is None and not self._arriving and self._host:

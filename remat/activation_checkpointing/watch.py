@@ -66,6 +66,7 @@ class Watch(TorchDispatchMode):
         self.moved_hidden_bytes: dict[
             int, int
         ] = {}  # hidden states that were moved and did not leave the device
+        self.moved_input_bytes: dict[int, int] = {}  # the same of what was made before the first layer
         self.moved_kept_bytes: dict[int, int] = {}  # and anything else that was moved and did not
         self.flops: dict[Phase, dict[int, int]] = {
             p: defaultdict(int) for p in ("forward", "recompute", "backward")
@@ -135,8 +136,12 @@ class Watch(TorchDispatchMode):
         for layer, storage, nbytes in offload.still_on_device():
             if self.calls.must_stay(storage, offload.moving()):
                 continue
-            hidden = self.calls.is_hidden_state(storage)
-            found = self.moved_hidden_bytes if hidden else self.moved_kept_bytes
+            made_in = self._made[storage][1] if storage in self._made else OUTSIDE
+            found = self.moved_kept_bytes
+            if self.calls.is_hidden_state(
+                storage
+            ):  # the first one may be needed before the layers, as embedding
+                found = self.moved_input_bytes if made_in == OUTSIDE else self.moved_hidden_bytes
             found[layer] = found.get(layer, 0) + nbytes
 
     def _hand_out(self, results: list[torch.Tensor]) -> None:

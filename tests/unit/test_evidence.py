@@ -112,6 +112,24 @@ def test_offload_of_what_something_else_holds_is_found(policy: Policy) -> None:
     )  # the hidden states go with the outputs, of which only the loss is kept here
 
 
+def test_offload_of_the_only_hidden_state_that_something_holds_is_found() -> None:
+    """What the first layer is given may be needed before it; but where nothing else was moved, nothing was freed."""
+    cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=0))
+    for depth, found in ((2, 1), (3, 0)):
+        net = model("llama", num_hidden_layers=depth)
+        assert problems(net, cfg) == []
+        held: list[torch.Tensor] = []
+        net.model.layers[0].register_forward_pre_hook(lambda m, args, held=held: held.append(args[0]))
+        assert len(problems(net, cfg)) == found
+
+
+def test_a_first_hidden_state_that_the_model_uses_elsewhere_is_no_broken_promise() -> None:
+    """Gemma-4 projects its embeddings for every layer."""
+    cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=0))
+    result = proven_equal(model("gemma4_text", **GEMMA4), cfg)
+    assert result.watch.moved_input_bytes[0] > 0
+
+
 def test_offload_with_hidden_states_in_the_outputs_is_found() -> None:
     net = model("llama", num_hidden_layers=4)
     outputs: list[Any] = []
