@@ -116,6 +116,7 @@ def record(parts: Parts, found: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "policy": str(parts.cfg.checkpointing.policy),
         "in_words": policy.describe(parts.strategy.decisions),
+        "stacks": parts.strategy.stacks,
         "zero_stage": parts.strategy.zero_stage,
         "layers": found[0]["layers"],
         "first_micro_batch_flops": found[0]["flops"],

@@ -35,6 +35,7 @@ class Strategy:
     """`facts` is the whole model, `held` what one rank has of it before ZeRO shards that.
 
     `ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without).
+    `stacks` says which layers these are, and which are not treated; empty for a model that is one stack.
     """
 
     facts: model.ModelFacts
@@ -44,6 +45,7 @@ class Strategy:
     zero_stage: int
     decisions: list[LayerDecision]
     packed: Packed
+    stacks: str = ""  # the stacks of layers in words, where there is more than one
     decided_because: str = ""  # where the decisions are not the usual ones of the policy
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
@@ -93,7 +95,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.qlora:
         qlora.check(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
-    decisions, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
+    decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
     return Strategy(
         facts=facts,
         held=_held(facts, skeleton, shared_by),
@@ -102,20 +104,24 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         zero_stage=zero_stage,
         decisions=decisions,
         packed=packed,
+        stacks=stacks,
         decided_because=because,
     )
 
 
 def _decisions(
     cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
-) -> tuple[list[LayerDecision], str]:
-    """What becomes of each layer, and why so. Raises ConfigError with everything that cannot work."""
+) -> tuple[list[LayerDecision], str, str]:
+    """What becomes of each layer, the stacks in words, and why the decisions are not the usual ones of the policy.
+
+    Raises ConfigError with everything that cannot work.
+    """
     try:
-        found = layers.decoder_layers(skeleton)
+        found = layers.find_stacks(skeleton)
     except ConfigError:
         if policy.needs_layers(cfg.checkpointing):
             raise
-        return [], ""
+        return [], "", ""
     setting = limits.Setting(
         zero_stage=zero_stage,
         tensor_parallel_size=cfg.train.tensor_parallel_size,
@@ -125,11 +131,13 @@ def _decisions(
         fields=skeleton.config.to_dict(),
         activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * model.hidden_size(skeleton.config),
         element_bytes=model.DTYPES[cfg.train.precision].itemsize,
+        stacks=found.depths,
     )
-    problems = limits.problems(cfg.checkpointing, list(found), setting)
+    problems = limits.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:
         raise ConfigError("\n".join(problems))
-    return dry_run.choose(skeleton, cfg.checkpointing, len(found), zero_stage=zero_stage)
+    decisions, because = dry_run.choose(skeleton, cfg.checkpointing, found.depths, zero_stage=zero_stage)
+    return decisions, found.describe(), because
 
 
 def _facts(cfg: RunConfig, skeleton: Any) -> model.ModelFacts:

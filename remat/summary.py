@@ -35,7 +35,8 @@ class Described(Protocol):
 def rows(parts: Described) -> dict[str, str]:
     """Label and value, in reading order."""
     cfg, train = parts.cfg, parts.cfg.train
-    facts, ds, splits = parts.strategy.facts, parts.strategy.ds, parts.splits
+    decided, splits = parts.strategy, parts.splits
+    facts, ds = decided.facts, decided.ds
     accumulation = ds["gradient_accumulation_steps"]
     tokens = train.steps * train.global_batch_size * train.seq_len
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
@@ -47,8 +48,9 @@ def rows(parts: Described) -> dict[str, str]:
         "packing": parts.strategy.packed.line(),
         "ranks": _ranks(parts.world),
         "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
-        "activations": policy.describe(parts.strategy.decisions)
-        + (f"; {because}" if (because := parts.strategy.decided_because) else ""),
+        "activations": "; ".join(
+            filter(None, [policy.describe(decided.decisions), decided.stacks, decided.decided_because])
+        ),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",

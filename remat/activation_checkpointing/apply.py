@@ -23,10 +23,10 @@ from remat.activation_checkpointing.arguments import (
     find_tensors,
     refuse_what_is_lost,
 )
-from remat.activation_checkpointing.counts import Counts, Scope
+from remat.activation_checkpointing.counts import Counts, Scope, one_run
 from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
 from remat.activation_checkpointing.discard import DiscardedOutputs
-from remat.activation_checkpointing.layers import decoder_layers
+from remat.activation_checkpointing.layers import Stacks, find_stacks
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.policy import LayerDecision, Mechanism
 from remat.activation_checkpointing.postpone import SparedProduct
@@ -49,12 +49,12 @@ class Applied:
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
-    layers: Sequence[nn.Module] = ()
     counts: list[Counts] = field(default_factory=list)
     scope: Scope = field(default_factory=Scope)
     offload: HostOffload | None = None
     deepspeed: DeepSpeedCheckpointing | None = None
     recorder: Recorder | None = None  # of the first micro-batch
+    stacks: Stacks = field(default_factory=lambda: Stacks([], []))
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def reset(self) -> None:
@@ -78,6 +78,8 @@ class Applied:
             device,
             weights=self.model.parameters if self.model else tuple,
             ignored=self.offload.storages if self.offload else tuple,
+            layers=self.stacks.layers(),
+            offload=self.offload,
         )
 
     @contextmanager
@@ -86,7 +88,7 @@ class Applied:
         assert self.model is not None or not self.decisions
         rounded = self.offload is not None and self.offload.cfg.dtype is not StorageDtype.same
         self.recorder = recorder = Recorder(
-            self.model or nn.Module(), self.layers, self.decisions, self.scope, rounded=rounded
+            self.model or nn.Module(), self.stacks.layers(), self.decisions, self.scope, rounded=rounded
         )
         try:
             yield recorder
@@ -113,11 +115,12 @@ def apply(
     """
     if not decisions:
         return Applied()
-    layers = decoder_layers(model)
+    stacks = find_stacks(model)
+    layers = stacks.layers()
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
     _refuse_shared_weights(model, layers, decisions)
-    applied = Applied(decisions, model, layers, [Counts() for _ in decisions])
+    applied = Applied(decisions, model, [Counts() for _ in decisions], stacks=stacks)
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
@@ -186,21 +189,28 @@ class _Builder:
         if decision.mechanism is Mechanism.discard_output:
             discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
             self._applied.cleanup.callback(discarded.close)
-        saved = SavedTensors(layer, by_reference=self._zero_stage == 3, offload=offload, discarded=discarded)
+        saved = SavedTensors(
+            layer,
+            by_reference=self._zero_stage == 3,
+            offload=offload,
+            discarded=discarded,
+            model=self._applied.model,
+        )
+        self._applied.cleanup.callback(saved.close)
+        host = self._applied.offload
         mechanism = self._mechanism(index, layer, decision, offload)
 
         name = f"{type(layer).__name__} (layer {index})"
 
         @contextmanager
-        def around(again: bool, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
             """One run of the layer, its first or a later one."""
-            counts.recomputations += again
-            if self._applied.recorder is not None and not again:
+            if self._applied.recorder is not None and not earlier:
                 self._applied.recorder.ran(index)
             guard: AbstractContextManager[None] = nullcontext()
-            if not again and decision.mechanism in RUNS_AGAIN:
+            if not earlier and decision.mechanism in RUNS_AGAIN:
                 guard = refuse_what_is_lost(values(), name, reentrant=decision.reentrant)
-            with scope.inside(index, recomputing=again), guard:
+            with one_run(index, counts, scope, earlier), guard:
                 yield
 
         def run(layer_forward: LayerForward, *args: Any) -> Any:
@@ -217,6 +227,8 @@ class _Builder:
                 output = mechanism(call, *args)
             if recorder is not None:
                 output = recorder.after(index, output)
+            if host is not None:
+                host.follow(index, output)
             counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
             return output
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from remat.config import ConfigError
 
-Around = Callable[[bool, Callable[[], dict[str, Any]]], AbstractContextManager[None]]
+Around = Callable[[int, Callable[[], dict[str, Any]]], AbstractContextManager[None]]
 DEPTH = 6  # of containers inside containers
 ONE_VALUE = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
 NOT_LOOKED_INTO = (*ONE_VALUE, nn.Module, torch.Generator, FunctionType, MethodType, ModuleType)
@@ -160,11 +160,14 @@ class Replayable:
     """
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
-        """`around(again, values)` makes what is entered around each run; `values()` are the arguments by name."""
+        """`around(earlier, values)` makes what is entered around each run, after `earlier` ones; `values()` are the
+        arguments by name.
+        """
         self.function: Callable[..., Any] = call
         self.bound: tuple[Any, ...] = ()
         self.keywords: dict[str, Any] = {}
         self.around = around
+        self._runs = 0
         if isinstance(call, partial):
             self.function, self.bound, self.keywords = call.func, call.args, dict(call.keywords)
         self._positional: dict[int, Any] | None = None  # containers as they were, once it ran
@@ -173,7 +176,6 @@ class Replayable:
     def __call__(self, *args: Any, **named: Any) -> Any:
         """`named` takes the place of keyword arguments of the same name."""
         given = self.keywords | named
-        again = self._positional is not None
         if self._positional is None:
             self._positional = _containers_of(dict(enumerate(args)))
             self._named = _containers_of(given)
@@ -181,7 +183,8 @@ class Replayable:
             before = copy_containers(self._positional)
             args = tuple(before.get(i, value) for i, value in enumerate(args))
             given = given | copy_containers(self._named)
-        with self.around(again, lambda: name_arguments(self, args) | named):
+        earlier, self._runs = self._runs, self._runs + 1
+        with self.around(earlier, lambda: name_arguments(self, args) | named):
             return self.function(*self.bound, *args, **given)
 
     def put_state_first(self, args: tuple[Any, ...]) -> tuple[Replayable, tuple[Any, ...]]:

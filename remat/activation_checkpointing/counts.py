@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
 
@@ -21,9 +25,16 @@ class Counts:
     expected: int = 0
     recomputations: int = 0
     abandoned: int = 0  # calls of micro-batches before this one that backward never came to
+    empty: int = 0  # calls of regions that saved nothing: backward may come and find nothing to recompute
+    repeated: int = (
+        0  # further recomputations of one call: a checkpoint of the model's own inside asks for more
+    )
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
     kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
+    in_effect: dict[str, int] = field(
+        default_factory=dict
+    )  # how often each entry of the policy's lists took effect
     discarded_bytes: int = 0
     moved_bytes: int = 0  # to host memory
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
@@ -35,6 +46,9 @@ class Counts:
         for item in fields(self):
             setattr(self, item.name, getattr(fresh, item.name))
 
+    def takes_effect(self, entry: str, times: int = 1) -> None:
+        self.in_effect[entry] = self.in_effect.get(entry, 0) + times
+
 
 class Scope:
     """Which layer runs, and whether it runs for the second time."""
@@ -43,6 +57,18 @@ class Scope:
         self.layer: int | None = None
         self.recomputing = False
         self.keeping = False  # no policy may act: a layer is run as it is without one
+        self.in_region = False  # in the first run of a part of the layer that will be recomputed
+        self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
+            None  # told which results such a part may keep
+        )
+
+    @contextmanager
+    def inside_region(self) -> Iterator[None]:
+        before, self.in_region = self.in_region, True
+        try:
+            yield
+        finally:
+            self.in_region = before
 
     @contextmanager
     def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:
@@ -56,3 +82,35 @@ class Scope:
             raise
         finally:
             self.layer, self.recomputing = before
+
+
+@contextmanager
+def one_run(layer: int, counts: Counts, scope: Scope, earlier: int) -> Iterator[None]:
+    """Around one run of a region, which ran `earlier` times: the first is the forward, later ones recompute it."""
+    counts.recomputations += earlier == 1
+    counts.repeated += earlier > 1
+    with scope.inside(layer, recomputing=earlier > 0):
+        if earlier or not torch.is_grad_enabled():
+            yield
+            return
+        with _counted_saves() as saved:
+            yield
+        counts.empty += not saved
+
+
+@contextmanager
+def _counted_saves() -> Iterator[list[None]]:
+    """One entry for each tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outer is None:
+        yield [None]
+        return
+    pack, unpack = outer
+    saved: list[None] = []
+
+    def count(tensor: torch.Tensor) -> Any:
+        saved.append(None)
+        return pack(tensor)
+
+    with saved_tensors_hooks(count, unpack):
+        yield saved

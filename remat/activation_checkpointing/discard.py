@@ -74,7 +74,7 @@ class DiscardedOutputs:
                         f"checkpointing.discard_modules={role}: {name} draws random numbers "
                         f"({type(random[0]).__name__}); use checkpointing=selective_modules"
                     )
-                self._wrap(name, module)
+                self._wrap(name, role, module)
 
     @contextmanager
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
@@ -89,7 +89,9 @@ class DiscardedOutputs:
             self.forward = None
         for region in forward.regions:
             region.check()
-            self.counts.discarded_bytes += region.freed_bytes()
+            freed = region.freed_bytes()
+            self.counts.discarded_bytes += freed
+            self.counts.takes_effect(region.role, freed)
 
     @property
     def is_running(self) -> bool:
@@ -125,12 +127,14 @@ class DiscardedOutputs:
             else:
                 module.forward = before
 
-    def _wrap(self, name: str, module: nn.Module) -> None:
+    def _wrap(self, name: str, role: str, module: nn.Module) -> None:
         self._wrapped.append((module, module.__dict__.get("forward")))
         # The instance's forward, inside ZeRO-3's hooks: what they do to inputs and outputs is not part of the region.
-        module.forward = partial(self._call, name, module, module.forward)
+        module.forward = partial(self._call, name, role, module, module.forward)
 
-    def _call(self, name: str, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, name: str, role: str, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self.capture:
             self.counts.recomputations += module is self.again
             with saved_tensors_hooks(self.capture, _never):
@@ -140,7 +144,7 @@ class DiscardedOutputs:
             forward is None or forward.running
         ):  # another layer's turn, a second forward, or a norm inside a norm
             return run(*args, **kwargs)
-        region = Region(self, name, module, run, args, kwargs)
+        region = Region(self, name, role, module, run, args, kwargs)
         forward.regions.append(region)
         forward.running = region
         try:
@@ -180,13 +184,14 @@ class Region:
         self,
         owner: DiscardedOutputs,
         name: str,
+        role: str,
         module: nn.Module,
         run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         assert owner.forward is not None
-        self.name = name
+        self.name, self.role = name, role
         self._owner, self._module, self._run, self._restore = owner, module, run, owner.forward.restore
         leaves, self._tree = tree_flatten((args, kwargs))
         keep = owner.forward.keep
@@ -236,8 +241,8 @@ class Region:
             )
             raise NotInEffect(
                 f"checkpointing.discard_modules: in layer {self._owner.index} the {edited} ({self.name}; Mixtral does "
-                "this with router_jitter_noise > 0), so it cannot be made again; leave the role of this module out or "
-                "use checkpointing=selective_modules"
+                "this with router_jitter_noise > 0), so it cannot be made again; leave the role {self.role} out or "
+                "use checkpointing=full"
             )
 
     def freed_bytes(self) -> int:
@@ -301,7 +306,7 @@ class Region:
             if hasattr(parameter, "ds_status")
         ]
         if all(name == "AVAILABLE" for name in status):
-            return partial(self._owner._call, self.name, self._module, self._run)
+            return partial(self._owner._call, self.name, self.role, self._module, self._run)
         return self._module
 
 

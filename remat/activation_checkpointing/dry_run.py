@@ -6,6 +6,7 @@ micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,19 +22,21 @@ REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
 
 def choose(
-    model: Any, cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int
+    model: Any, cfg: CheckpointingConfig, stacks: Sequence[int], *, zero_stage: int
 ) -> tuple[list[LayerDecision], str]:
-    """The decision for each layer of `model` (on the meta device, in training), and why they are not the usual ones.
+    """The decision for each layer of `model` (on the meta device), and why they are not the usual ones.
+
+    `stacks`: how many layers each of its stacks has.
 
     Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
     not. Raises ConfigError when the model cannot be carried as asked.
     """
-    decisions = policy.plan(cfg, num_layers, zero_stage=zero_stage)
+    decisions = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
     if not any(d.reentrant or d.first != d.last for d in decisions):
         return decisions, ""
     problem, tried = _problem(model, decisions, cfg)
     if problem and cfg.reentrant is None and any(d.reentrant and d.first != d.last for d in decisions):
-        others = policy.plan(cfg, num_layers, zero_stage=zero_stage, reentrant_segments=False)
+        others = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks, reentrant_segments=False)
         still, tried = _problem(model, others, cfg)
         if not (still and tried):
             return others, f"segments are not reentrant for this model: {problem}"

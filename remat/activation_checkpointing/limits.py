@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ NO_ATTENTION_OPERATION = {
 }
 RANDOM_FIELDS = (
     "drop",
-    "router_jitter_noise",
+    "jitter_noise",
 )  # of a transformers config: what draws random numbers in a layer
 
 
@@ -40,6 +40,7 @@ class Setting:
     fields: Mapping[str, Any]
     activation_elements: int  # of one layer's input: micro-batch x sequence x hidden
     element_bytes: int
+    stacks: Sequence[int] = ()  # layers of each stack of the model, where there are several
 
 
 def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
@@ -48,7 +49,7 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
     asked = policy.policies(cfg)
     found += _variants(cfg, asked, setting)
     found += _offload(cfg, asked, len(layers), setting)
-    found += _sizes(cfg, asked, len(layers))
+    found += _sizes(cfg, asked, len(layers), max(setting.stacks, default=len(layers)))
     if asked & {Policy.uniform, Policy.sqrt} and _returns_tuple(layers[0]):
         found.append(
             f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be "
@@ -73,13 +74,15 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if Policy.discard_output in asked:
         found += discard.problems(cfg.discard_modules)
-        if setting.fields.get("router_jitter_noise"):
-            found.append(
-                f"checkpointing=discard_output: router_jitter_noise={setting.fields['router_jitter_noise']} edits "
-                "the norm's output in place; set model.architecture.router_jitter_noise=0 or use "
-                "checkpointing=selective_modules"
+        if "norm" in cfg.discard_modules:
+            found += _jitter(
+                setting,
+                [module for layer in layers for module in layer.modules()],
+                f"checkpointing.discard_modules={cfg.discard_modules}",
+                "edits the norm's output in place, which then cannot be made again",
+                "leave norm off the list",
             )
-    return found or _roles(cfg, layers)
+    return found or _roles(cfg, layers) or _edited_inputs(cfg, asked, layers, setting)
 
 
 def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
@@ -93,22 +96,60 @@ def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
     return [f"{text} (layers {policy.spans(indices)})" for text, indices in by_text.items()]
 
 
+def _edited_inputs(
+    cfg: CheckpointingConfig, asked: set[Policy], layers: list[nn.Module], setting: Setting
+) -> list[str]:
+    if Policy.selective_modules not in asked:
+        return []
+    decisions = policy.plan(cfg, len(layers))
+    found = []
+    for role in cfg.recompute_modules:
+        modules = [
+            module
+            for layer, decision in zip(layers, decisions, strict=True)
+            if decision.policy is Policy.selective_modules
+            for _, module in roles.find(layer, role)
+        ]
+        found += _jitter(
+            setting,
+            modules,
+            f"checkpointing.recompute_modules={cfg.recompute_modules}",
+            f"edits the input of {role} in place, so it cannot run again on what it was given",
+            f"leave {role} off the list",
+        )
+    return found
+
+
+def _jitter(setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str) -> list[str]:
+    """Sparse blocks multiply their input with noise where it lies, if a field of the config says so."""
+    found = next(((type(m).__name__, noise) for m in modules if (noise := roles.input_noise(m))), None)
+    if found is None:
+        return []
+    name, noise = found
+    field = next((field for field in setting.fields if field.endswith(noise)), noise)
+    return [
+        f"{option}: {field}={setting.fields.get(field)} {effect} ({name}); set model.architecture.{field}=0, {remedy}, "
+        "or use checkpointing=full"
+    ]
+
+
 def _deepspeed_calls(cfg: CheckpointingConfig, num_layers: int) -> int:
     if policy.range_problems(cfg, num_layers):
         return num_layers
     return sum(d.policy is Policy.deepspeed for d in policy.plan(cfg, num_layers))
 
 
-def _sizes(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int) -> list[str]:
+def _sizes(cfg: CheckpointingConfig, asked: set[Policy], num_layers: int, largest_stack: int) -> list[str]:
+    where = "the model has" if largest_stack == num_layers else "its longest stack of layers has"
     given = {
-        Policy.interval: ("interval", cfg.interval),
-        Policy.uniform: ("segment_layers", cfg.segment_layers),
-        Policy.block: ("block_layers", cfg.block_layers),
+        Policy.interval: ("interval", cfg.interval, f"the model has {num_layers}", num_layers),
+        Policy.uniform: ("segment_layers", cfg.segment_layers, f"{where} {largest_stack}", largest_stack),
+        Policy.block: ("block_layers", cfg.block_layers, f"the model has {num_layers}", num_layers),
     }
     return [
-        f"checkpointing.{name}={value}: the model has {num_layers} layers; give at most that"
-        for kind, (name, value) in given.items()
-        if kind in asked and value > num_layers
+        f"checkpointing.{name}={value}: {has} layers; give at most that"
+        for kind, (name, value, has, most) in given.items()
+        if kind in asked and value > most
     ]
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing import roles as layer_roles
 from remat.activation_checkpointing.arguments import Replayable, carry_gradient
-from remat.activation_checkpointing.counts import Counts, Scope
+from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.recompute import Lifted, Recompute
 
 Region = Callable[..., Any]
@@ -34,24 +34,67 @@ def recompute_inside(
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
-    def region_of(module: nn.Module) -> Callable[[Region, Any, Any], Any]:
+    def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
+        """`in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
+        attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
 
         def region(fn: Region, args: Any, kwargs: Any) -> Any:
-            return _run(fn, args, kwargs, recompute, index, counts, scope)
+            expected = counts.expected
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            versions = [tensor._version for tensor in tensors]
+            output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
+            if versions != [tensor._version for tensor in tensors]:
+                raise NotInEffect(
+                    f"checkpointing.recompute_modules: in layer {index} {name} edits its input in place (a sparse "
+                    "block with jitter does), so it cannot run again on what it was given; leave "
+                    f"{' and '.join(in_it)} off the list or use checkpointing=full"
+                )
+            for role in in_it if counts.expected > expected else ():
+                counts.takes_effect(role)
+            return output
 
         return region
 
     found = {role: layer_roles.find(layer, role) for role in roles}
-    core = found.pop(layer_roles.CORE_ATTENTION, [])
-    whole = layer_roles.outermost([one for several in found.values() for one in several])
+    core = found.get(layer_roles.CORE_ATTENTION, [])
+    whole = layer_roles.outermost(
+        [one for role, several in found.items() if role != layer_roles.CORE_ATTENTION for one in several]
+    )
     undo = ExitStack()
-    for _, module in whole:
-        undo.callback(_wrap_forward(module, region_of(module)))
+    for name, module in whole:
+        in_it = [role for role, several in found.items() if _any_inside(several, name)]
+        undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
     for name, module in core:
-        if name not in {outer for outer, _ in whole}:
-            undo.callback(_wrap_core_attention(module, region_of(nn.Module())))  # no Linear inside
+        if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
+            region = region_of(nn.Module(), name, layer_roles.CORE_ATTENTION)  # no Linear inside
+            undo.callback(_wrap_core_attention(module, region))
     return undo.close
+
+
+def _any_inside(found: layer_roles.Found, outer: str) -> bool:
+    return any(name == outer or name.startswith(f"{outer}.") for name, _ in found)
+
+
+def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
+    """`fn`, whose first run tells what of its results may be kept: of attention not the weights."""
+    if scope.handed_out is None:
+        return fn
+    first = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return fn(*args, **kwargs)
+        first = False
+        with scope.inside_region():
+            output = fn(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if scope.handed_out is not None:
+            scope.handed_out(results[:1] if attends else results)
+        return output
+
+    return call
 
 
 def _run(
@@ -64,11 +107,8 @@ def _run(
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
-    @contextmanager
-    def around(again: bool, _: Any) -> Iterator[None]:
-        counts.recomputations += again
-        with scope.inside(index, recomputing=again):
-            yield
+    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
+        return one_run(index, counts, scope, earlier)
 
     lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
     output = recompute(lifted, *lifted.tensors)
@@ -110,8 +150,9 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     """
     config = attention.config
     name = _Name(config._attn_implementation)
-    default = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(str(name), default)
+    own_file = inspect.unwrap(type(attention).forward).__globals__
+    registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
+    interface = registry.get_interface(str(name), own_file.get("eager_attention_forward"))
 
     def original(module: Any, *args: Any, **kwargs: Any) -> Any:
         copied, module.config = module.config, config
@@ -130,11 +171,11 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     own.__dict__["_attn_implementation_internal"] = (
         name  # the property would also rename sub-configs, which are shared
     )
-    ALL_ATTENTION_FUNCTIONS[name] = wrapped
+    registry[name] = wrapped
     attention.config = own
 
     def undo() -> None:
         attention.config = config
-        del ALL_ATTENTION_FUNCTIONS[name]
+        del registry[name]
 
     return undo

@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing import low_precision
 from remat.activation_checkpointing.counts import Counts
@@ -65,6 +67,31 @@ class HostOffload:
         self._layers[index] = layer
         return layer
 
+    def follow(self, index: int, output: Any) -> None:
+        """The way back begins when the gradient of a layer's `output` is there, before any of its own is needed.
+
+        The layer below comes back meanwhile, also while a layer is in backward that keeps all it has on the device.
+        """
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._gradient_is_at, index))
+                return
+
+    def _gradient_is_at(self, index: int, _: torch.Tensor) -> None:
+        layer, below = self._layers[index], self._layers[index - 1] if index else None
+        if layer:
+            layer.backward_begins()
+        elif below:
+            self.transfers.forward_is_over()
+            below.fetch()
+
+    def backward_reaches(self, index: int) -> None:
+        """Layer `index` is in backward: it comes back, and the next one below."""
+        self.transfers.forward_is_over()
+        for layer in (self._layers[index], self.below(index)):
+            if layer:
+                layer.fetch()
+
     def below(self, index: int) -> LayerOffload | None:
         """The layer whose backward comes next."""
         return next((layer for layer in reversed(self._layers[:index]) if layer), None)
@@ -82,6 +109,23 @@ class HostOffload:
             for layer in self._layers:
                 if layer:
                     layer.drop()
+
+    def forward_is_over(self) -> None:
+        """Nothing more leaves before backward: all that was moved may be freed."""
+        self.transfers.forward_is_over()
+
+    def moving(self) -> set[int]:
+        """The layers whose kept tensors are moved."""
+        return {index for index, layer in enumerate(self._layers) if layer}
+
+    def still_on_device(self) -> Iterator[tuple[int, int, int]]:
+        """Of what was moved and is held by something else: layer, identity of the device storage, bytes."""
+        seen: set[int] = set()
+        for index, layer in enumerate(self._layers):
+            for moved in layer.moved() if layer else ():
+                if moved.storage.cdata not in seen and not moved.storage.expired():
+                    seen.add(moved.storage.cdata)
+                    yield index, moved.storage.cdata, moved.nbytes
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The host memory itself: on a CPU machine it must not be taken for device memory."""
@@ -134,18 +178,16 @@ class LayerOffload:
                 f"checkpointing.offload: a tensor of shape {list(handle.size)} that layer {self._index} keeps for "
                 "backward was modified by an in-place operation; backward would fail without offload as well"
             )
-        if not self._in_backward:
-            self._in_backward = True
-            self._owner.transfers.forward_is_over()
-            self._fetch()
-            below = self._owner.below(self._index)
-            if below:
-                below._fetch()
+        self.backward_begins()
         return handle.view(handle.moved.values())
 
     def edited(self, handle: Handle) -> bool:
         """Whether the original was edited in place since it was packed."""
         return handle.version.changed()
+
+    def moved(self) -> list[_Moved]:
+        """What a graph still refers to."""
+        return list(self._moved.values())
 
     def drop(self) -> None:
         """Give back every buffer that a graph still holds."""
@@ -153,7 +195,14 @@ class LayerOffload:
             moved.drop()
         self._moved.clear()
 
-    def _fetch(self) -> None:
+    def backward_begins(self) -> None:
+        """Bring back what this layer and the next one below keep, unless that was done since its forward."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._owner.backward_reaches(self._index)
+
+    def fetch(self) -> None:
+        """Start the way back of all that is not on it."""
         for moved in reversed(list(self._moved.values())):
             moved.fetch()
 
@@ -168,7 +217,7 @@ class _Moved:
     def __init__(self, owner: HostOffload, tensor: torch.Tensor, start: int, length: int) -> None:
         """`start` and `length` count elements of the storage."""
         self._owner = owner
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
         self._dtype, self._shape = tensor.dtype, (length,)
         self._values: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []

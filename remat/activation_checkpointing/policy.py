@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -26,7 +27,8 @@ class Mechanism(StrEnum):
 class LayerDecision:
     """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.
 
-    `offload`: what the layer keeps lives in host memory until its backward.
+    `offload`: what the layer keeps lives in host memory until its backward. `entry`: the range of
+    `checkpointing.layers` that decided; empty: none did.
     """
 
     policy: Policy
@@ -35,6 +37,7 @@ class LayerDecision:
     last: int
     reentrant: bool
     offload: bool
+    entry: str = ""
 
 
 DIRECT = {
@@ -48,19 +51,26 @@ DIRECT = {
 
 
 def plan(
-    cfg: CheckpointingConfig, num_layers: int, *, zero_stage: int = 0, reentrant_segments: bool = True
+    cfg: CheckpointingConfig,
+    num_layers: int,
+    *,
+    zero_stage: int = 0,
+    stacks: Sequence[int] = (),
+    reentrant_segments: bool = True,
 ) -> list[LayerDecision]:
     """The decision for each of `num_layers` layers, first to last.
 
-    `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises ConfigError for
-    layer ranges that do not fit the model.
+    `stacks`: how many of them each stack of the model has, where there are several: no segment crosses from one into
+    the next. `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises
+    ConfigError for layer ranges that do not fit the model.
     """
     found = range_problems(cfg, num_layers)
     if found:
         raise ConfigError("\n".join(found))
     decisions: list[LayerDecision] = []
-    for policy, first, last in _runs(cfg, num_layers):
-        for mechanism, start, end in _parts(cfg, policy, first, last):
+    for entry, first, last in _runs(cfg, num_layers):
+        policy = cfg.policy if entry is None else cfg.layers[entry]
+        for mechanism, start, end in _parts(cfg, policy, first, last, stacks):
             decisions += [
                 LayerDecision(
                     policy=policy,
@@ -71,6 +81,7 @@ def plan(
                         cfg, mechanism, end - start + 1, zero_stage == 3 and reentrant_segments
                     ),
                     offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
+                    entry="" if entry is None else str(entry),
                 )
                 for index in range(start, end + 1)
             ]
@@ -171,8 +182,8 @@ def _range(key: object) -> tuple[int, int] | None:
     return int(first), int(last if dash else first)
 
 
-def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[Policy, int, int]]:
-    """Consecutive layers that one range, or the default, speaks of."""
+def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, int, int]]:
+    """Consecutive layers that one range, or the default (None), speaks of."""
     owner: list[object] = [None] * num_layers
     for key in cfg.layers:
         first, last = _range(key) or (0, -1)
@@ -180,19 +191,19 @@ def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[Policy, i
     start = 0
     for index in range(1, num_layers + 1):
         if index == num_layers or owner[index] != owner[start]:
-            policy = cfg.policy if owner[start] is None else cfg.layers[owner[start]]
-            yield policy, start, index - 1
+            yield owner[start], start, index - 1
             start = index
 
 
 def _parts(
-    cfg: CheckpointingConfig, policy: Policy, first: int, last: int
+    cfg: CheckpointingConfig, policy: Policy, first: int, last: int, stacks: Sequence[int]
 ) -> Iterator[tuple[Mechanism, int, int]]:
     """Mechanism, first and last layer of each call that recomputes."""
     if policy in (Policy.uniform, Policy.sqrt):
-        size = segment_layers(cfg, policy, last - first + 1)
-        for start in range(first, last + 1, size):
-            yield Mechanism.recompute, start, min(start + size - 1, last)
+        for begin, end in _cut(first, last, stacks):
+            size = segment_layers(cfg, policy, end - begin + 1)
+            for start in range(begin, end + 1, size):
+                yield Mechanism.recompute, start, min(start + size - 1, end)
         return
     for index in range(first, last + 1):
         place = index - first
@@ -203,6 +214,12 @@ def _parts(
         else:
             mechanism = DIRECT[policy]
         yield mechanism, index, index
+
+
+def _cut(first: int, last: int, stacks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The layers `first` to `last` of each stack."""
+    borders = [border for border in itertools.accumulate(stacks) if first < border <= last]
+    yield from ((begin, end - 1) for begin, end in itertools.pairwise([first, *borders, last + 1]))
 
 
 def _reentrant(cfg: CheckpointingConfig, mechanism: Mechanism, layers: int, segments: bool) -> bool:

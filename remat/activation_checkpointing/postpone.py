@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing import operators
 
+OVERLOADS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+}  # whose result has the type of its left matrix
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}  # position of the left matrix
 ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does not say that it is a view
 SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
@@ -25,7 +29,8 @@ SAVES = "aten::detach"  # torch's recomputation takes what backward needs by thi
 class Postponed:
     """At most one product at a time: its memory is there, its value comes before the next operation, whatever that is.
 
-    Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is.
+    Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is. One that
+    allocates nothing is not seen at all, so the value comes at the latest with the end of the Linear's call.
     """
 
     def __init__(self) -> None:
@@ -48,8 +53,18 @@ class Postponed:
         is_view = operator.name in ONLY_VIEWS or getattr(func, "is_view", False)
         is_taken = operator.name == SAVES and operators.storage(args[0]) == self._storage
         if is_taken or not is_view:
-            compute, self._compute = self._compute, None
-            compute()
+            self.compute()
+
+    def compute(self) -> None:
+        """Now, if a product is put off."""
+        compute, self._compute = self._compute, None
+        if compute is not None:
+            # From a hook this is an operation of its own: autograd must not see it, nor count it as an edit.
+            with (
+                torch.no_grad(),
+                torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, True),
+            ):
+                compute()
 
     def forget(self) -> None:
         self._storage, self._compute = 0, None
@@ -75,6 +90,7 @@ class SparedProduct:
         for module in region.modules() if region else ():
             if isinstance(module, nn.Linear):
                 self._hooks.callback(module.register_forward_pre_hook(self._before_linear).remove)
+                self._hooks.callback(module.register_forward_hook(self._after_linear).remove)
         calls: list[int] = []
         return self._forward(calls), self._again(calls)
 
@@ -104,6 +120,10 @@ class SparedProduct:
             self._mode = _PutOff()
             self._mode.__enter__()
 
+    def _after_linear(self, *_: Any) -> None:
+        if self._mode is not None:
+            self._mode.postponed.compute()
+
 
 class _PutOff(TorchDispatchMode):
     """Puts the first product off."""
@@ -114,13 +134,13 @@ class _PutOff(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._postponed = Postponed()
+        self.postponed = Postponed()
         self._done = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, operator = kwargs or {}, operators.describe(func)
-        if operator.name in PRODUCTS and not self._done:
+        if func in OVERLOADS and not self._done:
             self._done = True
-            return self._postponed.put_off(func, operator, args, kwargs)
-        self._postponed.before(func, operator, args)
+            return self.postponed.put_off(func, operator, args, kwargs)
+        self.postponed.before(func, operator, args)
         return func(*args, **kwargs)

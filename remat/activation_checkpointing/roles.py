@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +129,29 @@ def core_attention_problem(attention: nn.Module) -> str | None:
         return f"{name} has no config that names its attention"
     if implementation == "eager" and "eager_attention_forward" not in forward.__globals__:
         return f"the file of {name} has no eager_attention_forward"
+    return None
+
+
+def input_noise(module: nn.Module) -> str | None:
+    """The attribute that makes `module` multiply noise into its first argument where it lies; None: nothing does.
+
+    Read from its code (`if self.training and self.jitter_noise > 0: hidden_states *= ...`), because no interface tells.
+    What hides from this is found in the first forward.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        first = list(inspect.signature(forward).parameters)[1]
+    except (OSError, TypeError, IndexError):
+        return None
+    for branch in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+        edited = [node.target for node in ast.walk(branch) if isinstance(node, ast.AugAssign)]
+        if not any(isinstance(target, ast.Name) and target.id == first for target in edited):
+            continue
+        named = [node.attr for node in ast.walk(branch.test) if isinstance(node, ast.Attribute)]
+        values = {name: getattr(module, name, None) for name in named if name != "training"}
+        if values and all(values.values()):
+            return next(iter(values))
     return None
 
 

@@ -6,8 +6,8 @@ norm's or activation's output is discarded; what is left is moved to the host; e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +35,15 @@ class SavedTensors:
         by_reference: bool,
         offload: LayerOffload | None,
         discarded: DiscardedOutputs | None,
+        model: nn.Module | None = None,
     ) -> None:
-        self._layer, self._by_reference = layer, by_reference
+        """`model`: the one that DeepSpeed is given, which knows what it has under way."""
+        self._layer, self._by_reference, self._model = layer, by_reference, model
         self._offload, self._discarded = offload, discarded
         self._weights: list[nn.Parameter] | None = None
+        self._needed = False
+        self._gathered: dict[int, list[nn.Parameter]] = {}  # by storage, of the forward that runs
+        self._hooks = ExitStack()
 
     def hooks(self) -> AbstractContextManager[None]:
         """To be entered around one forward of the layer; does nothing where there is nothing to do."""
@@ -46,10 +51,29 @@ class SavedTensors:
             self._weights is None
         ):  # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
             self._weights = list(self._layer.parameters())
-        views_of_weights = self._by_reference and any(_dims(weight) > 2 for weight in self._weights)
-        if views_of_weights or self._offload or self._discarded:
-            return self._around_forward()
-        return nullcontext()
+            views_of_weights = self._by_reference and any(_dims(weight) > 2 for weight in self._weights)
+            self._needed = bool(views_of_weights or self._offload or self._discarded)
+            if self._needed and self._by_reference:
+                self._follow_gathers()
+        return self._around_forward() if self._needed else nullcontext()
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    def _follow_gathers(self) -> None:
+        """ZeRO-3 gathers weights where the module runs that owns them; its own hooks came first."""
+        for module in self._layer.modules():
+            self._hooks.callback(module.register_forward_pre_hook(self._note_gathered).remove)
+
+    def _note_gathered(self, module: nn.Module, *_: Any) -> None:
+        others = getattr(module, "ds_external_parameters", None)  # of other modules, gathered for this one
+        for weight in [*module.parameters(recurse=False), *(p for _, p in (others() if others else ()))]:
+            storage = weight.untyped_storage()._cdata
+            there = self._gathered.get(storage, [])  # some may have left, and the address was given to another
+            self._gathered[storage] = [
+                w for w in there if w.untyped_storage()._cdata == storage and w is not weight
+            ]
+            self._gathered[storage].append(weight)
 
     @contextmanager
     def _around_forward(self) -> Iterator[None]:
@@ -57,6 +81,9 @@ class SavedTensors:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # Below ZeRO-3 a weight is there anyway, and so is a buffer (a causal mask).
         resident = set() if self._by_reference else {t.untyped_storage()._cdata for t in self._tensors()}
+        self._gathered = {}
+        for module in self._layer.modules() if self._by_reference else ():
+            self._note_gathered(module)
 
         def pack(tensor: torch.Tensor) -> Packed:
             inside = self._discarded is not None and self._discarded.is_running
@@ -65,15 +92,46 @@ class SavedTensors:
             return self._reference(tensor, inside) or self._handle(tensor) or _pass(tensor, outer)
 
         around = self._discarded.around_forward(pack, _unpack) if self._discarded else nullcontext()
-        with around, saved_tensors_hooks(pack, _unpack):
-            yield
+        try:
+            with around, saved_tensors_hooks(pack, _unpack):
+                yield
+        finally:
+            self._gathered = {}
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*(self._weights or []), *self._layer.buffers()]
 
     def _reference(self, tensor: torch.Tensor, inside: bool) -> Packed | None:
-        view = _view_of(self._weights or [], tensor) if self._by_reference and not inside else None
-        return (_from_weight, view) if view else None
+        if not self._by_reference or inside:
+            return None
+        view = _view_of(self._gathered.get(tensor.untyped_storage()._cdata, ()), tensor)
+        return (self._from_weight, view) if view else None
+
+    def _from_weight(self, view: _WeightView) -> torch.Tensor:
+        """Read from the weight, gathered for backward; gathered here where it was released too early."""
+        weight = view.weight
+        if weight.ds_status.name == "INFLIGHT":
+            self._wait_for(weight)
+        released = weight.ds_status.name == "NOT_AVAILABLE"
+        if released:
+            weight.all_gather()
+        values = weight.data.as_strided(view.size, view.stride, weight.data.storage_offset() + view.offset)
+        if released:
+            weight.partition()
+        return values
+
+    def _wait_for(self, weight: Any) -> None:
+        """DeepSpeed asked for `weight` ahead of time, on a stream of its own: it has no values yet."""
+        handle = getattr(self._model, "ds_inflight_param_registry", {}).pop(weight, None)
+        if handle is None:
+            raise RuntimeError(
+                f"ZeRO-3 gathers a weight of shape {list(weight.ds_shape)}, and nobody can wait for it"
+            )
+        handle.wait()
+        if weight.device.type == "cuda":
+            torch.cuda.synchronize(
+                weight.device
+            )  # the copy of a group of one rank waits for its own stream only
 
     def _handle(self, tensor: torch.Tensor) -> Packed | None:
         if self._discarded and (discarded := self._discarded.pack(tensor)):
@@ -116,8 +174,8 @@ def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
     return tensor
 
 
-def _view_of(weights: list[nn.Parameter], tensor: torch.Tensor) -> _WeightView | None:
-    """`tensor` as part of one of these sharded weights, which is gathered now. Several may share one buffer."""
+def _view_of(weights: Iterable[nn.Parameter], tensor: torch.Tensor) -> _WeightView | None:
+    """`tensor` as part of one of these sharded weights, which were gathered into its buffer, and may have left it."""
     storage = tensor.untyped_storage()._cdata
     for weight in weights:
         if weight.untyped_storage()._cdata != storage or not hasattr(weight, "ds_id"):
@@ -127,18 +185,6 @@ def _view_of(weights: list[nn.Parameter], tensor: torch.Tensor) -> _WeightView |
         if tensor.dtype == weight.dtype and offset >= 0 and offset + length <= weight.numel():
             return _WeightView(weight, tensor.size(), tensor.stride(), offset)
     return None
-
-
-def _from_weight(view: _WeightView) -> torch.Tensor:
-    """Read from the weight, which ZeRO-3 has gathered for backward; gathered here where it was released too early."""
-    weight = view.weight
-    released = weight.ds_status.name == "NOT_AVAILABLE"
-    if released:
-        weight.all_gather()
-    values = weight.data.as_strided(view.size, view.stride, weight.data.storage_offset() + view.offset)
-    if released:
-        weight.partition()
-    return values
 
 
 def _dims(weight: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ anything writes to its memory.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from remat.activation_checkpointing import operators, roles
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.kept import Entry, Key, Mover, Store, detached, finished, finishes
-from remat.activation_checkpointing.postpone import PRODUCTS, Postponed
+from remat.activation_checkpointing.postpone import OVERLOADS, PRODUCTS, Postponed
 from remat.config import ConfigError, SelectiveOpsConfig
 
 
@@ -50,15 +50,20 @@ class KeptResults:
         self.counts, self.offload = counts, offload
         self.running = ""  # the Linear that runs now
         self.call = 0  # and which call of a Linear in this pass that is
-        self._groups = [operators.GROUPS[name] for name in cfg.save if name in operators.GROUPS]
-        self._names = {name for name in cfg.save if name not in operators.GROUPS}
+        self._save = cfg.save
         self._half = "every_other_matmul" in cfg.save
-        self._kept_linears = {path for name in cfg.save_linears for path, _ in roles.linears(layer, name)}
-        self._listed: dict[str, bool] = {}
+        self._kept_linears: dict[str, list[str]] = defaultdict(
+            list
+        )  # path: the entries of the list that mean it
+        for name in cfg.save_linears:
+            for path, _ in roles.linears(layer, name):
+                self._kept_linears[path].append(name)
+        self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
         self._hooks = ExitStack()
-        matmuls = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
-        self._to_follow: nn.Module | None = layer if matmuls or self._kept_linears else None
-        self._follow_all = matmuls
+        self.postponed: Postponed | None = None  # of the recomputation that runs
+        self.in_linear = False  # any Linear, kept or not
+        self._to_follow: nn.Module | None = layer
+        self._follow_all = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         layer, self._to_follow = self._to_follow, None
@@ -72,7 +77,7 @@ class KeptResults:
 
     def start(self) -> None:
         """A pass begins; an interrupted one may have left a Linear."""
-        self.running, self.call = "", 0
+        self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
 
     def current_call(self) -> int:
         """0 outside the Linears."""
@@ -83,7 +88,7 @@ class KeptResults:
         name = operator.name
         if self.running in self._kept_linears and name in operators.MATMULS:
             place = (self.running, name)
-        elif self._is_listed(name):
+        elif self._entries_of(name):
             place = ("", name)
             if self._half and name in operators.MATMULS:
                 ran["", "every_other_matmul"] += 1
@@ -96,19 +101,38 @@ class KeptResults:
 
     def note_kept(self, store: Store) -> None:
         self.counts.kept_outputs += len(store.entries)
-        for path, _, _ in store.entries:
+        for path, operator, _ in store.entries:
             if path:
                 self.counts.kept_linears[path] += 1
+            for entry in self._kept_linears[path] if path else ():
+                self.counts.takes_effect(entry)
+            for entry in self._entries_of(operator):  # a Linear's product is a matmul that is kept as well
+                self.counts.takes_effect(entry)
 
-    def _is_listed(self, name: str) -> bool:
-        if name not in self._listed:
-            self._listed[name] = name in self._names or any(group(name) for group in self._groups)
-        return self._listed[name]
+    def _entries_of(self, operator: str) -> list[str]:
+        if operator not in self._listed:
+            self._listed[operator] = [
+                entry
+                for entry in self._save
+                if (operators.GROUPS[entry](operator) if entry in operators.GROUPS else entry == operator)
+            ]
+        return self._listed[operator]
 
     def _follow_linears(self, layer: nn.Module) -> None:
         for path, module in layer.named_modules():
             if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
                 self._follow(path, module)
+            if roles.is_linear(module):
+                self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
+                self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
+
+    def _enter_linear(self, *_: Any) -> None:
+        self.in_linear = True
+
+    def _leave_linear(self, *_: Any) -> None:
+        self.in_linear = False
+        if self.postponed is not None:
+            self.postponed.compute()
 
     def _follow(self, path: str, module: nn.Module) -> None:
         def enter(*_: Any) -> None:
@@ -229,6 +253,11 @@ class _HandBack(_Mode):
         self._products = 0
         self._postponed = Postponed()
 
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        self._results.postponed = self._postponed
+        return entered
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = operators.describe(func)
@@ -241,7 +270,8 @@ class _HandBack(_Mode):
         if target is not None and self._already_in(target):
             return finished(operator, target)
         self._postponed.before(func, operator, args)
-        if operator.name in PRODUCTS and self._products == self._store.products:
+        last = operator.name in PRODUCTS and self._products == self._store.products
+        if last and func in OVERLOADS and self._results.in_linear:
             return self._postponed.put_off(func, operator, args, kwargs)
         return func(*args, **kwargs)
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from remat import op_flops
+from remat.activation_checkpointing import operators
+from remat.activation_checkpointing.calls import Calls
 from remat.activation_checkpointing.counts import Scope
+from remat.activation_checkpointing.offload import HostOffload
 
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
@@ -28,7 +32,8 @@ class Watch(TorchDispatchMode):
     """`with Watch(scope, device) as watch: forward; watch.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
-    `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters.
+    `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
+    are those that a policy treats, in the order of their indices. What `offload` moved must have left the device.
     """
 
     @classmethod
@@ -44,12 +49,25 @@ class Watch(TorchDispatchMode):
         *,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+        layers: Sequence[nn.Module] = (),
+        offload: HostOffload | None = None,
     ) -> None:
         super().__init__()
+        self.calls = Calls(layers)
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
         self.pinned_weight_bytes: dict[
             int, int
         ] = {}  # gathered weights that autograd did not let go, same moment
+        self.shared_bytes: dict[int, int] = {}  # of the kept ones, what other layers were given as an argument
+        self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
+        self.region_kept_bytes: dict[
+            int, int
+        ] = {}  # and still there, though nothing but the part's result should be
+        self.moved_hidden_bytes: dict[
+            int, int
+        ] = {}  # hidden states that were moved and did not leave the device
+        self.moved_input_bytes: dict[int, int] = {}  # the same of what was made before the first layer
+        self.moved_kept_bytes: dict[int, int] = {}  # and anything else that was moved and did not
         self.flops: dict[Phase, dict[int, int]] = {
             p: defaultdict(int) for p in ("forward", "recompute", "backward")
         }
@@ -57,13 +75,24 @@ class Watch(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._scope, self._device = scope, device
-        self._weights, self._ignored = weights, ignored
+        self._weights, self._ignored, self._offload = weights, ignored, offload
         self._backward = False
         self._made: dict[
             int, tuple[weakref.ref[torch.UntypedStorage], int, int]
         ] = {}  # key: (storage, layer, bytes)
         self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
         self._gathered: set[int] = set()
+        self._in_region: set[int] = set()
+
+    def __enter__(self) -> Any:
+        self.calls.__enter__()
+        self._scope.handed_out = self._hand_out
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._scope.handed_out = None
+        self.calls.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,13 +112,40 @@ class Watch(TorchDispatchMode):
         self._backward = True
         left_out = {storage._cdata for storage in self._ignored()}
         left_out |= {weight.untyped_storage()._cdata for weight in self._weights()}
+        if self._offload is not None:
+            self._offload.forward_is_over()
+            self._count_moved(self._offload)
         kept: dict[int, int] = defaultdict(int)
         pinned: dict[int, int] = defaultdict(int)
+        shared: dict[int, int] = defaultdict(int)
+        in_region: dict[int, int] = defaultdict(int)
         for key, (ref, layer, _) in list(self._made.items()):
             storage = ref()
-            if storage is not None and key not in left_out:
-                (pinned if key in self._gathered else kept)[layer] += storage.nbytes()
+            if storage is None or key in left_out:
+                continue
+            nbytes = storage.nbytes()
+            (pinned if key in self._gathered else kept)[layer] += nbytes
+            is_shared = self.calls.is_shared(key, layer)
+            shared[layer] += nbytes * is_shared
+            in_region[layer] += nbytes * (key in self._in_region and not is_shared)
         self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
+        self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
+
+    def _count_moved(self, offload: HostOffload) -> None:
+        """What was moved to the host and is on the device all the same, without need."""
+        for layer, storage, nbytes in offload.still_on_device():
+            if self.calls.must_stay(storage, offload.moving()):
+                continue
+            made_in = self._made[storage][1] if storage in self._made else OUTSIDE
+            found = self.moved_kept_bytes
+            if self.calls.is_hidden_state(
+                storage
+            ):  # the first one may be needed before the layers, as embedding
+                found = self.moved_input_bytes if made_in == OUTSIDE else self.moved_hidden_bytes
+            found[layer] = found.get(layer, 0) + nbytes
+
+    def _hand_out(self, results: list[torch.Tensor]) -> None:
+        self._in_region -= {operators.storage(tensor) for tensor in results}
 
     def recomputed_share(self) -> float:
         """Of the layers' forward FLOPs, the share that ran again."""
@@ -115,6 +171,9 @@ class Watch(TorchDispatchMode):
         if key in self._made or key in self._outside or tensor.device.type != self._device.type:
             return
         self._made[key] = (weakref.ref(storage), self._layer(), storage.nbytes())
+        if self._scope.in_region:
+            self._in_region.add(key)
+            self.region_bytes[self._layer()] = self.region_bytes.get(self._layer(), 0) + storage.nbytes()
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._free, key).atexit = False
@@ -123,6 +182,7 @@ class Watch(TorchDispatchMode):
         entry = self._made.pop(key, None)
         self.live_bytes -= entry[2] if entry else 0
         self._gathered.discard(key)
+        self._in_region.discard(key)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         formula = op_flops.formula(func)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, evidence, limits, policy
 from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope
 from remat.activation_checkpointing.discard import DiscardedOutputs, Region
+from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.saved_tensors import SavedTensors
 from remat.choices import Attention, Policy
 from remat.config import CheckpointingConfig, ConfigError
@@ -126,7 +128,7 @@ def test_a_norm_feeding_a_norm_is_made_again_through_it() -> None:
 )
 def test_an_output_that_is_edited_is_refused(meddle: Any) -> None:
     saved, _, _ = hooked(layer := Layer(meddle), ["norm"])
-    with pytest.raises(NotInEffect, match=r"discard_modules.*layer 0.*norm.*selective_modules"), saved.hooks():
+    with pytest.raises(NotInEffect, match=r"discard_modules.*layer 0.*norm.*checkpointing=full"), saved.hooks():
         layer(torch.randn(2, 8, requires_grad=True))
 
 
@@ -170,10 +172,55 @@ def test_a_region_that_does_not_run_again_is_noticed(monkeypatch: pytest.MonkeyP
     assert discarded.capture is None and discarded.again is None
 
 
-def test_mixtral_with_jitter_is_refused() -> None:
+def jitter_problems(cfg: CheckpointingConfig, model_type: str, **jitter: float) -> list[str]:
+    config = AutoConfig.for_model(model_type, **(small_models.SIZES | {"num_local_experts": 4} | jitter))
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(config)
+    setting = limits.Setting(
+        zero_stage=0,
+        tensor_parallel_size=1,
+        has_gpu=True,
+        attention=Attention.sdpa,
+        lora_dropout=0.0,
+        fields=net.config.to_dict(),
+        activation_elements=2 * 16 * 32,
+        element_bytes=4,
+    )
+    return limits.problems(cfg, list(decoder_layers(net)), setting)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "role"),
+    [("mixtral", "router_jitter_noise", "mlp"), ("phimoe", "input_jitter_noise", "mlp")],
+)
+def test_jitter_is_refused_before_the_run_with_remedies_that_work(
+    model_type: str, field: str, role: str
+) -> None:
+    """The noise is multiplied into the norm's output, which is the input of the sparse block."""
+    norms, blocks = discard("norm", "activation"), CheckpointingConfig(policy=Policy.selective_modules)
+    (text,) = jitter_problems(norms, model_type, **{field: 0.1})
+    assert f"{field}=0.1 edits the norm's output" in text and "leave norm off the list, or use" in text
+    (text,) = jitter_problems(blocks, model_type, **{field: 0.1})
+    assert f"{field}=0.1 edits the input of {role}" in text and "leave mlp off the list" in text
+    for cfg in (norms, blocks):
+        assert jitter_problems(cfg, model_type, **{field: 0.0}) == []
+    attention = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["attention", "norm"])
+    for cfg in (discard("activation"), attention, CheckpointingConfig()):
+        assert jitter_problems(cfg, model_type, **{field: 0.1}) == []
+
+
+def test_what_mixtral_with_jitter_is_told_to_use_is_bit_equal_and_the_rest_stops() -> None:
     net = small_models.build("mixtral", router_jitter_noise=0.1)
+    kept = watched.run(net, watched.NONE)
+    attention = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["attention", "norm"])
+    for cfg in (discard("activation"), attention, CheckpointingConfig()):
+        result = watched.run(net, cfg)
+        assert watched.differences(result, kept) == []
+        assert evidence.broken_promises(result.applied, result.watch, cfg) == []
     with pytest.raises(NotInEffect, match="post_attention_layernorm"):
         watched.run(net, discard("norm"))
+    with pytest.raises(NotInEffect, match="layer 0 mlp edits its input in place"):
+        watched.run(net, CheckpointingConfig(policy=Policy.selective_modules))
 
 
 def test_an_activation_that_edits_its_input_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -272,7 +273,8 @@ def test_buffers_are_used_again() -> None:
     assert pool.take(900).data_ptr() == first.data_ptr()
     assert pool.take(900).data_ptr() != first.data_ptr()
     pool.give(first)
-    assert pool.take(100).data_ptr() != first.data_ptr()  # too small for it
+    assert pool.take(100).data_ptr() == first.data_ptr()  # the smallest place that holds it
+    assert pool.take(100).data_ptr() == first.data_ptr() + 512  # and what that one left
     assert len(pool.storages()) == 1
     assert all(pool.take(n).data_ptr() % 512 == first.data_ptr() % 512 for n in (1, 513, 5))
 
@@ -284,6 +286,54 @@ def test_little_of_a_slab_is_lost_to_powers_of_two(mebibytes: int) -> None:
     assert slab & (slab - 1) == 0
     assert slab % size <= slab / 8
     assert slab <= max(host_pool.SMALLEST_SLAB_BYTES, 32 * size)
+
+
+@pytest.mark.parametrize("lengths", ["rising", "falling", "random"])
+@pytest.mark.parametrize("policy", [Policy.full, Policy.none])
+def test_sequences_of_many_lengths_do_not_let_the_pool_grow(policy: Policy, lengths: str) -> None:
+    """32 layers 4096 wide; once the longest was there, not more than an eighth above what it needed."""
+    steps = list(range(64, 4096, 64))
+    if lengths == "falling":
+        steps.reverse()
+    if lengths == "random":
+        random.Random(0).shuffle(steps)
+    pool, most = HostPool(torch.device("meta")), 0
+    for tokens in steps:
+        widths = [4096] if policy is Policy.full else [4096] * 4 + [11008] * 3 + [1024, 64]
+        held = [pool.take(2 * tokens * width) for _ in range(32) for width in widths]
+        most = max(most, pool.taken_bytes)
+        assert pool.slab_bytes <= 2 * most + host_pool.SMALLEST_SLAB_BYTES
+        while held:
+            pool.give(held.pop())
+    assert pool.slab_bytes <= most * 9 / 8
+    assert all(slab.is_unused for slab in pool._slabs.values())
+
+
+def test_the_way_back_begins_in_the_layers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the kept layer above is in backward; without one, with the gradient of the top layer's output."""
+    net = small_models.build("llama", num_hidden_layers=5)
+    order: list[str] = []
+    for index, layer in enumerate(net.model.layers):
+        layer.mlp.down_proj.register_full_backward_hook(
+            lambda *_, index=index: order.append(f"backward {index}")
+        )
+    fetch = LayerOffload.fetch
+
+    def noted(self: LayerOffload) -> None:
+        if not order or order[-1] != f"fetch {self._index}":
+            order.append(f"fetch {self._index}")
+        fetch(self)
+
+    monkeypatch.setattr(LayerOffload, "fetch", noted)
+    offloaded = OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=2)
+    watched.run(net, CheckpointingConfig(policy=Policy.none, offload=offloaded))
+    assert order[:4] == ["backward 4", "fetch 2", "backward 3", "fetch 2"]
+    assert order.index("fetch 1") < order.index("backward 2") and order.index("fetch 0") < order.index(
+        "backward 1"
+    )
+    order.clear()
+    watched.run(net, CheckpointingConfig(policy=Policy.none, offload=EVERYTHING))
+    assert order[:3] == ["fetch 4", "fetch 3", "backward 4"]
 
 
 class Stream:

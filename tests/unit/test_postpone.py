@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -17,8 +18,24 @@ from remat.planning import simulate
 WIDTH = 16
 
 
+class Unseen(torch.autograd.Function):
+    """Copies by address, as a kernel does that is launched without torch's knowledge."""
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctypes.memmove(memory.data_ptr(), product.data_ptr(), product.nbytes)
+        ctx.mark_dirty(memory)
+        return memory
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
 class Mlp(nn.Module):
     """Ends in a learned gate: backward needs the last product."""
+
+    unseen = False  # a kernel that allocates nothing reads the product
 
     def __init__(self, gated: bool) -> None:
         super().__init__()
@@ -26,7 +43,10 @@ class Mlp(nn.Module):
         self.gate = nn.Parameter(torch.randn(WIDTH)) if gated else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(x.shape)
         product = self.down_proj(nn.functional.silu(self.up(x)))
+        if self.unseen:
+            product = Unseen.apply(product, memory)
         return product if self.gate is None else self.gate * product
 
 
@@ -77,6 +97,25 @@ def test_gradients_are_those_of_none(kind: Policy, zero_stage: int, gated: bool)
     expected, _ = run(Policy.none, zero_stage, gated)
     found, _ = run(kind, zero_stage, gated)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", [Policy.full, Policy.selective_ops, Policy.selective_modules])
+def test_a_kernel_that_allocates_nothing_reads_the_product(
+    kind: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mlp, "unseen", True)
+    expected, _ = run(Policy.none, 3, gated=True)
+    found, _ = run(kind, 3, gated=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_product_of_another_type_than_its_matrices_is_not_put_off() -> None:
+    half = torch.empty(2, 2, dtype=torch.bfloat16, device="meta")
+    with postpone._PutOff() as mode:
+        assert torch.ops.aten.mm.dtype(half, half, torch.float32).dtype == torch.float32
+        assert mode.postponed._compute is None
+        assert torch.mm(half, half).dtype == torch.bfloat16
+        assert mode.postponed._compute is not None
 
 
 @pytest.mark.parametrize("kind", [Policy.full, Policy.selective_ops, Policy.selective_modules])

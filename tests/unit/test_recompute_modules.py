@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.activation_checkpointing import apply, policy
@@ -14,6 +16,7 @@ from remat.activation_checkpointing.layers import decoder_layers
 from remat.activation_checkpointing.watch import Watch
 from remat.choices import Policy
 from remat.config import CheckpointingConfig, ConfigError
+from tests import small_models
 from tests.pool import RankPool
 from tests.small_models import build, gradients, same
 
@@ -77,6 +80,24 @@ def test_the_outer_module_wins() -> None:
     counts = put_in_place(net, ["activation", "mlp", "core_attention", "attention"]).counts
     gradients(net)
     assert [layer.recomputations for layer in counts] == [2, 2, 2]
+
+
+def test_a_model_with_an_attention_registry_of_its_own() -> None:
+    """Doge overwrites one name of transformers' registry for itself."""
+
+    def doge() -> Any:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("doge", **small_models.SIZES)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+    expected, net = gradients(doge()), doge()
+    registry = sys.modules[type(net).__module__].ALL_ATTENTION_FUNCTIONS
+    before = dict(registry.items())
+    applied = put_in_place(net, ["core_attention"])
+    assert same(gradients(net), expected)
+    assert [layer.recomputations for layer in applied.counts] == [1, 1, 1]
+    applied.remove()
+    assert dict(registry.items()) == before
 
 
 def test_undo_leaves_nothing() -> None:

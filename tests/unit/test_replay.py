@@ -343,17 +343,17 @@ def test_what_no_guard_knows_of_is_found() -> None:
 def test_segments_under_zero3_fall_back_to_what_is_safe_and_say_so(model: type[Model]) -> None:
     with torch.device("meta"):
         net = model().train()
-    decisions, because = dry_run.choose(net, SEGMENTS, LAYERS, zero_stage=3)
+    decisions, because = dry_run.choose(net, SEGMENTS, [LAYERS], zero_stage=3)
     assert not any(decision.reentrant for decision in decisions)
     assert because.startswith("segments are not reentrant for this model: checkpointing: ")
     with pytest.raises(ConfigError):  # what was asked for by name is not changed
-        dry_run.choose(net, REENTRANT_SEGMENTS, LAYERS, zero_stage=3)
+        dry_run.choose(net, REENTRANT_SEGMENTS, [LAYERS], zero_stage=3)
 
 
 def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
     with torch.device("meta"):
         net = Model().train()
-    decisions, because = dry_run.choose(net, SEGMENTS, LAYERS, zero_stage=3)
+    decisions, because = dry_run.choose(net, SEGMENTS, [LAYERS], zero_stage=3)
     assert because == "" and all(decision.reentrant for decision in decisions)
     for model, text in (
         (ReadsBetween, "the model uses it in aten.mean"),
@@ -362,5 +362,5 @@ def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
         with torch.device("meta"):
             other = model().train()
         with pytest.raises(ConfigError) as refusal:
-            dry_run.choose(other, SEGMENTS, LAYERS, zero_stage=3)
+            dry_run.choose(other, SEGMENTS, [LAYERS], zero_stage=3)
         assert text in str(refusal.value)

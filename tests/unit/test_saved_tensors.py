@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.activation_checkpointing import apply, discard, layers, offload, policy
+from remat.activation_checkpointing import apply, discard, layers, offload, policy, saved_tensors
 from remat.activation_checkpointing.counts import Counts
 from remat.activation_checkpointing.offload import HostOffload
 from remat.activation_checkpointing.saved_tensors import SavedTensors
@@ -89,9 +89,11 @@ def test_weights_and_buffers_are_never_moved() -> None:
     x = torch.randn(3, 16, requires_grad=True)
     saved, host = moving(layer)
     with saved.hooks():
-        (layer(x) * layer.mask).sum().backward()
+        loss = (layer(x) * layer.mask).sum()
     assert len(host.storages()) == 1
-    assert host.pool._rest[0][1] == 512  # one buffer was cut: x
+    assert host.pool.taken_bytes == 512  # one buffer: x
+    loss.backward()
+    assert host.pool.taken_bytes == 0
 
 
 def test_hooks_around_see_what_stays() -> None:
@@ -236,6 +238,69 @@ def test_gathered_weights_are_referred_to(gathered_in_time: bool) -> None:
     (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, wanted)
     assert experts.ds_status.name == ("AVAILABLE" if gathered_in_time else "NOT_AVAILABLE")
+
+
+def test_a_weight_that_is_under_way_is_waited_for() -> None:
+    """Prefetched for backward: DeepSpeed has asked for it, and its values come when its handle is waited for."""
+    (experts,), _ = sharded((4, 3, 5))
+    model, layer = nn.Module(), nn.Module()
+    layer.experts = experts
+    x = torch.randn(6, 5, requires_grad=True)
+    (wanted,) = torch.autograd.grad(((x @ experts[2].t()) ** 2).sum(), x)
+    saved = SavedTensors(layer, by_reference=True, offload=None, discarded=None, model=model)
+    with saved.hooks():
+        loss = ((x @ experts[2].t()) ** 2).sum()
+
+    class Handle:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+            experts.all_gather()
+
+    experts.partition()
+    experts.ds_status = Status("INFLIGHT")
+    handle = Handle()
+    model.ds_inflight_param_registry = {experts: handle}
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, wanted)
+    assert handle.waited == 1 and not model.ds_inflight_param_registry
+    assert experts.ds_status.name == "AVAILABLE"  # DeepSpeed wanted it there
+
+
+def test_many_weights_are_not_all_looked_at_for_every_saved_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is gathered when its module runs is known from then on, by the address of its memory."""
+    looked: list[int] = []
+    view_of = saved_tensors._view_of
+    monkeypatch.setattr(
+        saved_tensors, "_view_of", lambda weights, t: looked.append(len(list(weights))) or view_of(weights, t)
+    )
+
+    class Expert(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight[0]).tanh()
+
+    weights, _ = sharded(*[(1, 4, 4)] * 64)
+    layer = nn.Module()
+    layer.experts = nn.ModuleList(Expert() for _ in weights)
+    for expert, weight in zip(layer.experts, weights, strict=True):
+        expert.weight = weight
+        weight.partition()
+        expert.register_forward_pre_hook(lambda module, args: module.weight.all_gather())
+        expert.register_forward_hook(lambda module, args, output: module.weight.partition())
+    saved = SavedTensors(layer, by_reference=True, offload=None, discarded=None)
+    x = torch.randn(3, 4, requires_grad=True)
+    with saved.hooks():
+        loss = sum(expert(x).sum() for expert in layer.experts)
+    assert len(looked) == 64 * 3 and max(looked) <= 1
+    assert sum(looked) == 64  # each weight was found
+    (found,) = torch.autograd.grad(loss, x)
+    for weight in weights:
+        weight.all_gather()
+    (wanted,) = torch.autograd.grad(sum(expert(x).sum() for expert in layer.experts), x)
+    assert torch.equal(found, wanted)
+    saved.close()
+    assert all(len(expert._forward_pre_hooks) == 1 for expert in layer.experts)
 
 
 def test_gathered_weights_are_not_moved_to_the_host() -> None:
