@@ -195,9 +195,10 @@ class Replayable:
         if args or name is None:
             return self, args
         rest = {key: value for key, value in self.keywords.items() if key != name}
+        function, bound = self.function, self.bound  # and not self, which holds the state
 
         def run(state: torch.Tensor, *others: Any, **named: Any) -> Any:
-            return self.function(*self.bound, *others, **{name: state}, **named)
+            return function(*bound, *others, **{name: state}, **named)
 
         return Replayable(partial(run, **rest), self.around), (self.keywords[name],)
 
@@ -240,7 +241,7 @@ def _containers_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_container(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, tuple, frozenset, *NOT_LOOKED_INTO)):
         return False
-    return isinstance(value, (MutableMapping, MutableSequence, Set)) or hasattr(value, "__dict__")
+    return isinstance(value, (MutableMapping, MutableSequence, Set, Iterator)) or hasattr(value, "__dict__")
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from remat.activation_checkpointing.arguments import Replayable, find_tensors
 from remat.config import CheckpointingConfig, ConfigError
 
+LIFTED = object()  # in the place of a tensor that is handed in
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -115,15 +116,16 @@ class Lifted:
     """
 
     def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
-        self._call, self._args = call, args
-        self.tensors = list(_lift((args, *call.keywords.values())))
+        """Takes the keyword arguments out of `call`: nothing here holds a tensor but `tensors`."""
+        self.tensors: list[torch.Tensor] = []
+        self._call, self._args = call, _take_out(args, self.tensors)
+        self._named = {name: _take_out(value, self.tensors) for name, value in call.keywords.items()}
+        call.keywords = {}
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         args = _put_back(self._args, given)
-        return self._call(
-            *args, **{name: _put_back(value, given) for name, value in self._call.keywords.items()}
-        )
+        return self._call(*args, **{name: _put_back(value, given) for name, value in self._named.items()})
 
 
 def state_of(args: tuple[Any, ...]) -> torch.Tensor:
@@ -143,24 +145,22 @@ def as_if_kept() -> Iterator[None]:
         yield
 
 
-def _is_lifted(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-
-
-def _lift(value: Any) -> Iterator[torch.Tensor]:
-    if _is_lifted(value):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _lift(part)
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        tensors.append(value)
+        return LIFTED
+    return _each(value, lambda part: _take_out(part, tensors))
 
 
 def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
-    if _is_lifted(value):
-        return next(given)
+    return next(given) if value is LIFTED else _each(value, lambda part: _put_back(part, given))
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple with `change` applied to its parts; anything else as it is."""
     if not isinstance(value, tuple) or isinstance(value, torch.Size):
         return value
-    parts = [_put_back(part, given) for part in value]
+    parts = [change(part) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 

@@ -41,6 +41,7 @@ LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (
 LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
 MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
 MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a device that is not deterministic
+MOST_NOISE_EPS = 8  # roundings of the layer's dtype: two passes that differ by more are not the same pass
 ROUNDED = 0.3  # relative gradient error at which 8-bit storage is no rounding any more
 TINY = 1e-12
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,10 +75,11 @@ class Replayed:
         if not self.compared:
             return "no layer is treated, so none was run again"
         where = ", ".join(one["layers"] for one in self.compared)
+        what = "layer" if where.isdigit() else "layers"
         error = max(one["largest_error"] for one in self.compared)
         equal = f"gradients within {error:.2g}" if error else "equal bit for bit"
         return (
-            f"layers {where} (one of each kind) run again with everything kept: {equal}, {self.seconds:.2f} s"
+            f"{what} {where} (one of each kind) run again with everything kept: {equal}, {self.seconds:.2f} s"
         )
 
 
@@ -354,7 +356,8 @@ class Sample:
                 truth = self._truth(own, once=once)
                 errors = _errors(real, truth)
                 if errors and not rounded:
-                    errors = _beyond_noise(errors, _errors(self._truth(own, once=once), truth))
+                    noise = _errors(self._truth(own, once=once), truth)
+                    errors = _beyond_noise(errors, noise, MOST_NOISE_EPS * self._eps())
         except CannotRunAgain as error:
             text = f"{name} cannot run again: {type(error.__cause__).__name__}: {error.__cause__}"
             (result.differences if again else result.notes).append(text + (self._remedy() if again else ""))
@@ -387,6 +390,10 @@ class Sample:
                 "equal": not wrong and not handed,
             }
         )
+
+    def _eps(self) -> float:
+        dtypes = {one.value.dtype for one in self._outputs.values() if one.value.is_floating_point()}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def _device(self) -> torch.device:
         return self._held[0].device if self._held else torch.device("cpu")
@@ -560,9 +567,9 @@ def _error(left: torch.Tensor | Digest | None, right: torch.Tensor | Digest | No
     return max(size, TINY) if math.isfinite(size) else math.inf
 
 
-def _beyond_noise(errors: dict[str, float], noise: dict[str, float]) -> dict[str, float]:
-    """What a device that is not deterministic does not explain."""
-    return {name: size for name, size in errors.items() if size > MOST_NOISE * noise.get(name, 0.0)}
+def _beyond_noise(errors: dict[str, float], noise: dict[str, float], most: float) -> dict[str, float]:
+    """What a device that is not deterministic does not explain: it rounds otherwise, by at most `most`."""
+    return {name: size for name, size in errors.items() if size > MOST_NOISE * min(noise.get(name, 0.0), most)}
 
 
 def _in_words(name: str, size: float) -> str:
