@@ -27,7 +27,7 @@ from remat.activation_checkpointing.policy import LayerDecision
 from remat.choices import Attention, LossKind, PeftMethod, Precision
 from remat.config import ConfigError, RunConfig
 from remat.packed_inputs import Packed
-from remat.planning import states
+from remat.planning import simulate, states
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,13 @@ def _decisions(
     problems = limits.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:
         raise ConfigError("\n".join(problems))
-    decisions, because = dry_run.choose(skeleton, cfg.checkpointing, found.depths, zero_stage=zero_stage)
+    decisions, because = dry_run.choose(
+        skeleton,
+        cfg.checkpointing,
+        found.depths,
+        zero_stage=zero_stage,
+        around=lambda: simulate.as_in_a_run(0, on_gpu=has_gpu),
+    )
     return decisions, found.describe(), because
 
 

@@ -6,8 +6,8 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,17 +16,24 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.config import CheckpointingConfig, ConfigError
 
+Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8
 META = torch.device("meta")
 REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
 
 def choose(
-    model: Any, cfg: CheckpointingConfig, stacks: Sequence[int], *, zero_stage: int
+    model: Any,
+    cfg: CheckpointingConfig,
+    stacks: Sequence[int],
+    *,
+    zero_stage: int,
+    around: Around = nullcontext,
 ) -> tuple[list[LayerDecision], str]:
     """The decision for each layer of `model` (on the meta device), and why they are not the usual ones.
 
-    `stacks`: how many layers each of its stacks has.
+    `stacks`: how many layers each of its stacks has; `around` is entered around a forward, to answer what a model asks
+    of values that it has not.
 
     Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
     not. Raises ConfigError when the model cannot be carried as asked.
@@ -34,10 +41,10 @@ def choose(
     decisions = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
     if not any(d.reentrant or d.first != d.last for d in decisions):
         return decisions, ""
-    problem, tried = _problem(model, decisions, cfg)
+    problem, tried = _problem(model, decisions, cfg, around)
     if problem and cfg.reentrant is None and any(d.reentrant and d.first != d.last for d in decisions):
         others = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks, reentrant_segments=False)
-        still, tried = _problem(model, others, cfg)
+        still, tried = _problem(model, others, cfg, around)
         if not (still and tried):
             return others, f"segments are not reentrant for this model: {problem}"
         problem = still
@@ -46,7 +53,9 @@ def choose(
     return decisions, ""
 
 
-def _problem(model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfig) -> tuple[str, bool]:
+def _problem(
+    model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfig, around: Around
+) -> tuple[str, bool]:
     """Why a forward is refused (empty: it is not), and whether it could be tried at all."""
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
     was_training = model.training
@@ -56,24 +65,25 @@ def _problem(model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfi
         try:
             applied = apply.apply(model.train(), policy.without_engine(decisions), cfg, device=META)
             undo.callback(applied.remove)
-            with applied.micro_batch():
+            with around(), applied.micro_batch():
                 model(input_ids=ids, use_cache=False)
         except ConfigError as error:
             return str(error), True
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:200]}"
             undo.close()
-            if _runs(model.train()):
+            if _runs(model.train(), around):
                 return f"checkpointing: the model fails when its layers are treated so ({text}); {REMEDY}", True
             # A model that cannot run without values: the first micro-batch will tell.
             return f"it cannot be tried without weights ({text})", False
     return "", True
 
 
-def _runs(model: Any) -> bool:
+def _runs(model: Any, around: Around) -> bool:
     """Whether the model runs without storage when nothing is done to it."""
     try:
-        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+        with around():
+            model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
     except Exception:
         return False
     return True

@@ -88,6 +88,72 @@ TRAINED = {"full": [], "LoRA": ["peft=lora", "peft.r=4", "peft.dropout=0.1"]}
 COLUMNS = [f"{strategy}, {trained}" for strategy in STRATEGIES for trained in TRAINED]
 
 
+SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 258,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "shared K/V": ("gemma4_text", SHARING | {"global_head_dim": 8}),
+    "shared K/V, keyword tensors": (
+        "gemma3n_text",
+        SHARING | {"intermediate_size": [64] * 4, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
+    ),
+    "repeated layers, two stacks": ("hrm_text", {"num_layers_per_stack": 2, "num_hidden_layers": 12}),
+    "skipped layers": (
+        "opt",
+        {"num_hidden_layers": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.3},
+    ),
+}
+PACKED = "packed documents"
+HARD_MODES = (
+    "none",
+    "full",
+    "full_reentrant",
+    "uniform",
+    "block",
+    "selective_ops, matmul",
+    "selective_modules, attention",
+    "discard_output",
+    "deepspeed",
+    "uniform + offload",
+)
+
+
+def make_architectures(folder: Path) -> None:
+    """One folder for each of `ARCHITECTURES`: models whose layers share, repeat, or are skipped."""
+    for name, (model_type, more) in ARCHITECTURES.items():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(model_type, **(SIZES | more))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / folder_name(name))
+    tiny.make_texts(folder / "texts.jsonl")
+
+
+def hard_words(workshop: Path, architecture: str, mode: str, strategy: str) -> list[str]:
+    """The overrides of one cell of the hard ones: an architecture, or packed documents, under one mode."""
+    more = [*STRATEGIES[strategy], *MODES[mode], f"train.steps={STEPS}", "optim.warmup_steps=0"]
+    if architecture == PACKED:
+        texts = [
+            "data=jsonl",
+            f"data.path={workshop}/texts.jsonl",
+            "data.packing=documents",
+            "train.seq_len=64",
+        ]
+        more += texts
+    else:
+        more.append(f"model.path={workshop / folder_name(architecture)}")
+    return tiny.words(workshop, run_name(mode, f"{strategy}, {architecture}"), *more)
+
+
+def folder_name(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
 def chosen(*, whole: bool) -> list[tuple[str, str]]:
     """(mode, column) of the cells that run: all 240 take ten minutes, so usually each mode in one column.
 

@@ -37,6 +37,56 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cells.make_workshop(tmp_path_factory.mktemp("granularity"))
 
 
+HARD = [
+    (architecture, mode, strategy)
+    for architecture in [*cells.ARCHITECTURES, cells.PACKED]
+    for strategy in ("ZeRO-2", "ZeRO-3")
+    # ranks that skip different layers gather different weights: ZeRO-3 cannot train such a model at all
+    if (architecture, strategy) != ("skipped layers", "ZeRO-3")
+    for mode in cells.HARD_MODES
+]
+
+
+@pytest.fixture(scope="module")
+def hard(workshop: Path) -> dict[tuple[str, str, str], str]:
+    """(architecture, mode, strategy) -> as in `grid`, for models that are hard to recompute."""
+    cells.make_architectures(workshop)
+    found: dict[tuple[str, str, str], str] = {}
+    spec = {}
+    for cell in HARD:
+        words = cells.hard_words(workshop, *cell)
+        reason = refusal(words)
+        if reason:
+            found[cell] = f"refused: {reason}"
+        else:
+            spec[cells.run_name(cell[1], f"{cell[2]}, {cell[0]}")] = words
+    path = workshop / "hard.json"
+    path.write_text(json.dumps(spec))
+    done = deepspeed(str(path), ranks=2, script="tests/launch/many_runs.py", timeout_s=1500)
+    assert done.code == 0, done.out[-6000:]
+    return found | {
+        cell: compared(workshop, cell[1], f"{cell[2]}, {cell[0]}") for cell in HARD if cell not in found
+    }
+
+
+def test_layers_that_share_repeat_or_are_skipped_are_bit_equal_or_refused(
+    hard: dict[tuple[str, str, str], str],
+) -> None:
+    """Shared K/V, keyword tensors, repeated layers, two stacks, skipped layers, packed documents."""
+    wrong = {cell: text for cell, text in hard.items() if text.startswith("differs")}
+    assert not wrong
+    for architecture in {cell[0] for cell in hard}:
+        equal = [cell[1] for cell, text in hard.items() if cell[0] == architecture and text == cells.BIT_EQUAL]
+        assert {"full", "selective_modules, attention"} <= set(equal)
+    refused = {
+        (architecture, mode) for (architecture, mode, _), text in hard.items() if text.startswith("refused")
+    }
+    assert ("shared K/V", "full_reentrant") in refused
+    assert ("shared K/V", "uniform") not in refused  # it falls back to the other variant
+    assert ("skipped layers", "uniform") in refused
+    assert not any(architecture == cells.PACKED for architecture, _ in refused)
+
+
 @pytest.fixture(scope="module")
 def grid(workshop: Path) -> dict[str, dict[str, str]]:
     """Mode -> column -> "bit-equal", "within ..." or "refused: ...". One launch runs all that can run."""
