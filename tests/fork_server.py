@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -73,7 +74,8 @@ def ask(job: dict[str, Any], *files: int) -> Forked:
     client.connect(address())
     socket.send_fds(client, [b"!"], files)
     connection = Connection(client.detach())
-    connection.send(job)
+    # Tensors are handed from process to process under this key.
+    connection.send(job | {"key": bytes(multiprocessing.current_process().authkey)})
     return Forked(connection)
 
 
@@ -177,6 +179,7 @@ def work(client: socket.socket) -> int:
     connection = Connection(client.detach())
     job = connection.recv()
     become(job["environment"], job["folder"])
+    multiprocessing.current_process().authkey = job["key"]
     connection.send(os.getpid())
     do = {"launch": launch, "serve_pool": serve_pool}[job["do"]]
     return do(connection, files, **job["with"])
