@@ -301,7 +301,7 @@ class Sample:
         if id(tensor) not in self._place:
             small = tensor.requires_grad or tensor.nbytes <= LARGEST_COPY_BYTES
             self._place[id(tensor)] = len(self._held)
-            self._held.append(tensor.detach().clone() if small else tensor.detach())
+            self._held.append(_copy(tensor.detach()) if small else tensor.detach())
             self._requires.append(tensor.requires_grad)
             self._alive.append(tensor)
             self._versions.append(tensor._version)
@@ -472,7 +472,7 @@ class Sample:
         places = {id(value): place for place, value in enumerate(self._held)}
         copies: dict[int, Any] = {}
 
-        inputs = [value.clone() for value in leaves]  # a leaf cannot be edited in place, an input can
+        inputs = [_copy(value) for value in leaves]  # a leaf cannot be edited in place, an input can
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             return inputs[places[id(tensor)]]
@@ -510,6 +510,8 @@ class Sample:
                 scope.keeping = True
                 for module, name, _ in hooks:
                     setattr(module, name, OrderedDict())
+                for module in modules:
+                    _pass_gradients_as_zero3(module)
                 stack.enter_context(torch.enable_grad())
                 yield
             finally:
@@ -592,6 +594,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of `tensor`, by which kernels are chosen: an expanded mask stays expanded."""
+    slim = tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())]
+    if not torch._debug_has_internal_overlap(slim):
+        strided = torch.empty_strided(slim.size(), slim.stride(), dtype=slim.dtype, device=slim.device)
+        return strided.copy_(slim).expand(tensor.shape)
+    return tensor.clone()
+
+
 def _digest(gradient: torch.Tensor) -> Digest:
     flat = gradient.detach().contiguous().reshape(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -601,7 +612,7 @@ def _digest(gradient: torch.Tensor) -> Digest:
 
 def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor) -> None:
     with _disable_current_modes():
-        noted.gradient = gradient.detach().clone() if noted.gradient is None else noted.gradient + gradient
+        noted.gradient = _copy(gradient.detach()) if noted.gradient is None else noted.gradient + gradient
 
 
 def _note_digest(digests: list[Digest], gradient: torch.Tensor) -> None:
@@ -620,6 +631,29 @@ def _reach(outputs: Sequence[torch.Tensor], ends: set[int]) -> dict[int, Any]:
             if id(node) not in ends:
                 waiting += [following for following, _ in node.next_functions if following is not None]
     return seen
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _pass_gradients_as_zero3(module: nn.Module) -> None:
+    """ZeRO-3's hooks put a node around each input and output of a module, at which gradients are added up.
+
+    Without these nodes they would be added in another order, and round otherwise.
+    """
+    if "post_bwd_fn" not in vars(module):
+        return
+    from deepspeed.runtime.zero.utils import apply_to_tensors_only
+
+    module.register_forward_pre_hook(lambda _, args: apply_to_tensors_only(_Same.apply, args))
+    module.register_forward_hook(lambda _, args, output: apply_to_tensors_only(_Same.apply, output))
 
 
 @contextmanager
