@@ -26,7 +26,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
+LINKED_TO = {"async_io": ["pin_memory"]}  # ops whose symbols another one needs when it is loaded
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
 QUIET_S = 600.0  # a folder in which nothing changes for so long is one in which nobody builds
@@ -71,6 +72,8 @@ def ensure(name: str, say: Callable[[str], None]) -> float:
     Safe from any number of processes at once. Raises OpError with the cause when it cannot be built.
     """
     start = time.perf_counter()
+    for other in LINKED_TO.get(name, []):
+        ensure(other, say)
     folder = use_environment_folder()
     folder.mkdir(parents=True, exist_ok=True)
     marker, lock = folder / f"{name}.built.json", folder / name / "lock"
@@ -255,6 +258,7 @@ def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         OpBuilder._loaded_ops[name] = module
+        _builder(name).load(verbose=False)  # pin_memory makes its symbols visible to others here
     return True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from remat.activation_checkpointing import modules
 from remat.activation_checkpointing.arguments import (
@@ -23,7 +24,7 @@ from remat.activation_checkpointing.arguments import (
     find_tensors,
     refuse_what_is_lost,
 )
-from remat.activation_checkpointing.counts import Counts, Scope, one_run
+from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
 from remat.activation_checkpointing.discard import DiscardedOutputs
 from remat.activation_checkpointing.layers import Stacks, find_stacks
@@ -63,13 +64,23 @@ class Applied:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward and its backward."""
+        """Around one forward and its backward.
+
+        Raises NotInEffect when torch finds that a recomputation is not the forward that it repeats.
+        """
         if self.deepspeed is not None:
             self.deepspeed.reset()
         for counts in self.counts:
             counts.abandoned = counts.expected - counts.recomputations
-        with self.offload.micro_batch() if self.offload else nullcontext():
-            yield
+        try:
+            with self.offload.micro_batch() if self.offload else nullcontext():
+                yield
+        except CheckpointError as error:
+            raise NotInEffect(
+                "checkpointing: a layer did something else when it ran again (it has a state of its own, or draws "
+                "random numbers outside of torch), so it cannot be recomputed; give such layers checkpointing=none with "
+                f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"
+            ) from error
 
     def watch(self, device: torch.device) -> Watch:
         """Counts bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""

@@ -203,7 +203,12 @@ def _linears(layers: Layers, listed: list[str]) -> list[str]:
     """Of the named Linears: that some ran, and that of each that did something was kept (an expert may not run)."""
     asked = [i for i, (d, _) in layers.items() if listed and d.mechanism is Mechanism.selective_ops]
     lost = {i: [path for path, kept in layers[i][1].kept_linears.items() if not kept] for i in asked}
-    without = [index for index in asked if lost[index] or not layers[index][1].kept_linears]
+    without = [
+        index
+        for index in asked
+        if lost[index]
+        or not (layers[index][1].kept_linears or layers[index][1].empty)  # empty: it does nothing
+    ]
     if not without:
         return []
     names = sorted({path for paths in lost.values() for path in paths})

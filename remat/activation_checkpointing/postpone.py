@@ -105,7 +105,7 @@ class SparedProduct:
 
     @contextmanager
     def _again(self, calls: list[int]) -> Iterator[None]:
-        self._calls, self._last = 0, calls[0]
+        self._calls, self._last = 0, calls[0] if calls else 0  # a layer may run a backward of its own inside
         try:
             yield
         finally:

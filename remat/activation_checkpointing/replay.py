@@ -9,6 +9,7 @@ what no list of cases foresees. It costs one forward and backward of those layer
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -101,6 +103,8 @@ class Recorder:
         self._samples: dict[int, Sample] = {}  # by the first layer of the region
         self._open: set[int] = set()
         self._kinds: set[Any] = set()
+        self._entries: list[_Entry] = []  # of reentrant regions
+        self._shared_states: list[_Entry] = []
         self._called: Counter[int] = Counter()
         self._ran: Counter[int] = Counter()
 
@@ -109,6 +113,8 @@ class Recorder:
         decision = self._decisions[index]
         if decision.mechanism is Mechanism.keep and not decision.offload:
             return
+        if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
+            self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
                 region = self._layers[decision.first : decision.last + 1]
@@ -126,6 +132,9 @@ class Recorder:
     def after(self, index: int, output: Any) -> Any:
         """The output to go on with."""
         decision = self._decisions[index]
+        if decision.reentrant and index == decision.last and self._entries:
+            entry = self._entries[-1]
+            entry.inside = _reach([tensor for _, tensor in find_tensors(output)], {id(entry.node)})
         if index == decision.last and decision.first in self._open:
             self._open.discard(decision.first)
             with _disable_current_modes():
@@ -142,6 +151,8 @@ class Recorder:
                     users.setdefault((id(following), number), set()).add(key)
             for sample in self._samples.values():
                 sample.note_users(users)
+            self._shared_states = [entry for entry in self._entries if entry.is_shared(users)]
+        self._entries = []
 
     def ready(self) -> list[int]:
         """The regions that can be replayed, each by its first layer."""
@@ -149,7 +160,7 @@ class Recorder:
 
     def replay(self, regions: Sequence[int]) -> Replayed:
         """Run each of `regions` again and compare. The same list on every rank: ZeRO-3 gathers their weights."""
-        started, result = time.perf_counter(), Replayed(differences=self._lost())
+        started, result = time.perf_counter(), Replayed(differences=self._lost() + self._shared())
         for first in regions:
             sample = self._samples[first]
             layers = range(sample.decision.first, sample.decision.last + 1)
@@ -177,6 +188,16 @@ class Recorder:
             "use checkpointing=full"
         ]
 
+    def _shared(self) -> list[str]:
+        layers = [entry.decision.first for entry in self._shared_states]
+        if not layers:
+            return []
+        return [
+            f"layers {spans(layers)}: the hidden state that they are given is also used elsewhere, and the "
+            "reentrant variant would add its gradient up in another order; use checkpointing=full "
+            "checkpointing.reentrant=false"
+        ]
+
     def _own_weights(self, sample: Sample) -> set[int]:
         """Weights that nothing outside of the sample uses: their gradients are its own."""
         inside = Counter(
@@ -184,6 +205,21 @@ class Recorder:
         )
         everywhere = Counter(id(p) for _, p in self._model.named_parameters(remove_duplicate=False))
         return {key for key, times in inside.items() if everywhere[key] == times}
+
+
+@dataclass
+class _Entry:
+    """Where the hidden state enters a reentrant region: output `number` of `node`, and the nodes inside."""
+
+    decision: LayerDecision
+    node: Any
+    number: int
+    inside: dict[int, Any] = field(default_factory=dict)
+
+    def is_shared(self, users: dict[tuple[int, int], set[int]]) -> bool:
+        return self.node is not None and bool(
+            users.get((id(self.node), self.number), set()) - self.inside.keys()
+        )
 
 
 @dataclass
@@ -224,6 +260,7 @@ class Sample:
         self._nodes: dict[int, Any] = {}  # of the region's graph, down to its inputs
         self._weights: dict[str, list[Digest]] = {}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
+        self._attributes: list[dict[str, Any]] = []  # of each module, as they were
         self._hooks = ExitStack()
         self._random: Any = None
         self._autocast: list[Any] = []
@@ -319,6 +356,7 @@ class Sample:
         device = self._device()
         self._random = _random_state(device)
         self._autocast = [_autocast(kind) for kind in {"cpu", device.type}]
+        self._attributes = [_attributes(module) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
             for name, buffer in layer.named_buffers():
                 if buffer.nbytes <= LARGEST_BUFFER_BYTES:
@@ -478,6 +516,9 @@ class Sample:
             return inputs[places[id(tensor)]]
 
         _set_random_state(self._device(), self._random)
+        modules = [module for layer in self.layers for module in layer.modules()]
+        for module, attributes in zip(modules, self._attributes, strict=True):
+            _set_attributes(module, copy_containers(attributes))
         state: Any = None
         given: list[tuple[str, Any, Any]] = []
         for place, (call, args, keywords) in enumerate(self._calls):
@@ -502,6 +543,7 @@ class Sample:
         modules = [module for layer in self.layers for module in layer.modules()]
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
         before = _random_state(self._device())
+        attributes = [{k: v for k, v in vars(module).items() if _is_state(k, v)} for module in modules]
         with ExitStack() as stack:
             stack.enter_context(_gathered([p for layer in self.layers for p in layer.parameters()]))
             for autocast in self._autocast:
@@ -518,6 +560,8 @@ class Sample:
                 scope.keeping = False
                 for module, name, own in hooks:
                     setattr(module, name, own)
+                for module, own_attributes in zip(modules, attributes, strict=True):
+                    _set_attributes(module, own_attributes)
                 _set_random_state(self._device(), before)
 
 
@@ -610,7 +654,9 @@ def _digest(gradient: torch.Tensor) -> Digest:
     return Digest(norm, (int(words.sum(dtype=torch.int64)), int(torch.hash_tensor(flat).view(torch.int64))))
 
 
-def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor) -> None:
+def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor | None) -> None:
+    if gradient is None:
+        return
     with _disable_current_modes():
         noted.gradient = _copy(gradient.detach()) if noted.gradient is None else noted.gradient + gradient
 
@@ -671,14 +717,37 @@ def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
 
 
-def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def _random_state(device: torch.device) -> RandomState:
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device, random.getstate(), numpy.random.get_state()
+
+
+def _set_random_state(device: torch.device, state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
+    random.setstate(state[2])
+    numpy.random.set_state(state[3])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a forward may have left in a module's own attributes, its containers copied."""
+    return {name: copy_containers(value) for name, value in vars(module).items() if _is_state(name, value)}
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    own = vars(module)
+    for name in [name for name, value in own.items() if _is_state(name, value) and name not in attributes]:
+        del own[name]
+    own.update(attributes)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    kinds = (bool, int, float, str, tuple, list, dict, set, torch.Tensor, type(None))
+    return type(value) in kinds and name not in ("_parameters", "_buffers", "_modules") and "hooks" not in name
 
 
 def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -6,6 +6,7 @@ several times (HRM), a kernel that looks at the grad mode (Doge), layers that ar
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -190,6 +191,25 @@ class ReadsBetween(Model):
         return hidden * total
 
 
+class ReadsAgain(Model):
+    """The first hidden state is used once more at the end: a skip connection."""
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().run(hidden) * hidden.sigmoid()
+
+
+class LeavesTraces(Model):
+    """Python's random numbers, and a count in an attribute, that nothing but a further run would see."""
+
+    class layer(Layer):
+        runs = 0
+
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.runs = self.runs + 1
+            random.random()
+            return super().forward(hidden_states)
+
+
 class DrawsBetween(Model):
     """As layerdrop does, whatever comes of it."""
 
@@ -337,6 +357,37 @@ def test_what_no_guard_knows_of_is_found() -> None:
     found = run(BufferThatCounts, FULL)
     assert any("buffer calls differs" in text for text in found[1].differences)
     assert any("gradient of hidden_states differs" in text for text in found[1].differences)
+
+
+@pytest.mark.parametrize("cfg", [REENTRANT, REENTRANT_SEGMENTS])
+def test_a_hidden_state_with_other_readers_is_not_for_the_reentrant_variant(cfg: CheckpointingConfig) -> None:
+    """Its gradient would be added up in another order, which rounds otherwise."""
+    found = run(ReadsAgain, cfg)[1].differences
+    assert any(
+        "layers 0: the hidden state that they are given is also used elsewhere" in text for text in found
+    )
+    assert run(ReadsAgain, FULL)[1].differences == []
+
+
+def test_the_replay_leaves_no_trace() -> None:
+    def traces(cfg: CheckpointingConfig) -> tuple[Any, Any]:
+        random.seed(3)
+        net = LeavesTraces().train()
+        applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+        with applied.micro_batch(), applied.recording() as recorder:
+            loss = net(torch.arange(12).view(2, 6))
+            recorder.forward_done(loss)
+            loss.backward()
+            before = random.getstate(), [layer.runs for layer in net.layers], torch.get_rng_state().tolist()
+            assert recorder.replay(recorder.ready()).compared
+        after = random.getstate(), [layer.runs for layer in net.layers], torch.get_rng_state().tolist()
+        applied.remove()
+        return before, after
+
+    before, after = traces(OFFLOADED)
+    assert before == after
+    before, after = traces(FULL)
+    assert before == after
 
 
 @pytest.mark.parametrize("model", [SharesAcrossLayers, RunsTwice, KeywordTensor, SharesWeights])
