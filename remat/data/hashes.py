@@ -50,8 +50,8 @@ class Hashes:
         """
         known = self._remembered(named)
         with ThreadPoolExecutor(READERS) as pool:
-            found = list(pool.map(lambda file: self._hash(file, known.get(str(file.path.absolute()))), files))
-        entries = {str(file.path.absolute()): entry for file, entry in zip(files, found, strict=True)}
+            found = list(pool.map(lambda file: self._hash(file, known.get(_key(file.path))), files))
+        entries = {_key(file.path): entry for file, entry in zip(files, found, strict=True)}
         settled = time.time_ns() - int(SETTLED_S * 1e9)
         self._remember(
             named, {path: entry for path, entry in entries.items() if max(entry[0][1:3]) < settled}, known
@@ -101,7 +101,7 @@ class Hashes:
         with contextlib.suppress(OSError):  # a cache that can only be read
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                part.write_text(json.dumps({"version": VERSION, "named": named, "files": entries}))
+                part.write_text(json.dumps({"version": VERSION, "files": entries}))
                 part.replace(place)
             finally:
                 part.unlink(missing_ok=True)
@@ -119,6 +119,11 @@ def _signs(status: os.stat_result) -> Signs:
 def _as_signs(values: list[int]) -> Signs:
     size, modified, changed, inode = (int(value) for value in values)
     return size, modified, changed, inode
+
+
+def _key(path: Path) -> str:
+    """A path may hold a password; its digest does not."""
+    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()
 
 
 def _changed(path: Path) -> str:

@@ -121,7 +121,7 @@ HARD_MODES = (
     "selective_modules, attention",
     "discard_output",
     "deepspeed",
-    "uniform + offload",
+    "offload (full)",
 )
 
 
@@ -146,7 +146,7 @@ def hard_words(workshop: Path, architecture: str, mode: str, strategy: str) -> l
         ]
         more += texts
     else:
-        more.append(f"model.path={workshop / folder_name(architecture)}")
+        more += [f"model.path={workshop / folder_name(architecture)}", "train.loss=full"]
     return tiny.words(workshop, run_name(mode, f"{strategy}, {architecture}"), *more)
 
 

@@ -40,9 +40,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 HARD = [
     (architecture, mode, strategy)
     for architecture in [*cells.ARCHITECTURES, cells.PACKED]
-    for strategy in ("ZeRO-2", "ZeRO-3")
     # ranks that skip different layers gather different weights: ZeRO-3 cannot train such a model at all
-    if (architecture, strategy) != ("skipped layers", "ZeRO-3")
+    for strategy in (["ZeRO-2"] if architecture == "skipped layers" else ["ZeRO-3"])
     for mode in cells.HARD_MODES
 ]
 
