@@ -18,7 +18,7 @@ rank = os.environ["RANK"]
 found = {
     "env": dict(os.environ), "argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "name": __name__,
     "file": __file__, "input": sys.stdin.read(), "tty": sys.stdout.isatty(), "threads": threading.active_count(),
-    "handlers": len(logging.getLogger().handlers), "stdout": sys.stdout.write_through, "own": sys.executable,
+    "handlers": len(logging.getLogger().handlers), "stdout": sys.stdout.write_through, "own": os.path.dirname(sys.executable),
 }
 if "torch" in sys.modules:
     import torch, torch.distributed
@@ -58,8 +58,9 @@ elif what == "wait":
 sys.exit(int(what))
 """
 
-BY_THE_LAUNCHER = {"_", "PWD", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+BY_THE_LAUNCHER = {"_", "PWD", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 BY_QUIETER_IMPORTS = {
+    "TORCH_CPP_LOG_LEVEL",
     "DATASETS_VERBOSITY",
     "HF_DATASETS_DISABLE_PROGRESS_BARS",
     "HF_HUB_DISABLE_PROGRESS_BARS",

@@ -126,7 +126,7 @@ def test_a_second_backward_recomputes_everything() -> None:
     expected = twice(build("qwen2"))
     counts = put_in_place(net := build("qwen2"), LISTS["matmul"]).counts
     assert same(twice(net), expected)
-    assert [(c.recomputations, c.reused_outputs) for c in counts] == [(2, 7)] * 3
+    assert [(c.recomputations, c.repeated, c.reused_outputs) for c in counts] == [(1, 1, 7)] * 3
 
 
 def test_two_forwards_before_their_backwards() -> None:
@@ -186,8 +186,9 @@ def test_close_removes_the_hooks() -> None:
     linear = net.model.layers[0].mlp.up_proj
     assert not linear._forward_hooks  # before the first forward
     kept.contexts()
+    once = len(linear._forward_hooks)
     kept.contexts()
-    assert len(linear._forward_hooks) == len(linear._forward_pre_hooks) == 1
+    assert len(linear._forward_hooks) == len(linear._forward_pre_hooks) == once > 0
     kept.close()
     assert not linear._forward_hooks and not linear._forward_pre_hooks
 
