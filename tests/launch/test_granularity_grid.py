@@ -37,11 +37,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cells.make_workshop(tmp_path_factory.mktemp("granularity"))
 
 
+SKIPPED = (
+    "skipped layers"  # ranks that skip different layers reduce different gradients: no launch, with any policy
+)
 HARD = [
-    (architecture, mode, strategy)
+    (architecture, mode, "ZeRO-3")
     for architecture in [*cells.ARCHITECTURES, cells.PACKED]
-    # ranks that skip different layers gather different weights: ZeRO-3 cannot train such a model at all
-    for strategy in (["ZeRO-2"] if architecture == "skipped layers" else ["ZeRO-3"])
+    if architecture != SKIPPED
     for mode in cells.HARD_MODES
 ]
 
@@ -68,10 +70,10 @@ def hard(workshop: Path) -> dict[tuple[str, str, str], str]:
     }
 
 
-def test_layers_that_share_repeat_or_are_skipped_are_bit_equal_or_refused(
+def test_layers_that_share_or_repeat_are_bit_equal_or_refused(
     hard: dict[tuple[str, str, str], str],
 ) -> None:
-    """Shared K/V, keyword tensors, repeated layers, two stacks, skipped layers, packed documents."""
+    """Shared K/V, keyword tensors, repeated layers, two stacks, packed documents."""
     wrong = {cell: text for cell, text in hard.items() if text.startswith("differs")}
     assert not wrong
     for architecture in {cell[0] for cell in hard}:
@@ -82,8 +84,16 @@ def test_layers_that_share_repeat_or_are_skipped_are_bit_equal_or_refused(
     }
     assert ("shared K/V", "full_reentrant") in refused
     assert ("shared K/V", "uniform") not in refused  # it falls back to the other variant
-    assert ("skipped layers", "uniform") in refused
     assert not any(architecture == cells.PACKED for architecture, _ in refused)
+
+
+def test_segments_are_refused_where_layers_are_skipped(workshop: Path) -> None:
+    cells.make_architectures(workshop)
+    refused = {
+        mode: refusal(cells.hard_words(workshop, SKIPPED, mode, "ZeRO-2")) for mode in ("uniform", "full")
+    }
+    assert "draws random numbers between layers 0 and 1" in str(refused["uniform"])
+    assert refused["full"] is None
 
 
 @pytest.fixture(scope="module")

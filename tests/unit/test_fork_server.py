@@ -18,7 +18,8 @@ rank = os.environ["RANK"]
 found = {
     "env": dict(os.environ), "argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "name": __name__,
     "file": __file__, "input": sys.stdin.read(), "tty": sys.stdout.isatty(), "threads": threading.active_count(),
-    "handlers": len(logging.getLogger().handlers), "stdout": sys.stdout.write_through, "own": os.path.dirname(sys.executable),
+    "handlers": len(logging.getLogger().handlers), "stdout": sys.stdout.write_through,
+    "own": os.path.dirname(sys.executable),
 }
 if "torch" in sys.modules:
     import torch, torch.distributed
