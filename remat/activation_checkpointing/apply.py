@@ -78,7 +78,7 @@ class Applied:
         except CheckpointError as error:
             raise NotInEffect(
                 "checkpointing: a layer did something else when it ran again (it has a state of its own, or draws "
-                "random numbers outside of torch), so it cannot be recomputed; give such layers checkpointing=none with "
+                "random numbers outside of torch), so it cannot be recomputed; give such layers the policy none with "
                 f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"
             ) from error
 

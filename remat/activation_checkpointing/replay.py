@@ -283,7 +283,9 @@ class Sample:
         self.layers.append(layer)
         for name, value in given.items():
             if name in held:
-                self._listen(f"{name} of layer {self.decision.first + len(self.layers) - 1}" if within else name, value)
+                self._listen(
+                    f"{name} of layer {self.decision.first + len(self.layers) - 1}" if within else name, value
+                )
             if has_containers(value):
                 self._containers.append((name, copy_containers(value), value))
         if is_last:
