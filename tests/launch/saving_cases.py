@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, optim, reload, save_room, saving
+from remat import distributed, export, hf_files, manifest, ops, optim, reload, save_room, saving
 from remat import frozen as frozen_weights
 from remat.choices import Attention, Precision
 from remat.config import ModelConfig
@@ -90,6 +90,7 @@ def engine(
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if nvme is not None:
+        ops.ensure("async_io", print)  # as a run does: DeepSpeed's own load would wait for any lock left behind
         Init.param_id = 0  # swap files are named by it; a resumed run is a fresh process
         place = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": False}
         # Groups of 280 000 elements on a rank are swapped, the rest and the norms are too small (below 1 MiB) to be.
