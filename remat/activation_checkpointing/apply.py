@@ -29,7 +29,7 @@ from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointi
 from remat.activation_checkpointing.discard import DiscardedOutputs
 from remat.activation_checkpointing.layers import Stacks, find_stacks
 from remat.activation_checkpointing.offload import HostOffload, LayerOffload
-from remat.activation_checkpointing.policy import LayerDecision, Mechanism
+from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism
 from remat.activation_checkpointing.postpone import SparedProduct
 from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.replay import Recorder
@@ -41,7 +41,6 @@ from remat.choices import StorageDtype
 from remat.config import CheckpointingConfig, ConfigError
 
 LayerForward = Callable[..., Any]
-RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}  # a layer as a whole
 
 
 @dataclass

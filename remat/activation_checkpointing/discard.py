@@ -202,7 +202,7 @@ class Region:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._elsewhere = {t.untyped_storage()._cdata for t in [*tensors, *module.parameters()]}
         self._versions = [Version(tensor) for tensor in tensors]
-        self._autocast = _autocast(tensors[0].device.type) if tensors else nullcontext
+        self._autocast = autocast_of_now(tensors[0].device.type) if tensors else nullcontext
         self.wanted = False  # by backward
         self._saves = 0
         self._handles: list[weakref.ref[Handle]] = []
@@ -316,7 +316,7 @@ class _Input:
     requires_grad: bool
 
 
-def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     """The autocast of now, to be entered again in backward."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext

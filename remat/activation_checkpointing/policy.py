@@ -23,6 +23,9 @@ class Mechanism(StrEnum):
     deepspeed = "deepspeed"
 
 
+RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}  # the layer as a whole
+
+
 @dataclass(frozen=True)
 class LayerDecision:
     """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.

@@ -12,8 +12,8 @@ import math
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +36,9 @@ from remat.activation_checkpointing.arguments import (
     replace_changes,
 )
 from remat.activation_checkpointing.counts import Scope
-from remat.activation_checkpointing.policy import LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.discard import autocast_of_now
+from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
 
-RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
 LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
 MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
@@ -357,7 +357,7 @@ class Sample:
     def _start(self) -> None:
         device = self._device()
         self._random = _random_state(device)
-        self._autocast = [_autocast(kind) for kind in {"cpu", device.type}]
+        self._autocast = [autocast_of_now(kind) for kind in {"cpu", device.type}]
         self._attributes = [_attributes(module) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
             for name, buffer in layer.named_buffers():
@@ -750,14 +750,3 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 def _is_state(name: str, value: Any) -> bool:
     kinds = (bool, int, float, str, tuple, list, dict, set, torch.Tensor, type(None))
     return type(value) in kinds and name not in ("_parameters", "_buffers", "_modules") and "hooks" not in name
-
-
-def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext
-    return partial(
-        torch.autocast,
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-    )
