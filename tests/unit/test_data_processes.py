@@ -145,19 +145,20 @@ def test_when_the_builder_is_killed_the_one_that_waits_builds(cfg: DataConfig, f
 
 def test_two_builders_that_do_not_see_each_other_both_end_well(cfg: DataConfig) -> None:
     """As on two hosts whose locks are their own: neither deletes the other's work, and the first one's is used."""
-    with rank(cfg, "not seen", "host-a") as first, rank(cfg, "not seen", "host-b") as second:
+    with rank(cfg, "not seen", "host-a") as first:
         line(first, "ready")
         line(first, "building")
-        line(second, "ready")
-        assert "is another builder's: delete it if that is gone" in line(second, str(Path(cfg.cache_dir)))
-        line(second, "building")
-        assert len(list(Path(cfg.cache_dir).glob("*.tmp-*"))) == 2
-        tell_to_go_on(first)
-        done = line(first, "done")
-        (folder,) = (path for path in Path(cfg.cache_dir).glob("*") if (path / "report.json").exists())
-        inode = folder.stat().st_ino
-        tell_to_go_on(second)
-        assert line(second, "done") == done
+        with rank(cfg, "not seen", "host-b") as second:
+            line(second, "ready")
+            assert "is another builder's: delete it if that is gone" in line(second, str(Path(cfg.cache_dir)))
+            line(second, "building")
+            assert len(list(Path(cfg.cache_dir).glob("*.tmp-*"))) == 2
+            tell_to_go_on(first)
+            done = line(first, "done")
+            (folder,) = (path for path in Path(cfg.cache_dir).glob("*") if (path / "report.json").exists())
+            inode = folder.stat().st_ino
+            tell_to_go_on(second)
+            assert line(second, "done") == done
     assert folder.stat().st_ino == inode
     assert not list(Path(cfg.cache_dir).glob("*.tmp-*"))
 
