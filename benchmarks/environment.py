@@ -7,8 +7,8 @@ import platform
 import time
 from typing import Any
 
-from remat import run_dir
-from remat.host_memory import host_memory
+from remat.machine.host_memory import host_memory
+from remat.report import run_dir
 
 
 def environment(device: str) -> dict[str, Any]:

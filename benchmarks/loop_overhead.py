@@ -54,19 +54,22 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from remat.cores import share_cores
+    from remat.machine.cores import share_cores
 
     share_cores()
     import torch
 
     from benchmarks.plan_accuracy import write
-    from remat import compose, console, distributed, ops, run_dir, setup
+    from remat.config import compose
+    from remat.machine import distributed, ops
+    from remat.report import console, run_dir
+    from remat.training import build
 
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(args, scratch))
-        parts = setup.build(composed.run, composed.yaml)
+        parts = build.build(composed.run, composed.yaml)
         loops = {"remat": remat_loop(parts, args), "bare": bare_loop(parts, args)}
         world = distributed.current()
         about = {
@@ -110,7 +113,7 @@ def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
 
 def remat_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     """A step of this project's loop; it logs when it is due."""
-    from remat import trainer
+    from remat.training import loop as trainer
 
     progress = trainer.start(parts)
 
@@ -123,12 +126,12 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from remat import model, optim
     from remat.data.batches import GlobalBatches
+    from remat.model import build, optimizer
 
     cfg, ds = parts.cfg, parts.strategy.ds
-    config = model.load_config(cfg.model)
-    net = model.build(
+    config = build.load_config(cfg.model)
+    net = build.build(
         cfg.model,
         config,
         precision=cfg.train.precision,
@@ -137,7 +140,7 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
         seed=cfg.train.seed,
     )
     net.gradient_checkpointing_enable({"use_reentrant": False})
-    adamw = optim.build(net, cfg.optim, offloaded=False, device=parts.world.device)
+    adamw = optimizer.build(net, cfg.optim, offloaded=False, device=parts.world.device)
     engine, _, _, _ = deepspeed.initialize(model=net, optimizer=adamw, config=ds, dist_init_required=False)
     batches = GlobalBatches(
         parts.splits.train, global_batch_size=cfg.train.global_batch_size, seed=cfg.train.seed, shuffle=True,
@@ -149,7 +152,7 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
 
     def step() -> None:
         number = next(count)
-        optim.set_lr(engine.optimizer, optim.lr_at(number, cfg.optim, cfg.train.steps))
+        optimizer.set_lr(engine.optimizer, optimizer.lr_at(number, cfg.optim, cfg.train.steps))
         for batch in batches.next_step().micro_batches:
             inputs = {name: value.to(parts.world.device) for name, value in batch.items()}
             loss = engine(**inputs, use_cache=False).loss
@@ -178,12 +181,12 @@ def trainer_with(
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    from remat import model
-    from remat.choices import Precision
+    from remat.config.choices import Precision
+    from remat.model import build
 
     cfg, ds = parts.cfg, parts.strategy.ds
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    config = model.load_config(cfg.model)
+    config = build.load_config(cfg.model)
 
     class Interleave(TrainerCallback):
         """What the Trainer does after its on_step_end, logging included, counts towards its next step."""

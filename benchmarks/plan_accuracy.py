@@ -33,10 +33,11 @@ WORK = ROOT / "outputs" / "plan_accuracy"
 
 from benchmarks.accuracy_points import POINTS, Point, overrides, portable  # noqa: E402
 from benchmarks.environment import commit, environment  # noqa: E402
-from remat import compose, planner  # noqa: E402
-from remat.config import ConfigError  # noqa: E402
-from remat.host_memory import host_memory  # noqa: E402
-from remat.tracking import RECORD  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.config.options import ConfigError  # noqa: E402
+from remat.machine.host_memory import host_memory  # noqa: E402
+from remat.planning import planner  # noqa: E402
+from remat.report.tracking import RECORD  # noqa: E402
 
 GIB = 1024**3
 LIMIT_S = 180  # for one point; advice after an out-of-memory takes long

@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    from remat import compose
+    from remat.config import compose
 
     rows = []
     for recipe in compose.recipe_names():
@@ -72,7 +72,7 @@ def environment() -> dict[str, Any]:
     import torch
     import transformers
 
-    from remat import run_dir
+    from remat.report import run_dir
 
     return {
         "cpu_cores": os.cpu_count(),

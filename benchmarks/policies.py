@@ -27,9 +27,11 @@ import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from benchmarks.plan_accuracy import write  # noqa: E402
-from remat import compose, loss, run_dir  # noqa: E402
 from remat.activation_checkpointing import apply, policy  # noqa: E402
-from remat.config import CheckpointingConfig, LossKind  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.config.options import CheckpointingConfig, LossKind  # noqa: E402
+from remat.model import loss  # noqa: E402
+from remat.report import run_dir  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALONE = {"deepspeed"}  # needs process groups; the same algorithm as full_reentrant

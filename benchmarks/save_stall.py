@@ -62,10 +62,13 @@ def result_path(device: str) -> Path:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from remat.cores import share_cores
+    from remat.machine.cores import share_cores
 
     share_cores()
-    from remat import compose, console, distributed, ops, run_dir, run_saves, setup, trainer
+    from remat.config import compose
+    from remat.machine import distributed, ops
+    from remat.report import console, run_dir
+    from remat.training import build, loop, saves
 
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
@@ -73,20 +76,20 @@ def measure(args: argparse.Namespace) -> None:
     step_s: dict[str, list[float]] = {"alone": [], "beside a save": []}
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(scratch))
-        parts = setup.build(composed.run, composed.yaml, composed.words)
-        progress = trainer.start(parts)
+        parts = build.build(composed.run, composed.yaml, composed.words)
+        progress = loop.start(parts)
 
         def step() -> None:
             began, kind = time.perf_counter(), "beside a save" if parts.saves.on_its_way else "alone"
-            trainer.step(parts, progress, parts.cfg.train.steps)
+            loop.step(parts, progress, parts.cfg.train.steps)
             step_s[kind].append(time.perf_counter() - began)
-            run_saves.complete(parts, progress.step)
+            saves.complete(parts, progress.step)
 
         for _ in range(SETTLED):
             step()
         for turn in range(2 * args.saves):
             kind = "in the background" if turn % 2 else "at once"
-            run_saves.save(parts, progress, must=kind == "at once")
+            saves.save(parts, progress, must=kind == "at once")
             for _ in range(SETTLED):
                 step()
             while parts.saves.on_its_way:
@@ -136,7 +139,7 @@ def overrides(scratch: str) -> list[str]:
 
 
 def read_saves(folder: Path) -> list[dict[str, float]]:
-    from remat.tracking import read_metrics
+    from remat.report.tracking import read_metrics
 
     return [row for row in read_metrics(folder) if "time/save_s" in row]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from remat.config import ConfigError
-from remat.cores import share_cores
-from remat.redact import redact_text
+from remat.config.options import ConfigError
+from remat.config.redact import redact_text
+from remat.machine.cores import share_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,8 @@ def ds_config_command(
     """Print the complete DeepSpeed config of a run, ready for --deepspeed_config."""
     import torch
 
-    from remat import compose, strategy
+    from remat.config import compose
+    from remat.planning import strategy
 
     run = compose.from_command_line(ctx.args).run
     ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
@@ -56,7 +57,7 @@ def plan_command(
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit; then the nearest changes that make it fit."""
-    from remat import plan_charts
+    from remat.report import plan_charts
 
     if plot is not None:
         plan_charts.check(plot)
@@ -66,25 +67,28 @@ def plan_command(
 
 
 def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
-    from remat import advice, compose, plan_charts, plan_page, planner, recordings
+    from remat.config import compose
+    from remat.planning import advice, planner, recording
+    from remat.report import plan, plan_charts
 
-    known = recordings.Recordings()
+    known = recording.Recordings()
     planned = planner.make(compose.from_command_line(args).run, recordings=known)
     console = _console()
     if not as_json:
-        plan_page.show(planned, console)
+        plan.show(planned, console)
     found = advice.advise(args, planned, recordings=known)
     if as_json:
         print(json.dumps(planner.as_json(planned) | advice.as_json(found), indent=2))
     elif not planned.plan.fits:
-        plan_page.show_advice(found, planned, console)
+        plan.show_advice(found, planned, console)
     if plot is not None:
         plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
     return planned.plan.fits
 
 
 def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
-    from remat import plan_charts, plan_page, sweep
+    from remat.planning import sweep
+    from remat.report import plan, plan_charts
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -94,7 +98,7 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
     if as_json:
         print(json.dumps(sweep.as_json(points), indent=2))
     else:
-        plan_page.show_sweep(points, _console())
+        plan.show_sweep(points, _console())
     if plot is not None:
         plan_charts.draw_sweep(points, plot)
     return any(point.fits for point in points)
@@ -131,7 +135,7 @@ def compare_command(
     if ctx.args[:1] == ["policies"]:
         _compare_policies(ctx.args[1:], as_json)
         return
-    from remat import compose
+    from remat.config import compose
     from remat.lab import command
 
     if show_list:
@@ -145,15 +149,16 @@ def compare_command(
 def _compare_policies(args: list[str], as_json: bool) -> None:
     from dataclasses import asdict
 
-    from remat import compare_policies, compose
+    from remat.config import compose
+    from remat.planning import policies
 
-    cfg = compose.from_command_line(compare_policies.without_policy(args)).run
-    found = compare_policies.rows(args)
+    cfg = compose.from_command_line(policies.without_policy(args)).run
+    found = policies.rows(args)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))
         return
-    print(compare_policies.caption(cfg))
-    for line in compare_policies.lines(found):
+    print(policies.caption(cfg))
+    for line in policies.lines(found):
         print(line, flush=True)
 
 
@@ -165,15 +170,15 @@ def launch(ctx: typer.Context) -> None:
     log. Options: --log-dir DIR, --grace-s SECONDS between a stop and force (600), and those of the deepspeed runner,
     such as --num_gpus N. Any other script, --module NAME or --no_python PROGRAM works too.
     """
-    from remat import launch_words, supervise
+    from remat.launch import arguments, supervisor
 
-    raise typer.Exit(supervise.launch(launch_words.parse(ctx.args)))
+    raise typer.Exit(supervisor.launch(arguments.parse(ctx.args)))
 
 
 @app.command()
 def report(run_dir: RunDir) -> None:
     """Draw a run: loss, step-time split, memory and throughput as PNG and one HTML page."""
-    from remat import report as drawing
+    from remat.report import run_report as drawing
 
     for path in drawing.draw(run_dir):
         print(path)
@@ -187,12 +192,12 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Largest file")] = "5GB",
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
-    from remat import export as exporting
-    from remat import manifest, saving
+    from remat.saving import export as exporting
+    from remat.saving import manifest, save
 
     if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
-    found = saving.find(run_dir)
+    found = save.find(run_dir)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:
@@ -224,8 +229,9 @@ def doctor(
 
     With recipe=NAME option=value ...: able to hold that run, needed against found.
     """
-    from remat import compose, ops
-    from remat import doctor as examining
+    from remat.config import compose
+    from remat.machine import doctor as examining
+    from remat.machine import ops
 
     ops.use_environment_folder()
     unknown = set(build or []) - set(ops.BUILDERS)
@@ -282,8 +288,8 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine's rates in under a minute and write them as a hardware file for plans."""
-    from remat import calibrate as calibrating
-    from remat import ops
+    from remat.machine import calibrate as calibrating
+    from remat.machine import ops
 
     calibrating.check_out(out)
     try:
@@ -298,7 +304,7 @@ def calibrate(
 
 def main() -> None:
     """Entry point of the console command: user errors are one message and exit code 2."""
-    from remat import console
+    from remat.report import console
 
     if sys.argv[1:2] not in (
         ["launch"],

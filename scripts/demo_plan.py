@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from remat.cores import hide_gpus_from_cpu_ranks  # noqa: E402
+from remat.machine.cores import hide_gpus_from_cpu_ranks  # noqa: E402
 
 
 def main(overrides: list[str]) -> int:
@@ -16,8 +16,8 @@ def main(overrides: list[str]) -> int:
     hide_gpus_from_cpu_ranks()
     import torch
 
-    from remat import compose
-    from remat.config import ConfigError
+    from remat.config import compose
+    from remat.config.options import ConfigError
 
     try:
         run = compose.compose_run(overrides).run

@@ -13,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from remat import compare_policies, compose  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.planning import policies  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "granularity.md"
@@ -47,11 +48,11 @@ def _cell(text: str, reasons: list[str]) -> str:
 
 def counted() -> str:
     """Every policy on Llama 3.1 8B at 4096 tokens."""
-    rows = [compare_policies.cells(row) for row in compare_policies.rows(COUNTED_ON)]
-    width = len(compare_policies.HEADINGS)
-    lines = [f"| {' | '.join(compare_policies.HEADINGS)} |", "|---" + "|---:" * (width - 1) + "|"]
+    rows = [policies.cells(row) for row in policies.rows(COUNTED_ON)]
+    width = len(policies.HEADINGS)
+    lines = [f"| {' | '.join(policies.HEADINGS)} |", "|---" + "|---:" * (width - 1) + "|"]
     lines += [f"| {' | '.join([*row, *[''] * (width - len(row))])} |" for row in rows]
-    caption = compare_policies.caption(compose.compose_run(COUNTED_ON).run).replace("\n", " ")
+    caption = policies.caption(compose.compose_run(COUNTED_ON).run).replace("\n", " ")
     return "\n".join([*lines, "", caption])
 
 

@@ -10,11 +10,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from remat import compose, ds_config, planner  # noqa: E402
-from remat.config import Precision  # noqa: E402
-from remat.planning.records import Category  # noqa: E402
-from remat.planning.states import Item, by_place, model_states  # noqa: E402
-from remat.recordings import Recordings  # noqa: E402
+from remat.config import compose, ds_config  # noqa: E402
+from remat.config.options import Precision  # noqa: E402
+from remat.planning import planner  # noqa: E402
+from remat.planning.model_states import Item, by_place, model_states  # noqa: E402
+from remat.planning.recording import Recordings  # noqa: E402
+from remat.planning.simulation.types import Category  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory-model.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from remat import compose  # noqa: E402
+from remat.config import compose  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end of recipes -->"

@@ -15,7 +15,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 
 import pytest  # noqa: E402
 
-from remat import ops  # noqa: E402
+from remat.machine import ops  # noqa: E402
 
 ops.use_environment_folder()
 

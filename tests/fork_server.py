@@ -147,7 +147,7 @@ def main(listener: socket.socket) -> int:
 def preload() -> None:
     """Import what ranks import, quietened as train.py does."""
     sys.path.insert(0, str(ROOT))
-    from remat import console
+    from remat.report import console
 
     console.quiet_libraries(debug=False)
     import cpuinfo  # noqa: F401
@@ -156,7 +156,7 @@ def preload() -> None:
     import torch.utils.cpp_extension  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from remat import distributed, export, ops, out_of_memory, setup, trainer  # noqa: F401
+    from remat.training import build, loop, out_of_memory  # noqa: F401
 
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:

@@ -100,7 +100,8 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
         OMP_NUM_THREADS="1",
         **({} if gpus else CPU_ONLY),
     )
-    from remat import console, distributed, ops
+    from remat.machine import distributed, ops
+    from remat.report import console
 
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from remat.activation_checkpointing import apply, layers, policy
+from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.op_watch import Watch
 from remat.activation_checkpointing.replay import Replayed
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, OffloadConfig
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.model import layers
 
 NONE = CheckpointingConfig(policy=Policy.none)
 

@@ -51,7 +51,7 @@ def alone(args: argparse.Namespace) -> None:
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    from remat import compose
+    from remat.config import compose
 
     run = compose.compose_run(_words(args)).run
     fields = dict(run.model.architecture)
@@ -66,7 +66,8 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def deepspeed_config(args: argparse.Namespace, zero: str) -> dict[str, Any]:
     """The very DeepSpeed config that this project's run of the same strategy has."""
-    from remat import compose, strategy
+    from remat.config import compose
+    from remat.planning import strategy
 
     words = [
         *_words(args), f"deepspeed.config={zero}", "train.precision=bf16", f"train.seq_len={args.seq_len}",

@@ -14,7 +14,7 @@ def main() -> None:
     import deepspeed  # isort: skip
     from transformers import AutoModelForCausalLM
 
-    from remat import ops
+    from remat.machine import ops
 
     ops.use_environment_folder()
     config = common.model_config(args)

@@ -16,7 +16,8 @@ def main() -> None:
     common.alone(args)
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from remat import console, ops
+    from remat.machine import ops
+    from remat.report import console
 
     ops.use_environment_folder()  # the same builds of DeepSpeed's operations
     console.quiet_libraries(debug=False)

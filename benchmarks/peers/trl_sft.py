@@ -14,8 +14,9 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    from remat import console, ops
     from remat.data.tokenizer import load_tokenizer
+    from remat.machine import ops
+    from remat.report import console
 
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)

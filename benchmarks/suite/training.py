@@ -15,10 +15,12 @@ from benchmarks import plan_accuracy
 from benchmarks.accuracy_points import LLAMA_ON_CPU
 from benchmarks.plan_accuracy import GIB, TIME_OVER
 from benchmarks.suite.points import SHAPES, TOKENS, TOKENS_ON_CPU, Point
-from remat import compose, hardware, planner
-from remat.config import ConfigError
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.machine import gpus
+from remat.planning import planner
 from remat.planning.plan import Capacity
-from remat.tracking import RECORD
+from remat.report.tracking import RECORD
 
 STEPS_OF_A_RUNG = 2
 ROOM, IN_TIME = 0.9, 0.75  # of memory and of a point's time: what a plan may be wrong by, and the next rung
@@ -147,7 +149,7 @@ def climbed(rungs: list[dict[str, Any]]) -> dict[str, Any]:
 def planned_ladder(point: Point, work: Path, device: str, machine: Mapping[str, Any]) -> list[Rung]:
     """Every rung of a point, planned in this process, without a GPU, up to the first that does not fit."""
     capacity = Capacity(gpu_bytes=machine["gpu_bytes"], host_bytes=machine["host_bytes"])
-    known = [f"hardware.gpu={machine['gpu']}"] if machine["gpu"] and hardware.find_gpu(machine["gpu"]) else []
+    known = [f"hardware.gpu={machine['gpu']}"] if machine["gpu"] and gpus.find_gpu(machine["gpu"]) else []
     ladder: list[Rung] = []
     for tokens in TOKENS if device == "cuda" else TOKENS_ON_CPU:
         if tokens > point.most_tokens:

@@ -17,28 +17,28 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from remat.activation_checkpointing import modules
-from remat.activation_checkpointing.arguments import (
+from remat.activation_checkpointing.mechanisms import selective_modules
+from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
     carry_gradient,
     find_tensors,
     refuse_what_is_lost,
 )
-from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope, one_run
-from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
-from remat.activation_checkpointing.discard import DiscardedOutputs
-from remat.activation_checkpointing.layers import Stacks, find_stacks
-from remat.activation_checkpointing.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
+from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs
+from remat.activation_checkpointing.mechanisms.lazy_matmul import SparedProduct
+from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
+from remat.activation_checkpointing.mechanisms.segments import Segment
+from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
+from remat.activation_checkpointing.op_watch import Watch
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism
-from remat.activation_checkpointing.postpone import SparedProduct
-from remat.activation_checkpointing.recompute import Recompute
 from remat.activation_checkpointing.replay import Recorder
-from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.activation_checkpointing.segments import Segment
-from remat.activation_checkpointing.selective import KeptResults
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import StorageDtype
-from remat.config import CheckpointingConfig, ConfigError
+from remat.config.choices import StorageDtype
+from remat.config.options import CheckpointingConfig, ConfigError
+from remat.model.layers import Stacks, find_stacks
 
 LayerForward = Callable[..., Any]
 
@@ -268,7 +268,7 @@ class _Builder:
             part = partial(segment, index)
             return self._expecting(decision.first, decision.last, part) if index == decision.last else part
         if kind is Mechanism.selective_modules:
-            undo = modules.recompute_inside(
+            undo = selective_modules.recompute_inside(
                 layer,
                 self._cfg.recompute_modules,
                 lambda region: self._sparing(region, Recompute(self._cfg)),

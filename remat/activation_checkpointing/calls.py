@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing import operators
+from remat.activation_checkpointing.mechanisms import operators
 
 DEEPEST = 4  # containers of the model's own classes, one inside another
 

@@ -14,7 +14,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.policy import LayerDecision
-from remat.config import CheckpointingConfig, ConfigError
+from remat.config.options import CheckpointingConfig, ConfigError
 
 Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, ConfigError
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, ConfigError
 
 
 class Mechanism(StrEnum):

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.activation_checkpointing.arguments import (
+from remat.activation_checkpointing.mechanisms.arguments import (
     Alias,
     Replayable,
     carry_gradient,
@@ -35,8 +35,8 @@ from remat.activation_checkpointing.arguments import (
     rebuild,
     replace_changes,
 )
-from remat.activation_checkpointing.counts import Scope
-from remat.activation_checkpointing.discard import autocast_of_now
+from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
 
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from remat import compose
 from remat.claims.claim import Because, Claim, Measured, Statement, Unplanned, gb, run, share
 from remat.claims.figures import Runs, saved
+from remat.config import compose
 
 GRID = compose.ROOT / "docs" / "granularity.json"
 BLOCKS = (

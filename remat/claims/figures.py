@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from remat import compose, planner
-from remat.planning.records import Category, Phase
-from remat.planning.timeline import LOSS, Snapshot
-from remat.recordings import Recordings
+from remat.config import compose
+from remat.planning import planner
+from remat.planning.recording import Recordings
+from remat.planning.simulation.timeline import LOSS, Snapshot
+from remat.planning.simulation.types import Category, Phase
 
 GIB = 1024**3
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from remat import compose
 from remat.claims.claim import POINTS, Outcome, Verdict
 from remat.claims.figures import GIB
+from remat.config import compose
 
 RESULTS = compose.ROOT / "benchmarks" / "results" / "lab"
 LINK = "../benchmarks/results/lab"  # from docs/

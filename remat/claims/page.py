@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from remat.claims import adapters, depth, measured, memory, recomputation, techniques
 from remat.claims.claim import POINTS, TOLERANCE, Claim, Outcome, Verdict, verdict
 from remat.claims.figures import Planning
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 
 CLAIMS = sorted(
     [*memory.CLAIMS, *adapters.CLAIMS, *recomputation.CLAIMS, *depth.CLAIMS, *techniques.CLAIMS],

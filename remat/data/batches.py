@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 from remat.data.blocks import Blocks
 
 NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index

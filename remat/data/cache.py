@@ -3,8 +3,8 @@
 Rank 0 looks at the data, and the first rank of each node that does not see rank 0's cache folder; it builds what is
 missing, in a temporary folder that is renamed when complete. The other ranks wait without a collective that could time
 out, and open the result. A launch that finds another's builder at work waits for it; one that died is followed
-(remat/owner_lock.py). Where two build all the same, as on hosts that do not see each other's lock, the first to be done
-is used by both.
+(remat/machine/owner_lock.py). Two may build all the same, as on hosts that do not see each other's lock: then both use
+what the first one built.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from remat import distributed
-from remat.choices import BadRows, DataFormat, DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import BadRows, DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig
+from remat.config.redact import redact_text
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.hashes import Hashes
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
-from remat.owner_lock import OwnerLock, current_process, labelled
-from remat.redact import redact_text
+from remat.machine import distributed
+from remat.machine.owner_lock import OwnerLock, current_process, labelled
 
 LOOK_AGAIN_S = 0.5
 log = logging.getLogger(__name__)

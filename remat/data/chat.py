@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 from remat.data.rows import BadRowLog
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

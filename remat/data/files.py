@@ -8,8 +8,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat.choices import DataSource
-from remat.config import ConfigError
+from remat.config.choices import DataSource
+from remat.config.options import ConfigError
 
 # In a folder; a file or a glob named by the user is taken as it is.
 SUFFIXES = {DataSource.jsonl: (".jsonl", ".ndjson"), DataSource.parquet: (".parquet",)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from remat.choices import DataFormat
+from remat.config.choices import DataFormat
 from remat.data.chat import encode_chats
 from remat.data.rows import BadRowLog, Document
 

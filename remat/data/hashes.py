@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 from remat.data.files import SourceFile
 
 FOLDER = "hashes"  # in the cache

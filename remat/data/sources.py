@@ -10,8 +10,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from remat.choices import DataFormat, DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data.files import SourceFile, find_files, stdlib_files
 from remat.data.hashes import Hashes
 from remat.data.rows import BadRowLog, Document, content_of, needed_columns

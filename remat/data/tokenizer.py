@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 
 END, PAD = "<|end|>", "<|pad|>"
 

@@ -16,9 +16,9 @@ from matplotlib.transforms import Bbox
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
 from remat.lab.table import GIB, MIB
-from remat.report_charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
-from remat.report_page import Picture
-from remat.sweep import is_beaten
+from remat.planning.sweep import is_beaten
+from remat.report.charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
+from remat.report.page import Picture
 
 COLORS = ("blue", "orange", "green", "purple", "red")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from remat import compose, run_dir
-from remat.config import ConfigError
-from remat.lab import charts, experiment, figures, keys, launching, page, running, table
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.lab import cache_key, charts, experiment, figures, launch, page, schedule, table
+from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
-from remat.lab.keys import Place
 from remat.lab.measure import DOES_NOT_FIT, FINISHED, OUT_OF_MEMORY
-from remat.lab.running import Outcome
+from remat.lab.schedule import Outcome
+from remat.report import run_dir
 
 EXIT_NOTHING_RAN, EXIT_INTERRUPTED = 1, 130
 ANSWERS = {FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT}
@@ -43,14 +44,14 @@ def run(args: Sequence[str], options: Options) -> int:
     """
     if options.repeats < 0 or options.ranks < 0:
         raise ConfigError("--repeats and --ranks: at least 1")
-    place = keys.here(options.ranks or 1)
+    place = cache_key.here(options.ranks or 1)
     chosen = choose(args, options, place.device)
-    place = keys.here(chosen.ranks)
+    place = cache_key.here(chosen.ranks)
     folder = (options.out / chosen.name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     on_stderr = Console(stderr=True)
-    outcome = running.run(
-        chosen, folder, place, lambda total: running.on_terminal(total, on_stderr), fresh=options.fresh
+    outcome = schedule.run(
+        chosen, folder, place, lambda total: schedule.on_terminal(total, on_stderr), fresh=options.fresh
     )
     if outcome.stopped:
         print("\nstopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
@@ -112,7 +113,7 @@ def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Seque
     elif known:
         console.print(f"{outcome.launched} launched now, {known} from before (--fresh runs them again)")
     for path in paths:
-        console.print(str(launching.from_here(path)), highlight=False, soft_wrap=True)
+        console.print(str(launch.from_here(path)), highlight=False, soft_wrap=True)
 
 
 def listed(config_dirs: Sequence[Path] = ()) -> str:

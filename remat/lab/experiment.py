@@ -12,8 +12,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from remat import compose, sweep
-from remat.config import ConfigError
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import sweep
 
 FOLDER = compose.CONF_DIR / "lab"
 MOST_POINTS = 64

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from remat.lab.cache_key import FORMAT, Place
 from remat.lab.experiment import Experiment, Point
-from remat.lab.keys import FORMAT, Place
-from remat.lab.launching import Result
+from remat.lab.launch import Result
 from remat.lab.measure import (
     DOES_NOT_FIT,
     FAILED,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.ledger import KEPT, MIB, MICRO_BATCH, OFF_GPU
-from remat.memory import GIB
-from remat.planning.gradients import IN_BACKWARD
+from remat.machine.memory import GIB
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.records import Category, Phase
-from remat.proof import LEARNT
+from remat.planning.simulation.gradients import IN_BACKWARD
+from remat.planning.simulation.types import Category, Phase
+from remat.training.ledger import KEPT, MIB, MICRO_BATCH, OFF_GPU
+from remat.training.proof import LEARNT
 
 UNITS = {"GiB": GIB, "MiB": MIB, "%": 1, "s": 1, "tokens/s": 1}
 WHERE = (" on the GPU", " in host memory")

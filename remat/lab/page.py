@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from remat.config.redact import redact_text
 from remat.lab import table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
-from remat.redact import redact_text
-from remat.report_page import Page, Picture, Table
-from remat.report_page import render as render_page
+from remat.report.page import Page, Picture, Table
+from remat.report.page import render as render_page
 
 PHASES = ("step", "data", "forward", "backward", "optimizer")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from remat.planning.gradients import IN_BACKWARD
-from remat.planning.records import Category, Moment, Phase, Simulation, ZeroSettings
-from remat.planning.states import Item
+from remat.planning.model_states import Item
+from remat.planning.simulation.gradients import IN_BACKWARD
+from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 
 GIB = 1024**3
 CONTEXT_BYTES = int(

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat import stop_signals
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine import signals
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()
@@ -38,7 +38,10 @@ def main(argv: list[str]) -> int:
     import cpuinfo
     import torch
 
-    from remat import compose, console, distributed, ops, setup, trainer
+    from remat.config import compose
+    from remat.machine import distributed, ops
+    from remat.report import console
+    from remat.training import build, loop
 
     ops.use_environment_folder()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
@@ -52,14 +55,14 @@ def main(argv: list[str]) -> int:
         for fault in faults:
             if fault.at == "built":
                 fault.happen(Path())
-        parts = setup.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed.run, composed.yaml, composed.words)
         data = Data(parts)
         for fault in faults:
             fault.put_into(parts)
         finished, error = None, None
         try:
-            finished = trainer.train(parts).finished
-        except trainer.FAILURES as found:
+            finished = loop.train(parts).finished
+        except loop.FAILURES as found:
             error = str(found)
         own = [getattr(p, "ds_tensor", p) for p in parts.engine.module.parameters()]
         finite = all(distributed.gather(all(bool(torch.isfinite(p).all()) for p in own)))
@@ -217,9 +220,9 @@ def kill_node_launcher() -> None:
 
     (node,) = (p for p in psutil.Process().parents() if "deepspeed.launcher.launch" in p.cmdline())
     node.kill()
-    while not stop_signals.noted():
+    while not signals.noted():
         time.sleep(0.02)
 
 
 if __name__ == "__main__":
-    sys.exit(stop_signals.around(main, sys.argv[1:]))
+    sys.exit(signals.around(main, sys.argv[1:]))

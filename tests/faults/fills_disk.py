@@ -19,13 +19,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-from remat import compose, distributed, manifest, saving, setup, trainer  # noqa: E402
-from remat.preflight import DoesNotFit  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.machine import distributed  # noqa: E402
+from remat.planning.preflight import DoesNotFit  # noqa: E402
+from remat.saving import manifest  # noqa: E402
+from remat.saving import save as saving  # noqa: E402
+from remat.training import build, loop  # noqa: E402
 
 FOLDER = Path(sys.argv[-1])
 BALLAST = FOLDER / "disk" / f"ballast-{os.environ['RANK']}"
@@ -94,12 +98,12 @@ def main() -> int:
     proceeding, large, stopping = json.loads((FOLDER / "runs.json").read_text())
     watch_saves()
     composed = compose.compose_run(proceeding)
-    parts = setup.build(composed.run, composed.yaml, composed.words)
-    trainer.train(parts)
+    parts = build.build(composed.run, composed.yaml, composed.words)
+    loop.train(parts)
     parts.engine.destroy()
     composed = compose.compose_run(large)
     try:
-        setup.build(composed.run, composed.yaml, composed.words)
+        build.build(composed.run, composed.yaml, composed.words)
     except DoesNotFit as error:
         note("large", {"error": str(error)})
     return train.main(stopping)

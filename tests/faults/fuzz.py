@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 LONG_FACTOR = 10

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.faults import faulty_runs  # noqa: I001 (first: it settles what this rank may see)
 
-from remat import stop_signals, watchdog
+from remat.machine import signals
+from remat.training import watchdog
 
 
 def main(argv: list[str]) -> int:
@@ -27,4 +28,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(stop_signals.around(main, sys.argv[1:]))
+    sys.exit(signals.around(main, sys.argv[1:]))

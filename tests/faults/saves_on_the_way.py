@@ -22,16 +22,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-from remat import compose, distributed, hf_files, manifest, rehearsal, run_saves, setup, stop_signals, trainer  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.machine import distributed, signals  # noqa: E402
+from remat.saving import hf_files, manifest  # noqa: E402
+from remat.training import build, loop, rehearsal, saves  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 240.0
-real_describe, real_save_file, real_wait = manifest.describe, hf_files.save_file, run_saves.wait
+real_describe, real_save_file, real_wait = manifest.describe, hf_files.save_file, saves.wait
 
 
 class Fault:
@@ -41,7 +44,7 @@ class Fault:
         self.seen: list[str] = []
 
     def put_into(self, parts: Any) -> None:
-        manifest.describe, hf_files.save_file, run_saves.wait = real_describe, real_save_file, real_wait
+        manifest.describe, hf_files.save_file, saves.wait = real_describe, real_save_file, real_wait
         if self.what in ("slow", "flush"):
             manifest.describe = self._describe
         if self.what in ("nan", "other", "drop"):
@@ -96,17 +99,17 @@ class Fault:
                 come()
             real_wait(*args, may_fail=may_fail)
 
-        parts.token_loss, parts.tracker.finish_wandb_soon, run_saves.wait = token_loss, finish_wandb_soon, wait
+        parts.token_loss, parts.tracker.finish_wandb_soon, saves.wait = token_loss, finish_wandb_soon, wait
 
 
 def one(run: dict[str, Any]) -> dict[str, Any]:
     composed = compose.compose_run(run["words"])
     fault, error = Fault(run["fault"]), None
-    parts = setup.build(composed.run, composed.yaml, composed.words)
+    parts = build.build(composed.run, composed.yaml, composed.words)
     fault.put_into(parts)
     try:
-        trainer.train(parts)
-    except trainer.FAILURES as caught:
+        loop.train(parts)
+    except loop.FAILURES as caught:
         error = str(caught)
     parts.engine.destroy()
     return {"errors": distributed.gather(error), "seen": distributed.gather(fault.seen)[1]}
@@ -122,4 +125,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(stop_signals.around(main, sys.argv[1:]))
+    sys.exit(signals.around(main, sys.argv[1:]))

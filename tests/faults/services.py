@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.launch import many_runs  # noqa: I001 (first: it settles what this rank may see)
 
-from remat import setup, tracking
-from remat.parts import Parts
+from remat.training import build as setup
+from remat.report import tracking
+from remat.training.run import Parts
 
 
 class Wandb:

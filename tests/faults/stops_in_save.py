@@ -14,12 +14,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-from remat import compose, console, ops, setup, trainer  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.machine import ops  # noqa: E402
+from remat.report import console  # noqa: E402
+from remat.training import build, loop  # noqa: E402
 
 
 def halt_in(engine: Any, state: str, folder: Path) -> None:
@@ -42,10 +45,10 @@ def main(folder: Path) -> None:
     *whole, last = json.loads((folder / "runs.json").read_text())
     for words in [*whole, last]:
         composed = compose.compose_run(words)
-        parts = setup.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed.run, composed.yaml, composed.words)
         if words is last and os.environ["RANK"] == "1":
             halt_in(parts.engine, f"tmp-step-{composed.run.train.steps:06d}", folder)
-        trainer.train(parts)
+        loop.train(parts)
         parts.engine.destroy()
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from remat import manifest, saving
-from remat.config import ConfigError
+from remat.config.options import ConfigError
+from remat.saving import manifest, save
 from tests.launch import tiny
 from tests.launcher import deepspeed
 
@@ -89,10 +89,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def resolve(workshop: Path, run: Path) -> saving.ResumePoint | None:
-    return saving.resolve_resume(
-        "auto", output_dir=str(workshop / "out"), name=run.parent.name, run_id=run.name
-    )
+def resolve(workshop: Path, run: Path) -> save.ResumePoint | None:
+    return save.resolve_resume("auto", output_dir=str(workshop / "out"), name=run.parent.name, run_id=run.name)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from remat import manifest, saving
+from remat.saving import manifest, save
 from tests.launch import saving_cases, tiny
 from tests.launcher import ROOT, run
 from tests.pool import RankPool, free_port
@@ -82,13 +82,13 @@ def limited_case(*, folder: Path) -> dict[str, Any]:
     """Rank 1 may write no file above 20 kB, so its file of the second save is cut short by the kernel."""
     target = saving_cases.engine(2)
     saving_cases.train(target, 0, 1)
-    saving.save(target, folder, step=1, client_state={}, keep=1)
+    save.save(target, folder, step=1, client_state={}, keep=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     error = "none"
     try:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        saving.save(target, folder, step=2, client_state={}, keep=1)
+        save.save(target, folder, step=2, client_state={}, keep=1)
     except manifest.SaveError as caught:
         error = str(caught)
     finally:
@@ -96,7 +96,7 @@ def limited_case(*, folder: Path) -> dict[str, Any]:
     dist.barrier()  # rank 0 has tidied up
     left = sorted(path.name for path in (folder / "saved").iterdir())
     losses = saving_cases.train(target, 1, 2)
-    saving.save(target, folder, step=3, client_state={}, keep=1)
+    save.save(target, folder, step=3, client_state={}, keep=1)
     return {"error": error, "left": left, "losses": losses}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat import compose
-from remat.config import ConfigError, RunConfig
+from remat.config import compose
+from remat.config.options import ConfigError, RunConfig
 from tests.faults.fuzz import assert_clear, budget, ends
 
 OPTIONS = compose._option_names(RunConfig)

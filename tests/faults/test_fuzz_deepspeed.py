@@ -11,18 +11,18 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat import compose, ds_config, ds_keys
-from remat.choices import Precision
-from remat.config import ConfigError
-from remat.ds_config import RunValues
+from remat.config import compose, ds_config, ds_defaults
+from remat.config.choices import Precision
+from remat.config.ds_config import RunValues
+from remat.config.options import ConfigError
 from tests.faults.fuzz import as_json, assert_clear, budget, ends, json_values, torn
 
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted(compose.DS_CONFIG_DIR.glob("*.json"))}
-SECTION_KEYS = {path: sorted(keys) for path, keys in ds_keys.SECTIONS.items()}
+SECTION_KEYS = {path: sorted(keys) for path, keys in ds_defaults.SECTIONS.items()}
 KEYS = [
-    *(f"zero_optimization.{key}" for key in sorted(ds_keys.zero_allowed(0) | ds_keys.zero_allowed(3))),
-    *sorted(ds_keys.top_level()),
-    *ds_keys.REFUSED,
+    *(f"zero_optimization.{key}" for key in sorted(ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3))),
+    *sorted(ds_defaults.top_level()),
+    *ds_defaults.REFUSED,
     *(f"{path}.{key}" for path, keys in SECTION_KEYS.items() for key in keys),
 ]
 

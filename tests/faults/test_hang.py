@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from remat import run_dir, watchdog
-from remat.config import DeadlinesConfig
+from remat.config.options import DeadlinesConfig
+from remat.report import run_dir
+from remat.training import watchdog
 from tests.faults.supervised import Supervised, supervised
 from tests.launch import tiny
 from tests.launcher import ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import manifest
+from remat.saving import manifest
 from tests.faults.by_hand import by_hand
 from tests.launch import tiny
 

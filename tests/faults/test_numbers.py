@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from remat import manifest
+from remat.saving import manifest
 from tests.launch import tiny
 from tests.launcher import deepspeed
 

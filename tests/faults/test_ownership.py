@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from remat import report, run_dir, saving
+from remat.report import run_dir, run_report
+from remat.saving import save
 from tests.faults.supervised import supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
@@ -43,8 +44,8 @@ def test_one_launch_owns_a_run(tmp_path: Path, fault_record: Callable[[str, str,
         assert states(run) == saved == ["step-000002", "step-000004"]
         assert (run / "metrics.jsonl").read_bytes() == rows
         assert json.loads((run / run_dir.OWNER).read_text())["token"] == owner["token"]
-        assert report.draw(run), "who only reads needs not own it"
-        found = saving.find(run)
+        assert run_report.draw(run), "who only reads needs not own it"
+        found = save.find(run)
         assert found.state is not None and found.state.step == 4
 
         first.watch()

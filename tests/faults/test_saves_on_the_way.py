@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from remat import manifest
+from remat.saving import manifest
 from tests.launch import tiny
 from tests.launcher import Launched, deepspeed
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from remat import manifest
+from remat.saving import manifest
 from tests.faults.supervised import DEADLINE_S, supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed

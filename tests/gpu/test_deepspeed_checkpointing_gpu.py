@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from remat.activation_checkpointing import layers
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.deepspeed_engine import DeepSpeedCheckpointing
-from remat.config import DeepSpeedCheckpointingConfig
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
+from remat.config.options import DeepSpeedCheckpointingConfig
+from remat.model import layers
 from tests.pool import RankPool
 from tests.unit.test_deepspeed_checkpointing import LAYERS, batch, build
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.host_pool import slab_bytes
-from remat.activation_checkpointing.offload import HostOffload
-from remat.choices import Policy, StorageDtype
-from remat.config import CheckpointingConfig, OffloadConfig
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.host_pool import slab_bytes
+from remat.activation_checkpointing.mechanisms.offload import HostOffload
+from remat.config.choices import Policy, StorageDtype
+from remat.config.options import CheckpointingConfig, OffloadConfig
 from tests import small_models, watched
 
 pytestmark = [

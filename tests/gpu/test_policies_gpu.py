@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import compose
-from remat.activation_checkpointing import apply, evidence, policy
-from remat.config import CheckpointingConfig
+from remat.activation_checkpointing import apply, policy, verification
+from remat.config import compose
+from remat.config.options import CheckpointingConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +64,7 @@ def run(net: Any, cfg: CheckpointingConfig) -> tuple[torch.Tensor, list[torch.Te
         hidden = net.model(input_ids=ids, use_cache=False).last_hidden_state
         watch.forward_done()
         hidden.sum().backward()
-    broken = evidence.broken_promises(applied, watch, cfg)
+    broken = verification.broken_promises(applied, watch, cfg)
     net.zero_grad()
     gc.collect()  # what is freed later would hide a part of the peak
     torch.cuda.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import loss
+from remat.model import loss
 from tests.launch import tiny
 from tests.launcher import deepspeed
 

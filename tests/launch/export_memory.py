@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from remat import export, manifest, saved_weights
-from remat.choices import Precision
-from remat.config import ModelConfig
-from remat.model import build
+from remat.config.choices import Precision
+from remat.config.options import ModelConfig
+from remat.model.build import build
+from remat.saving import export, manifest, state_files
 
 SHARD_BYTES = 8 * 10**6
 WINDOW_BYTES = 16 * 2**20
@@ -73,7 +73,7 @@ def make_state(run: Path, zero_stage: int, layers: int) -> Path:
 
 
 def of_state(zero_stage: int, folder: Path) -> dict[str, int]:
-    saved_weights.WINDOW_BYTES = WINDOW_BYTES
+    state_files.WINDOW_BYTES = WINDOW_BYTES
     state = make_state(folder / "warm", zero_stage, layers=1)
     size = f"{SHARD_BYTES // 10**6}MB"
     settings: dict[str, Any] = {"max_shard_size": size, "verified": True}

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train
-from remat.cores import hide_gpus_from_cpu_ranks
+from remat.machine.cores import hide_gpus_from_cpu_ranks
 
 
 def ask_in_mlp(which: int) -> None:
@@ -32,7 +32,7 @@ def ask_in_mlp(which: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from remat.compose import without_local_rank
+    from remat.config.compose import without_local_rank
 
     which, *words = without_local_rank(argv)
     if os.environ.get("RANK") == "1":

@@ -12,12 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()
 
-from remat import compose, console, distributed, ops, setup, trainer  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.machine import distributed, ops  # noqa: E402
+from remat.report import console  # noqa: E402
+from remat.training import build, loop  # noqa: E402
 
 
 def main(spec_path: Path) -> None:
@@ -26,8 +29,8 @@ def main(spec_path: Path) -> None:
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
-        parts = setup.build(composed.run, composed.yaml, composed.words)
-        outcome = trainer.train(parts)
+        parts = build.build(composed.run, composed.yaml, composed.words)
+        outcome = loop.train(parts)
         parts.engine.destroy()
         done[name] = {"folder": str(parts.folder), "finished": outcome.finished}
     if distributed.rank_from_env() == 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a single rank too: two threads wait for each other on a busy machine
 share_cores()
@@ -25,8 +25,12 @@ hide_gpus_from_cpu_ranks()
 
 import cpuinfo  # noqa: E402
 
-from remat import compose, console, distributed, ops, saving, setup, trainer  # noqa: E402
-from remat.saved_weights import SavedWeights  # noqa: E402
+from remat.config import compose  # noqa: E402
+from remat.machine import distributed, ops  # noqa: E402
+from remat.report import console  # noqa: E402
+from remat.saving import save  # noqa: E402
+from remat.saving.state_files import SavedWeights  # noqa: E402
+from remat.training import build, loop  # noqa: E402
 from tests.launch import tiny  # noqa: E402
 
 
@@ -64,14 +68,14 @@ def main(spec_path: Path) -> None:
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
-        parts = setup.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed.run, composed.yaml, composed.words)
         if parts.resumed:
             step = parts.resumed["step"]
             folder = parts.folder / f"loaded-{parts.world.size}-{step}"
-            saving.save(parts.engine, folder, step=step, client_state={}, keep=1)
+            save.save(parts.engine, folder, step=step, client_state={}, keep=1)
         ids: list[list[int]] = []
         watch(parts.batches, ids)
-        trainer.train(parts)
+        loop.train(parts)
         parts.engine.destroy()
         done[name] = {"ids": ids, "rows": tiny.rows(parts.folder)}
     if distributed.rank_from_env() == 0:

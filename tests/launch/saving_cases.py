@@ -24,11 +24,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat import distributed, export, hf_files, manifest, ops, optim, reload, save_room, saving
-from remat import frozen as frozen_weights
-from remat.choices import Attention, Precision
-from remat.config import ModelConfig
-from remat.model import build
+from remat.config.choices import Attention, Precision
+from remat.config.options import ModelConfig
+from remat.machine import distributed, ops
+from remat.model import optimizer
+from remat.model.build import build
+from remat.saving import disk_space, export, hf_files, manifest, read_back, save
+from remat.saving import frozen as frozen_weights
 
 VOCAB, NORM = 97, "model.norm.weight"
 
@@ -121,7 +123,7 @@ def engine(
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2)
-    with optim.held_still(adamw):
+    with optimizer.held_still(adamw):
         return deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
 
 
@@ -203,14 +205,14 @@ def resume_case(
     expected = train(whole, 0, 4)
     first = start("first")
     losses = train(first, 0, 2)
-    saved = saving.save(first, folder, step=2, client_state={"step": 2, "position": [0, 4]}, keep=2)
+    saved = save.save(first, folder, step=2, client_state={"step": 2, "position": [0, 4]}, keep=2)
     continued = losses + train(first, 2, 4)
-    found = saving.find(folder)
+    found = save.find(folder)
     assert found.state is not None, found.notes
     # A frozen weight is not saved: it must come from the same place as in the saved run.
     second = start("second", seed=0 if frozen else 9)
     torch.manual_seed(5)
-    client_state = saving.load(second, found.state)
+    client_state = save.load(second, found.state)
     losses += train(second, 2, 4)
     return {
         "expected": expected,
@@ -220,7 +222,7 @@ def resume_case(
         "client_state": client_state,
         "global_steps": second.global_steps,
         "saved": saved,
-        "needed_bytes": save_room.needed_bytes(first),
+        "needed_bytes": disk_space.needed_bytes(first),
         "info": found.state.info,
     }
 
@@ -228,26 +230,26 @@ def resume_case(
 def frozen_mismatch_case(*, folder: Path) -> dict[str, Any]:
     first = engine(3, frozen=True)
     train(first, 0, 1)
-    saving.save(first, folder, step=1, client_state={}, keep=1)
-    state = saving.find(folder).state
+    save.save(first, folder, step=1, client_state={}, keep=1)
+    state = save.find(folder).state
     assert state is not None
-    return {"error": _error(lambda: saving.load(engine(3, frozen=True, seed=9), state))}
+    return {"error": _error(lambda: save.load(engine(3, frozen=True, seed=9), state))}
 
 
 def layout_mismatch_case(*, folder: Path) -> dict[str, Any]:
     first = engine(2)
     train(first, 0, 1)
-    saving.save(first, folder, step=1, client_state={}, keep=1)
-    state = saving.find(folder).state
+    save.save(first, folder, step=1, client_state={}, keep=1)
+    state = save.find(folder).state
     assert state is not None
-    return {"error": _error(lambda: saving.load(engine(2, tie=True), state))}
+    return {"error": _error(lambda: save.load(engine(2, tie=True), state))}
 
 
 def failure_case(*, folder: Path, failing_rank: int, where: str) -> dict[str, Any]:
     """One rank cannot write; then the same engine trains and saves again."""
     target = engine(3)
     train(target, 0, 1)
-    saving.save(target, folder, step=1, client_state={"step": 1}, keep=2)
+    save.save(target, folder, step=1, client_state={"step": 1}, keep=2)
     full = OSError(28, "No space left on device")
     if dist.get_rank() == failing_rank:
         owner, name = {
@@ -257,13 +259,13 @@ def failure_case(*, folder: Path, failing_rank: int, where: str) -> dict[str, An
         }[where]
         original = getattr(owner, name)
         setattr(owner, name, _raiser(full))
-    error = _error(lambda: saving.save(target, folder, step=2, client_state={"step": 2}, keep=2))
+    error = _error(lambda: save.save(target, folder, step=2, client_state={"step": 2}, keep=2))
     if dist.get_rank() == failing_rank:
         setattr(owner, name, original)
     after_failure = _names(folder / "saved")
     problems = manifest.verify(folder / "saved" / "step-000001")
     train(target, 1, 2)
-    saving.save(target, folder, step=3, client_state={"step": 3}, keep=2)
+    save.save(target, folder, step=3, client_state={"step": 3}, keep=2)
     return {
         "error": error,
         "after_failure": after_failure,
@@ -277,13 +279,13 @@ def damage_case(*, folder: Path) -> dict[str, Any]:
     target = engine(2)
     for step in (1, 2, 3):
         train(target, step - 1, step)
-        saving.save(target, folder, step=step, client_state={"step": step}, keep=2)
+        save.save(target, folder, step=step, client_state={"step": step}, keep=2)
     before = _names(folder / "saved")
     if dist.get_rank() == 0:
         victim = next((folder / "saved" / "step-000003" / "engine").glob("*pp_rank_1_*optim_states.pt"))
         victim.write_bytes(victim.read_bytes()[:-1])
     distributed.barrier()
-    found = saving.find(folder)
+    found = save.find(folder)
     assert found.state is not None
     return {"before": before, "step": found.state.step, "notes": found.notes}
 
@@ -302,8 +304,8 @@ def code_case(*, folder: Path, stage: int) -> dict[str, Any]:
     """Each file of a state in turn runs code: found by the look before, and by the load of a launch without one."""
     target, marker = engine(stage), folder / "ran"
     train(target, 0, 1)
-    saving.save(target, folder, step=1, client_state={"step": 1}, keep=1)
-    state = saving.find(folder).state
+    save.save(target, folder, step=1, client_state={"step": 1}, keep=1)
+    state = save.find(folder).state
     assert state is not None
     report: dict[str, Any] = {"refused": {}, "loading": {}}
 
@@ -324,12 +326,12 @@ def code_case(*, folder: Path, stage: int) -> dict[str, Any]:
 
     files = sorted(state.path.rglob("*.pt"))
     for file in files:
-        report["refused"][file.name] = with_code([file], lambda: saving.refuse_code(state))
+        report["refused"][file.name] = with_code([file], lambda: save.refuse_code(state))
     for kind in ("rank-0000", "model_states", "optim_states"):
         same = [file for file in files if kind in file.name]
-        report["loading"][kind] = with_code(same, lambda: saving.load(target, state))
-    saving.refuse_code(state)
-    saving.load(target, state)
+        report["loading"][kind] = with_code(same, lambda: save.load(target, state))
+    save.refuse_code(state)
+    save.load(target, state)
     return report | {"ran": marker.exists()}
 
 
@@ -368,7 +370,7 @@ def export_case(
 
 def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
     """What a rehearsal finds in folder/own and in a state saved beside it: as they are, with a weight damaged, lost."""
-    state = saving.save(target, folder / "run", step=2, client_state={}, keep=1).path
+    state = save.save(target, folder / "run", step=2, client_state={}, keep=1).path
     if dist.get_rank() == 0:
         export.write_model_card(folder / "run", target.module.config, None, target.module.generation_config)
     distributed.barrier()
@@ -376,7 +378,7 @@ def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
     def found() -> str | None:
         rank, ranks = manifest.place()
         settings: dict[str, Any] = {"max_shard_size": max_shard_size, "part": rank, "parts": ranks}
-        text = reload.problem(target.module, folder / "own", state, folder / "run", **settings)
+        text = read_back.problem(target.module, folder / "own", state, folder / "run", **settings)
         return next((text for text in distributed.gather(text) if text is not None), None)
 
     file = next(path for path in (folder / "own").glob("*.safetensors") if NORM in _keys(path))
@@ -455,7 +457,7 @@ def offline_case(*, folder: Path, stage: int, precision: str, tie: bool) -> dict
     """The same model exported from the engine and from the saved state."""
     target = engine(stage, precision=precision, tie=tie)
     train(target, 0, 2)
-    saved = saving.save(target, folder / "run", step=2, client_state={}, keep=1)
+    saved = save.save(target, folder / "run", step=2, client_state={}, keep=1)
     export.export(target, folder / "live", tokenizer=None, max_shard_size="40KB")
     export.export(target, folder / "live32", tokenizer=None, dtype=torch.float32, max_shard_size="1GB")
     report: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remat.lab import command, launching
+from remat.lab import command, launch
 from tests.pool import CPU_ONLY
 
 pytestmark = pytest.mark.launch
@@ -72,7 +72,7 @@ def test_two_points_then_nothing(
     def no_launch(*_: object) -> None:
         raise AssertionError("launched what is known")
 
-    monkeypatch.setattr(launching, "launch", no_launch)
+    monkeypatch.setattr(launch, "launch", no_launch)
     assert command.run(WORDS, options) == 0
     assert "nothing was launched: all 2 results are from before" in capfd.readouterr().out
     assert points(tmp_path) == first

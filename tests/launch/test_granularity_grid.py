@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from remat import compose, strategy
-from remat.config import ConfigError
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import strategy
 from tests.launch import granularity_cells as cells
 from tests.launcher import deepspeed
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, ds_config, held
-from remat.choices import Precision
-from remat.planning import states
+from remat.config import compose, ds_config
+from remat.config.choices import Precision
+from remat.planning import model_states
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.records import Category
+from remat.planning.simulation.types import Category
+from remat.training import engine_memory
 from tests import small_models
 from tests.pool import RankPool
 
@@ -51,11 +52,11 @@ def both(strategy: str, precision: Precision) -> tuple[dict[str, int], dict[str,
     )
     ids = torch.arange(32).view(1, 32)
     engine.backward(engine(input_ids=ids, use_cache=False).logits.float().sum())
-    found = held.after_backward(engine)
+    found = engine_memory.after_backward(engine)
     engine.step()
-    found |= held.after_step(engine)
+    found |= engine_memory.after_step(engine)
     engine.destroy()
-    items = states.model_states(
+    items = model_states.model_states(
         num_params=sum(sizes),
         largest_param=max(sizes),
         ds=ds,
@@ -87,4 +88,4 @@ def test_held_bytes_are_planned_bytes(strategy: str, precision: Precision, two_r
 
 def test_the_largest_of_each_rank() -> None:
     ranks = [{"weights": {"cpu": 3}}, {"weights": {"cpu": 2, "cuda": 5}, "gradients": {"cpu": 1}}]
-    assert held.largest(ranks) == {"weights": {"cpu": 3, "cuda": 5}, "gradients": {"cpu": 1}}
+    assert engine_memory.largest(ranks) == {"weights": {"cpu": 3, "cuda": 5}, "gradients": {"cpu": 1}}

@@ -13,10 +13,11 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
-from remat import export, lora, manifest, model
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.choices import ModelInit, PeftMethod, Precision
-from remat.config import ModelConfig, PeftConfig
+from remat.config.choices import ModelInit, PeftMethod, Precision
+from remat.config.options import ModelConfig, PeftConfig
+from remat.model import build, lora
+from remat.model.layers import decoder_layers
+from remat.saving import export, manifest
 from tests.launch import tiny
 from tests.launch.tiny import words
 from tests.launcher import deepspeed
@@ -179,7 +180,7 @@ def trained_engine(folder: Path, stage: int, offload: bool) -> dict[str, Any]:
     }
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder / "model"))
     built = {"precision": Precision.fp32, "ds_config": ds, "zero_stage": stage, "seed": 3}
-    net = model.build(cfg, model.load_config(cfg), **built)  # type: ignore[arg-type]
+    net = build.build(cfg, build.load_config(cfg), **built)  # type: ignore[arg-type]
     peft = PeftConfig(method=PeftMethod.lora, r=4)
     wrapped = lora.apply(net, peft, layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
     adamw = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from remat import model
-from remat.choices import ModelInit, Precision
-from remat.config import ModelConfig
+from remat.config.choices import ModelInit, Precision
+from remat.config.options import ModelConfig
+from remat.model import build as model
 from tests.launch.tiny import make_model
 from tests.pool import RankPool
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from remat import manifest, reshard
-from remat.manifest import SavedState
-from remat.saved_weights import MASTER, MOMENTS, SavedWeights, mapped, optimizer_files
+from remat.saving import manifest, reshard
+from remat.saving.manifest import SavedState
+from remat.saving.state_files import MASTER, MOMENTS, SavedWeights, mapped, optimizer_files
 from tests.launch import tiny
 from tests.launcher import deepspeed
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from remat.activation_checkpointing import apply, evidence, layers, policy, saved_tensors
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, OffloadConfig
+from remat.activation_checkpointing import apply, policy, verification
+from remat.activation_checkpointing.mechanisms import saved_tensors
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.model import layers
 from tests.pool import RankPool
 from tests.small_models import build
 from tests.watched import offload_all
@@ -67,7 +69,7 @@ def train(model_type: str, cfg: CheckpointingConfig, by_reference: bool = True, 
         if step == 0:
             kept = dict(watch.kept_bytes)
             pinned = sum(watch.pinned_weight_bytes.get(index, 0) for index in range(len(applied.counts)))
-            problems = evidence.broken_promises(applied, watch, cfg)
+            problems = verification.broken_promises(applied, watch, cfg)
         engine.step()
         history.append((loss.item(), float(engine.get_global_grad_norm())))
     applied.remove()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import export, manifest, ops
-from remat.safe_load import UnsafeFile
+from remat.machine import ops
+from remat.saving import export, manifest
+from remat.saving.safe_load import UnsafeFile
 from tests.launch import saving_cases as cases
 from tests.pool import RankPool
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, ds_config, lora, loss, qlora
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.choices import LossKind, PeftMethod, Policy, Precision
-from remat.config import CheckpointingConfig, PeftConfig
-from remat.planning import simulate
-from remat.planning.records import ZeroSettings
+from remat.config import compose, ds_config
+from remat.config.choices import LossKind, PeftMethod, Policy, Precision
+from remat.config.options import CheckpointingConfig, PeftConfig
+from remat.model import lora, loss, qlora
+from remat.model.layers import decoder_layers
+from remat.planning.simulation import simulate
+from remat.planning.simulation.types import ZeroSettings
 from tests import small_models
 from tests.pool import RankPool
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, ds_config, optim
-from remat.choices import Precision
-from remat.planning import states
+from remat.config import compose, ds_config
+from remat.config.choices import Precision
+from remat.model import optimizer as optim
+from remat.planning import model_states
 from tests import small_models
 from tests.live_bytes import LiveBytes
 from tests.pool import RankPool
@@ -70,7 +71,7 @@ def test_an_update_adds_what_is_planned(
 ) -> None:
     ranks = two_ranks.run(measured, name=name, stage=stage, precision=precision, sub_group=sub_group)
     found = max(ranks, key=lambda rank: rank["peak"])
-    planned = states.update_bytes(
+    planned = model_states.update_bytes(
         num_trainable_params=found["total"],
         largest_trainable_param=found["largest"],
         ds=found["ds"],

@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from remat import compose, loss, report
-from remat.choices import LossKind
+from remat.config import compose
+from remat.config.choices import LossKind
 from remat.data.batches import eval_micro_batches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
+from remat.model import loss
+from remat.report import run_report
 from tests.launch import tiny
 from tests.launch.tiny import words
 from tests.launcher import deepspeed, run
@@ -193,7 +195,7 @@ def test_the_export_gives_the_logged_evaluation_loss(whole: tuple[Path, str], wo
 
 def test_the_report_draws_a_real_run(whole: tuple[Path, str]) -> None:
     folder, _ = whole
-    drawn = report.draw(folder)
+    drawn = run_report.draw(folder)
     assert {"loss.png", "step_time.png", "memory.png", "throughput.png", "index.html"} <= {
         p.name for p in drawn
     }

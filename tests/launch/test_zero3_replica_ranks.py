@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, ds_config
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Policy, Precision
-from remat.config import CheckpointingConfig
-from remat.planning import simulate, zero3, zero3_events
-from remat.planning.records import ZeroSettings
-from remat.planning.zero3_events import Event, Kind, Parameters
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config import compose, ds_config
+from remat.config.choices import Policy, Precision
+from remat.config.options import CheckpointingConfig
+from remat.planning.simulation import simulate, zero3, zero3_events
+from remat.planning.simulation.types import ZeroSettings
+from remat.planning.simulation.zero3_events import Event, Kind, Parameters
 from tests import small_models
 from tests.pool import RankPool
 

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import compose, optim
-from remat.choices import Packing
+from remat.config import compose
+from remat.config.choices import Packing
 from remat.data.batches import GlobalBatches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
+from remat.model import optimizer
 
 STEPS = 8
 
@@ -130,7 +131,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.gradient_clipping)
         for group in adamw.param_groups:
-            group["lr"] = optim.lr_at(step, cfg.optim, cfg.train.steps)
+            group["lr"] = optimizer.lr_at(step, cfg.optim, cfg.train.steps)
         adamw.step()
         history.append((loss.item(), norm.item()))
     return history

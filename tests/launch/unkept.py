@@ -14,11 +14,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train
-from remat.cores import hide_gpus_from_cpu_ranks
+from remat.machine.cores import hide_gpus_from_cpu_ranks
 
 
 def bare_layers() -> None:
-    from remat import setup
+    from remat.training import build as setup
 
     build = setup.build
 
@@ -31,7 +31,7 @@ def bare_layers() -> None:
 
 
 def whole_parameters() -> None:
-    from remat import placement
+    from remat.training import placement
 
     inspect = placement.inspect
 
@@ -44,7 +44,7 @@ def whole_parameters() -> None:
 
 
 def main(argv: list[str]) -> int:
-    from remat.compose import without_local_rank
+    from remat.config.compose import without_local_rank
 
     which, *words = without_local_rank(argv)
     if os.environ.get("RANK") == "1":

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from remat.activation_checkpointing import apply, evidence, layers, policy
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.activation_checkpointing import apply, policy, verification
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.model import layers
 from tests import small_models, watched
 
 LAYERS = 4
@@ -45,7 +46,7 @@ def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, 
     net, kept = family
     result = watched.run(net, WHOLE_LAYERS[name])
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, WHOLE_LAYERS[name]) == []
+    assert verification.broken_promises(result.applied, result.watch, WHOLE_LAYERS[name]) == []
     assert sum(counts.recomputations for counts in result.applied.counts) > 0
 
 
@@ -162,9 +163,9 @@ def test_a_policy_that_does_not_run_is_found_out() -> None:
     cfg = CheckpointingConfig()
     result = watched.run(llama(), cfg)
     result.applied.counts[1].recomputations = 0
-    assert "layers 1: expected [1]" in evidence.broken_promises(result.applied, result.watch, cfg)[0]
+    assert "layers 1: expected [1]" in verification.broken_promises(result.applied, result.watch, cfg)[0]
     result.applied.reset()
-    assert "never ran" in evidence.broken_promises(result.applied, result.watch, cfg)[0]
+    assert "never ran" in verification.broken_promises(result.applied, result.watch, cfg)[0]
 
 
 def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
@@ -173,7 +174,7 @@ def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
     held: list[torch.Tensor] = []
     net.model.layers[2].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(400, 1, 1)))
     result = watched.run(net, CheckpointingConfig())
-    found = evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())
+    found = verification.broken_promises(result.applied, result.watch, CheckpointingConfig())
     assert len(found) == 1
     assert "layer 2 keeps" in found[0]
 
@@ -184,7 +185,8 @@ def test_frozen_layers_that_recompute_nothing_are_found_out() -> None:
     net.lm_head.requires_grad_(True)
     result = watched.run(net, CheckpointingConfig())
     assert (
-        "no gradient passes" in evidence.broken_promises(result.applied, result.watch, CheckpointingConfig())[0]
+        "no gradient passes"
+        in verification.broken_promises(result.applied, result.watch, CheckpointingConfig())[0]
     )
 
 
@@ -217,8 +219,8 @@ def test_layers_that_return_tuples_prove_themselves_above_the_slack() -> None:
     )
     net = AutoModelForCausalLM.from_config(config).train()
     result = watched.run(net, CheckpointingConfig(), torch.zeros(2, 600, dtype=torch.long))
-    assert evidence.SLACK_BYTES < 2 * 600 * 512 * 4
-    assert evidence.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
+    assert verification.SLACK_BYTES < 2 * 600 * 512 * 4
+    assert verification.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
 
 
 def test_a_frozen_first_layer_is_no_broken_promise() -> None:
@@ -230,7 +232,7 @@ def test_a_frozen_first_layer_is_no_broken_promise() -> None:
     cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["attention"])
     result = watched.run(net, cfg)
     assert result.applied.counts[0].expected == 0 < result.applied.counts[1].expected
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
 
 
 def test_a_segment_moves_its_input_unless_it_reaches_the_last_layers() -> None:
@@ -239,7 +241,7 @@ def test_a_segment_moves_its_input_unless_it_reaches_the_last_layers() -> None:
     assert [d.offload for d in policy.plan(cfg, LAYERS)] == [True, True, False, False]
     result = watched.run(llama(), cfg)
     assert [counts.moved_bytes for counts in result.applied.counts] == [0, HIDDEN, 0, 0]
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
 
 
 def test_a_model_without_layers_is_refused() -> None:

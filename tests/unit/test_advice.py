@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remat import advice, advice_options, cli, compose, planner, recordings, screening
-from remat.config import ConfigError
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import advice, advice_candidates, planner, recording, screening
 
 BASE = [
     "recipe=tiny_zero3_offload",
@@ -66,9 +68,9 @@ def test_the_same_training_comes_first_and_the_cheapest_of_it(found: advice.Advi
 def test_no_other_single_change_is_cheaper(found: advice.Advice) -> None:
     args = SMALL_GPU
     cfg = compose.from_command_line(args).run
-    known = recordings.Recordings()
-    for option in advice_options.of(args, cfg):
-        if option.kind is not advice_options.Kind.same_training:
+    known = recording.Recordings()
+    for option in advice_candidates.of(args, cfg):
+        if option.kind is not advice_candidates.Kind.same_training:
             continue
         try:
             single = planner.make(compose.from_command_line([*args, *option.words]).run, recordings=known)
@@ -126,7 +128,7 @@ def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:
 def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
     words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]
     cfg = compose.from_command_line([*BASE, *words]).run
-    whole, known = planner.make(cfg), recordings.Recordings()
+    whole, known = planner.make(cfg), recording.Recordings()
     estimate = screening.Screen(known).estimate(cfg)
     assert known.made == 2
     assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.02)
@@ -137,7 +139,7 @@ def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> No
 
 
 def test_plans_that_differ_in_sizes_of_zero_share_a_recording() -> None:
-    known = recordings.Recordings()
+    known = recording.Recordings()
     for words in (["deepspeed.config=zero1"], ["deepspeed.config=zero2"], ["train.global_batch_size=32"]):
         cfg = compose.from_command_line([*BASE, *words]).run
         shared = planner.make(cfg, recordings=known)

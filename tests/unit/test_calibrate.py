@@ -9,9 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from remat import calibrate, cli, compose, hardware, ops
-from remat.calibrate import Calibration, Sizes
-from remat.config import ConfigError
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.machine import calibrate, gpus, ops
+from remat.machine.calibrate import Calibration, Sizes
 
 TINY = Sizes(adam_params=10_000, copy_bytes=1 << 20, file_bytes=1 << 20, seconds=0.01)
 
@@ -33,7 +35,7 @@ def test_the_host_is_measured_and_the_file_composes(tmp_path: Path, monkeypatch:
     cfg = compose.from_command_line([*options.split()]).run.hardware
     assert (cfg.name, cfg.gpu) == ("mine", None)
     assert cfg.host_memory_gib is not None
-    machine = hardware.machine(cfg)
+    machine = gpus.machine(cfg)
     assert machine.dram_gbs == found.values["dram_gbs"]
     assert machine.cpu_adam_gparams_s == found.values["cpu_adam_gparams_s"]
     assert machine.sources["cpu_adam_gparams_s"].startswith("measured: DeepSpeedCPUAdam on 10,000 parameters")
@@ -60,7 +62,7 @@ def test_rates_of_a_gpu_go_where_they_replace_those_of_the_table(tmp_path: Path)
     found.put("matmul_tflops", 123.456, "by hand")
     found.put("pcie_h2d_gbs", 20.0, "by hand")
     options = calibrate.write(found, tmp_path / "hardware" / "mine.yaml")
-    machine = hardware.machine(compose.from_command_line(options.split()).run.hardware)
+    machine = gpus.machine(compose.from_command_line(options.split()).run.hardware)
     assert machine.matmul_tflops == 123.5  # four digits
     assert machine.pcie_h2d_gbs == 20
     assert machine.sources["matmul_tflops"].startswith("measured: by hand, ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from remat import cli, compose
+from remat import cli
 from remat.claims import page
 from remat.claims.claim import (
     Because,
@@ -24,6 +24,7 @@ from remat.claims.claim import (
     verdict,
 )
 from remat.claims.figures import GIB, Planning, Runs
+from remat.config import compose
 
 DOCUMENT = (Path(__file__).resolve().parent.parent.parent / "docs" / "claims.md").read_text()
 CHEAP = ("A3", "A9", "B4", "B7", "B10")

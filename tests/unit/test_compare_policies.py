@@ -9,10 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from remat import cli, compare_policies, compose
+from remat import cli
 from remat.activation_checkpointing import apply, policy
-from remat.config import CheckpointingConfig
-from remat.planning import simulate
+from remat.config import compose
+from remat.config.options import CheckpointingConfig
+from remat.planning import policies
+from remat.planning.simulation import simulate
 from tests import small_models
 
 FAMILIES = {
@@ -69,7 +71,7 @@ def test_meta_counts_what_a_cpu_run_does(family: str, name: str, zero_stage: int
 
 def test_the_table_of_a_llama() -> None:
     """What follows from the policies alone, whatever the sizes."""
-    rows = {row.name: row for row in compare_policies.rows(["train.micro_batch_size=2", SMALL])}
+    rows = {row.name: row for row in policies.rows(["train.micro_batch_size=2", SMALL])}
     assert not any(row.refused for row in rows.values())
     assert rows["none"].recomputed_of_forward == rows["discard_output"].recomputed_of_forward == 0
     assert (
@@ -86,19 +88,19 @@ def test_the_table_of_a_llama() -> None:
 
 
 def test_a_policy_that_cannot_work_is_a_row_with_its_reason() -> None:
-    rows = {row.name: row for row in compare_policies.rows(["checkpointing.recompute_modules=[moe]"])}
+    rows = {row.name: row for row in policies.rows(["checkpointing.recompute_modules=[moe]"])}
     assert "has no moe" in rows["selective_modules"].refused
     assert "nothing would be moved" in rows["offload"].refused
     assert not rows["full"].refused
 
 
 def test_adapters_are_counted() -> None:
-    full, adapted = (next(compare_policies.rows([SMALL, *more])) for more in ([], ["peft=lora", "peft.r=8"]))
+    full, adapted = (next(policies.rows([SMALL, *more])) for more in ([], ["peft=lora", "peft.r=8"]))
     assert full.name == adapted.name == "block"
     assert adapted.kept_bytes != full.kept_bytes
     assert adapted.zero3_gathers == 0, "not held to an engine with frozen weights, so not shown"
     shared = ["train.tensor_parallel_size=2", "save.at_end=false", "save.every=0", "save.export=false", SMALL]
-    assert "are not counted" in next(compare_policies.rows(shared)).refused
+    assert "are not counted" in next(policies.rows(shared)).refused
 
 
 def test_the_command_prints_a_table_and_json() -> None:

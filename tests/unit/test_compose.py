@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from remat import checks, compose
-from remat.choices import DataSource, Policy, Precision
-from remat.config import ConfigError
+from remat.config import compose, validation
+from remat.config.choices import DataSource, Policy, Precision
+from remat.config.options import ConfigError
 
 
 def run(*words: str) -> compose.RunConfig:
@@ -174,9 +174,9 @@ def test_composing_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_tasks_that_do_not_know_their_rank_are_refused(variable: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable}=4 but RANK is not set"):
-        checks.check_environment({variable: "4"})
-    checks.check_environment({variable: "4", "RANK": "0"})
-    checks.check_environment({variable: "1"})
+        validation.check_environment({variable: "4"})
+    validation.check_environment({variable: "4", "RANK": "0"})
+    validation.check_environment({variable: "1"})
 
 
 VALUES = [

@@ -14,8 +14,8 @@ from contextlib import closing
 
 import pytest
 
-from remat import console
-from remat.console import Console, final_rows, quiet_libraries
+from remat.report import console
+from remat.report.console import Console, final_rows, quiet_libraries
 
 ROW = {
     "loss/train": 3.21456,
@@ -223,7 +223,7 @@ def test_quiet_keeps_errors_and_drops_the_rest(process_state: None) -> None:
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     with warnings.catch_warnings(record=True) as seen:
         warnings.warn_explicit("noise", FutureWarning, "f.py", 1, module="torch.distributed.c10d_logger")
-        warnings.warn_explicit("ours", FutureWarning, "f.py", 1, module="remat.trainer")
+        warnings.warn_explicit("ours", FutureWarning, "f.py", 1, module="remat.training.loop")
         warnings.warn_explicit("near", FutureWarning, "f.py", 1, module="deepspeedy")
     assert [str(warning.message) for warning in seen] == ["ours", "near"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import cores
+from remat.machine import cores
 
 
 def test_quota_cuts_the_affinity_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 from remat.data.batches import (
     GlobalBatches,
     check_same_order,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from remat.choices import BadRows, DataFormat, DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import BadRows, DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data import build, cache
 from remat.data.blocks import Blocks, BlockWriter
 from remat.data.cache import Splits, open_blocks, summary

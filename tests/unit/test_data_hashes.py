@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from remat.choices import DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data import build, cache, hashes
 from remat.data.cache import open_blocks
 from remat.data.files import find_files

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.choices import DataFormat, DataSource
-from remat.config import ConfigError, DataConfig
-from remat.data import hold_out
+from remat.config.choices import DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig
+from remat.data import held_out as hold_out
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks, summary
-from remat.data.hold_out import choose
+from remat.data.held_out import choose
 from remat.data.rows import Document
 from remat.data.tokenizer import byte_tokenizer
 

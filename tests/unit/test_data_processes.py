@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from remat import owner_lock
-from remat.choices import DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data import cache
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
+from remat.machine import owner_lock
 
 
 @pytest.fixture

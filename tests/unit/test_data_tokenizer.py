@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from remat.config import ConfigError
+from remat.config.options import ConfigError
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
 
 

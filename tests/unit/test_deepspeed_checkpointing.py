@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, evidence, layers, policy
+from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.counts import Counts, Scope
-from remat.activation_checkpointing.deepspeed_engine import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
+from remat.activation_checkpointing.mechanisms.counters import Counts, Scope
+from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import (
+    BUFFERS,
+    FRESH,
+    DeepSpeedCheckpointing,
+    problems,
+)
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
+from remat.model import layers
 from tests.pool import RankPool
 
 LAYERS, STEPS = 3, 3
@@ -259,7 +265,7 @@ def bytes_by_kind() -> list[tuple[int, int]]:
             loss = net(input_ids=batch(0), labels=batch(0), use_cache=False).loss
             watch.forward_done()
             loss.backward()
-        assert evidence.broken_promises(applied, watch, cfg) == []
+        assert verification.broken_promises(applied, watch, cfg) == []
         return [(c.partitioned_bytes, c.contiguous_bytes) for c in applied.counts]
     finally:
         applied.remove()
@@ -273,7 +279,7 @@ def test_the_list_of_buffers_is_counted(two_ranks: RankPool) -> None:
 def proof(counts: list[Counts], **switches: bool) -> list[str]:
     cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=DeepSpeedCheckpointingConfig(**switches))
     applied = Applied(policy.plan(cfg, len(counts)), counts=counts)
-    return evidence.broken_promises(applied, Watch(Scope(), torch.device("cpu")), cfg)
+    return verification.broken_promises(applied, Watch(Scope(), torch.device("cpu")), cfg)
 
 
 def ran(**more: int) -> Counts:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, evidence, limits, policy
-from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.discard import DiscardedOutputs, Region
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.choices import Attention, Policy
-from remat.config import CheckpointingConfig, ConfigError
+from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs, Region
+from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
+from remat.config.choices import Attention, Policy
+from remat.config.options import CheckpointingConfig, ConfigError
+from remat.model.layers import decoder_layers
 from tests import small_models, watched
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "gemma", "phi", "qwen3_moe", "deepseek_v3", "opt"]
@@ -39,7 +39,7 @@ def test_bit_equal_and_in_effect(roles: list[str], family: tuple[Any, watched.Wa
     cfg = discard(*roles)
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
     assert result.watch.total_flops("recompute") == 0  # neither a norm nor an activation has a matrix product
 
 
@@ -176,7 +176,7 @@ def jitter_problems(cfg: CheckpointingConfig, model_type: str, **jitter: float) 
     config = AutoConfig.for_model(model_type, **(small_models.SIZES | {"num_local_experts": 4} | jitter))
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config)
-    setting = limits.Setting(
+    setting = validation.Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,
@@ -186,7 +186,7 @@ def jitter_problems(cfg: CheckpointingConfig, model_type: str, **jitter: float) 
         activation_elements=2 * 16 * 32,
         element_bytes=4,
     )
-    return limits.problems(cfg, list(decoder_layers(net)), setting)
+    return validation.problems(cfg, list(decoder_layers(net)), setting)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_what_mixtral_with_jitter_is_told_to_use_is_bit_equal_and_the_rest_stops
     for cfg in (discard("activation"), attention, CheckpointingConfig()):
         result = watched.run(net, cfg)
         assert watched.differences(result, kept) == []
-        assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+        assert verification.broken_promises(result.applied, result.watch, cfg) == []
     with pytest.raises(NotInEffect, match="post_attention_layernorm"):
         watched.run(net, discard("norm"))
     with pytest.raises(NotInEffect, match="layer 0 mlp edits its input in place"):
@@ -249,7 +249,7 @@ def test_randomness_is_refused() -> None:
 def test_only_norms_and_activations(asked: list[str], text: str) -> None:
     """Functional dropout inside attention would draw other numbers in the second run: wrong gradients, no error."""
     net = small_models.build("gpt2", attn_pdrop=0.5)
-    setting = limits.Setting(
+    setting = validation.Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,
@@ -259,7 +259,7 @@ def test_only_norms_and_activations(asked: list[str], text: str) -> None:
         activation_elements=1024,
         element_bytes=2,
     )
-    (found,) = limits.problems(discard(*asked), list(net.transformer.h), setting)
+    (found,) = validation.problems(discard(*asked), list(net.transformer.h), setting)
     assert found.startswith(f"checkpointing.discard_modules={asked}") and text in found
     with pytest.raises(ConfigError, match=text):
         watched.run(net, discard(*asked))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remat import distributed
+from remat.machine import distributed
 from tests.pool import RankPool
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remat import compose, sweep
+from remat.config import compose
+from remat.planning import sweep
 from scripts import granularity_table
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from remat import compose, doctor, node, preflight, strategy, versions
-from remat.host_memory import GIB, host_memory
+from remat.config import compose
+from remat.machine import doctor, node, versions
+from remat.machine.host_memory import GIB, host_memory
+from remat.planning import preflight, strategy
 from tests.unit.test_preflight import checked, machine, needs_70b
 
 TINY = ["recipe=tiny_zero3_offload"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from remat import ds_config, ds_keys
-from remat.choices import Precision
-from remat.config import ConfigError
-from remat.ds_config import RunValues
+from remat.config import ds_config, ds_defaults
+from remat.config.choices import Precision
+from remat.config.ds_config import RunValues
+from remat.config.options import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -59,10 +59,10 @@ def test_the_shipped_strategies() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_files_hold_a_memory_strategy_only(name: str) -> None:
     raw = ds_config.load(name, FOLDER)
-    for key in ds_keys.OWNED:
+    for key in ds_defaults.OWNED:
         section, _, last = key.rpartition(".")
         assert (raw[section] if section else raw)[last] == "auto", key
-    allowed = {*(k.split(".")[0] for k in ds_keys.OWNED), "zero_optimization", "aio"}
+    allowed = {*(k.split(".")[0] for k in ds_defaults.OWNED), "zero_optimization", "aio"}
     assert set(raw) <= allowed
     stage3 = raw["zero_optimization"]["stage"] == 3
     assert ("stage3_max_live_parameters" in raw["zero_optimization"]) == stage3
@@ -155,22 +155,22 @@ def test_the_key_tables_agree_with_the_installed_deepspeed() -> None:
             return Asking(self)
 
     DeepSpeedConfig(Asking(train_batch_size=1))
-    ours = ds_keys.top_level() | set(ds_keys.REFUSED)
+    ours = ds_defaults.top_level() | set(ds_defaults.REFUSED)
     assert asked - ours == set(), "DeepSpeed reads keys that ds_keys does not know"
     assert ours - asked == {"sequence_parallel_size"}, "ds_keys lists keys that DeepSpeed does not read"
 
     fields = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     removed = {"mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"}
-    known = ds_keys.zero_allowed(0) | ds_keys.zero_allowed(3) | set(ds_keys.ZERO_REFUSED)
+    known = ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3) | set(ds_defaults.ZERO_REFUSED)
     assert known - removed == fields
-    assert set(ds_keys.BF16) == set(DeepSpeedBF16Config.model_fields)
-    assert set(ds_keys.FP16) == set(DeepSpeedFP16Config.model_fields)
-    assert ds_keys.AIO == AIO_DEFAULT_DICT
+    assert set(ds_defaults.BF16) == set(DeepSpeedBF16Config.model_fields)
+    assert set(ds_defaults.FP16) == set(DeepSpeedFP16Config.model_fields)
+    assert ds_defaults.AIO == AIO_DEFAULT_DICT
     for path, model in (
         ("offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
         ("offload_param", DeepSpeedZeroOffloadParamConfig),
     ):
-        assert ds_keys.SECTIONS[f"zero_optimization.{path}"] == set(model.model_fields)
+        assert ds_defaults.SECTIONS[f"zero_optimization.{path}"] == set(model.model_fields)
 
 
 def test_written_defaults_are_deepspeeds_own() -> None:
@@ -184,14 +184,14 @@ def test_written_defaults_are_deepspeeds_own() -> None:
 
     on_purpose = {"overlap_comm"}  # DeepSpeed's default depends on the stage
     pairs = (
-        (DeepSpeedZeroConfig(), {**ds_keys.zero(1), **ds_keys.zero(3)}),
-        (DeepSpeedBF16Config(), ds_keys.BF16),
-        (DeepSpeedFP16Config(), ds_keys.FP16),
+        (DeepSpeedZeroConfig(), {**ds_defaults.zero(1), **ds_defaults.zero(3)}),
+        (DeepSpeedBF16Config(), ds_defaults.BF16),
+        (DeepSpeedFP16Config(), ds_defaults.FP16),
         (
             DeepSpeedZeroOffloadOptimizerConfig(),
-            {**ds_keys.OFFLOAD_OPTIMIZER, **ds_keys.OFFLOAD_OPTIMIZER_NVME},
+            {**ds_defaults.OFFLOAD_OPTIMIZER, **ds_defaults.OFFLOAD_OPTIMIZER_NVME},
         ),
-        (DeepSpeedZeroOffloadParamConfig(), {**ds_keys.OFFLOAD_PARAM, **ds_keys.OFFLOAD_PARAM_NVME}),
+        (DeepSpeedZeroOffloadParamConfig(), {**ds_defaults.OFFLOAD_PARAM, **ds_defaults.OFFLOAD_PARAM_NVME}),
     )
     for model, table in pairs:
         for key, value in table.items():
@@ -282,7 +282,7 @@ def test_a_bare_file_becomes_complete_and_explicit() -> None:
     }.items():
         assert rendered[key] == value, key
     assert rendered["bf16"]["check_grad_overflow"] is True
-    assert set(ds_keys.zero(3)) <= set(rendered["zero_optimization"])
+    assert set(ds_defaults.zero(3)) <= set(rendered["zero_optimization"])
 
 
 def test_nothing_is_pinned_where_torch_cannot_pin() -> None:

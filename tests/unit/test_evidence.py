@@ -9,9 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import evidence
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.activation_checkpointing import verification
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
 from tests import small_models, watched
 
 SMALL = small_models.SIZES
@@ -26,13 +26,13 @@ def model(model_type: str, *, attention: str = "sdpa", **more: Any) -> Any:
 
 def problems(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> list[str]:
     result = watched.run(net, cfg, ids)
-    return evidence.broken_promises(result.applied, result.watch, cfg)
+    return verification.broken_promises(result.applied, result.watch, cfg)
 
 
 def proven_equal(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> watched.Watched:
     kept, result = watched.run(net, watched.NONE, ids), watched.run(net, cfg, ids)
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
     return result
 
 
@@ -183,7 +183,7 @@ def test_keys_and_values_that_later_layers_share_are_theirs() -> None:
     result = proven_equal(net, CheckpointingConfig(), torch.zeros(2, 700, dtype=torch.long))
     shared = [result.watch.shared_bytes.get(index, 0) for index in range(4)]
     assert shared[:2] == [2 * 700 * 2 * 128 * 4 * 2] * 2 and shared[2:] == [0, 0]
-    assert shared[0] > evidence.SLACK_BYTES
+    assert shared[0] > verification.SLACK_BYTES
     held: list[torch.Tensor] = []  # and what nobody shares is still found
     net.model.layers[1].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(8, 1, 1)))
     (text,) = problems(net, CheckpointingConfig(), torch.zeros(2, 700, dtype=torch.long))
@@ -207,7 +207,7 @@ def test_a_layer_that_is_skipped_in_the_first_step_breaks_no_promise(cfg: Checkp
     result = proven_equal(model("opt", layerdrop=0.4, **OPT), cfg)
     idle = [index for index, counts in enumerate(result.applied.counts) if counts.forwards == 0]
     assert 0 < len(idle) < 4
-    assert f"layers {idle[0]}" in evidence.line(result.applied, result.watch)
+    assert f"layers {idle[0]}" in verification.line(result.applied, result.watch)
 
 
 def test_a_layer_that_runs_around_its_hook_is_found_though_others_run() -> None:

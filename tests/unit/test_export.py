@@ -21,9 +21,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from remat import export, hf_files, manifest
-from remat.config import ConfigError
-from remat.manifest import SaveError
+from remat.config.options import ConfigError
+from remat.saving import export, hf_files, manifest
+from remat.saving.manifest import SaveError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

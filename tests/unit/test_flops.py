@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import compose, flops, strategy
-from remat.config import ConfigError
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.model import flops
+from remat.planning import strategy
 
 SEQ = 640  # more than what is extrapolated from, and no whole number of the larger chunks
 LAYERS, WIDTH, WINDOW = 4, 64, 48

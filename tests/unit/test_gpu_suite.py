@@ -17,8 +17,9 @@ import pytest
 from benchmarks import policies, save_stall
 from benchmarks.suite import budget, training
 from benchmarks.suite.points import POINTS, SECTIONS, TOKENS, Point
-from remat import compose, loss
-from remat.config import LossKind
+from remat.config import compose
+from remat.config.options import LossKind
+from remat.model import loss
 from scripts import benchmarks_page
 from tests import small_models
 

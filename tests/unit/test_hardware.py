@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from remat import compose
-from remat.choices import Precision
-from remat.config import ConfigError, HardwareConfig
-from remat.hardware import GPUS, LAUNCH_US, find_gpu, machine, share
+from remat.config import compose
+from remat.config.choices import Precision
+from remat.config.options import ConfigError, HardwareConfig
+from remat.machine.gpus import GPUS, LAUNCH_US, find_gpu, machine, share
 
 MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))
 

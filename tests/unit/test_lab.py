@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remat import cli, compose, launch_report
-from remat.config import ConfigError
-from remat.lab import command, experiment, keys, launching, measure, running
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.lab import cache_key, command, experiment, launch, measure, schedule
+from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
-from remat.lab.keys import Place
-from remat.lab.launching import Result, Spot
+from remat.lab.launch import Result, Spot
 from remat.lab.measure import Measured
-from remat.launch_plan import LaunchPlan
-from remat.out_of_memory import Measured as Memory
-from remat.out_of_memory import OutOfMemory
+from remat.launch import launch_report
+from remat.planning.launch_plan import LaunchPlan
+from remat.training.out_of_memory import Measured as Memory
+from remat.training.out_of_memory import OutOfMemory
 
 CPU = Place(
     "cpu", {"cpu": "a cpu", "cores": 2, "host_memory_gib": 8.0, "threads_per_rank": 1, "gpu": None, "gpus": 0}
@@ -203,19 +205,19 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     played = Launches()
-    monkeypatch.setattr(launching, "launch", played)
-    monkeypatch.setattr(keys, "here", lambda ranks: CPU)
+    monkeypatch.setattr(launch, "launch", played)
+    monkeypatch.setattr(cache_key, "here", lambda ranks: CPU)
     return played
 
 
 @contextmanager
-def silent(total: int) -> Iterator[running.Teller]:
-    yield running.Lines(total, lambda text: None)
+def silent(total: int) -> Iterator[schedule.Teller]:
+    yield schedule.Lines(total, lambda text: None)
 
 
 def test_points_take_turns(launches: Launches, tmp_path: Path) -> None:
     made = dataclasses.replace(experiment.written(WORDS, "cpu"), repeats=2)
-    outcome = running.run(made, tmp_path, CPU, silent)
+    outcome = schedule.run(made, tmp_path, CPU, silent)
     assert launches.turns == [("none", 1), ("full", 1), ("none", 2), ("full", 2)]
     assert outcome.launched == 4 and [r.repeat for r in outcome.results] == [1, 1, 2, 2]
 
@@ -225,7 +227,7 @@ def test_what_is_known_is_not_launched_again(launches: Launches, tmp_path: Path)
     made = experiment.written(WORDS, "cpu")
 
     def launched(how: Experiment = made, place: Place = CPU, fresh: bool = False) -> int:
-        return running.run(how, tmp_path, place, silent, fresh=fresh).launched
+        return schedule.run(how, tmp_path, place, silent, fresh=fresh).launched
 
     assert launched() == 4
     assert launched() == 0, "running out of memory is a result"
@@ -240,39 +242,39 @@ def test_what_is_known_is_not_launched_again(launches: Launches, tmp_path: Path)
 def test_what_failed_is_tried_again(launches: Launches, tmp_path: Path) -> None:
     launches.endings = {"full": "failed"}
     made = dataclasses.replace(experiment.written(WORDS, "cpu"), repeats=1)
-    running.run(made, tmp_path, CPU, silent)
+    schedule.run(made, tmp_path, CPU, silent)
     launches.endings = {}
-    outcome = running.run(made, tmp_path, CPU, silent)
+    outcome = schedule.run(made, tmp_path, CPU, silent)
     assert launches.turns[2:] == [("full", 1)] and [r.status for r in outcome.results] == ["finished"] * 2
 
 
 def test_another_version_of_the_code_has_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     words = experiment.written(WORDS, "cpu").points[0].words
-    before = keys.key(words, 1, CPU)
-    assert before == keys.key(words, 1, CPU) != keys.key(words, 2, CPU)
-    monkeypatch.setattr(keys, "code", lambda: "changed")
-    assert keys.key(words, 1, CPU) != before
+    before = cache_key.key(words, 1, CPU)
+    assert before == cache_key.key(words, 1, CPU) != cache_key.key(words, 2, CPU)
+    monkeypatch.setattr(cache_key, "code", lambda: "changed")
+    assert cache_key.key(words, 1, CPU) != before
 
 
 def test_a_damaged_result_is_none(launches: Launches, tmp_path: Path) -> None:
     made = experiment.written(WORDS, "cpu")
     spot = Spot(tmp_path, made.points[0], 1)
     result = launches(spot, "key", 1, CPU)
-    assert launching.stored(spot, "key") == result
-    assert launching.stored(spot, "other") is None
+    assert launch.stored(spot, "key") == result
+    assert launch.stored(spot, "other") is None
     spot.result.write_text(spot.result.read_text()[:-30])
-    assert launching.stored(spot, "key") is None
+    assert launch.stored(spot, "key") is None
 
 
 def test_a_refused_point_is_a_row_and_all_refused_an_error(launches: Launches, tmp_path: Path) -> None:
     made = experiment.written(["recipe=tiny_zero3_offload", "train.micro_batch_size=4,5"], "cpu")
-    outcome = running.run(dataclasses.replace(made, repeats=1), tmp_path, CPU, silent)
+    outcome = schedule.run(dataclasses.replace(made, repeats=1), tmp_path, CPU, silent)
     assert len(outcome.results) == 2
     made = experiment.written(["recipe=tiny_zero3_offload", "train.micro_batch_size=0,-1"], "cpu")
     with pytest.raises(ConfigError, match="every point is refused"):
-        running.run(made, tmp_path, CPU, silent)
+        schedule.run(made, tmp_path, CPU, silent)
     made = experiment.written(["recipe=tiny_zero3_offload", "train.micro_batch_size=4,-1"], "cpu")
-    outcome = running.run(dataclasses.replace(made, repeats=1), tmp_path, CPU, silent)
+    outcome = schedule.run(dataclasses.replace(made, repeats=1), tmp_path, CPU, silent)
     assert [r.status for r in outcome.results] == ["finished", "refused"]
     assert "micro_batch_size=-1" in outcome.results[1].words
 
@@ -317,10 +319,10 @@ def test_how_long_the_rest_takes(launches: Launches, tmp_path: Path) -> None:
     made, said = experiment.written(WORDS, "cpu"), list[str]()
 
     @contextmanager
-    def heard(total: int) -> Iterator[running.Teller]:
-        yield running.Lines(total, said.append)
+    def heard(total: int) -> Iterator[schedule.Teller]:
+        yield schedule.Lines(total, said.append)
 
-    running.run(made, tmp_path, CPU, heard)
+    schedule.run(made, tmp_path, CPU, heard)
     assert said[0] == "[1/4] none, r1: 1.5 s per step, peak 1.0 MiB (10 s, about 0:30 left)"
     assert said[3] == "[4/4] full, r2: 1.5 s per step, peak 1.0 MiB (10 s)"
 
@@ -506,18 +508,18 @@ def stand_in(folder: Path) -> Callable[..., int]:
 
 def test_a_launch_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = Spot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
-    monkeypatch.setattr(launching, "_run", stand_in(spot.run))
-    result = launching.launch(spot, "key", 1, CPU)
-    assert launching.stored(spot, "key") == result and result.status == "finished"
+    monkeypatch.setattr(launch, "_run", stand_in(spot.run))
+    result = launch.launch(spot, "key", 1, CPU)
+    assert launch.stored(spot, "key") == result and result.status == "finished"
     assert f"name=full run_id=r1 output_dir={tmp_path}" in result.command
-    again = launching.launch(spot, "key", 1, CPU)  # over the folder of the first
+    again = launch.launch(spot, "key", 1, CPU)  # over the folder of the first
     assert again.measured == result.measured
 
 
 def test_a_run_without_its_files_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = Spot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
-    monkeypatch.setattr(launching, "_run", lambda command, logs, place: 0)
-    result = launching.launch(spot, "key", 1, CPU)
+    monkeypatch.setattr(launch, "_run", lambda command, logs, place: 0)
+    result = launch.launch(spot, "key", 1, CPU)
     assert result.status == "failed" and "cannot be read: FileNotFoundError" in result.words
 
 
@@ -531,14 +533,14 @@ def test_a_row_that_holds_a_watched_step_is_not_steady() -> None:
 def test_threads_are_those_asked_for_or_a_share_of_the_cores(
     asked: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "available_cores", lambda: 16)
+    monkeypatch.setattr(cache_key, "available_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert keys.threads(2) == expected
+    assert cache_key.threads(2) == expected
 
 
 def test_any_folder_is_a_word_that_hydra_reads() -> None:
     for folder in ("outputs/lab", "out (1)", "a,b=c", "it's"):
-        run = compose.compose_run(["recipe=tiny_zero3_offload", f"output_dir={launching.quoted(folder)}"]).run
+        run = compose.compose_run(["recipe=tiny_zero3_offload", f"output_dir={launch.quoted(folder)}"]).run
         assert run.output_dir == folder

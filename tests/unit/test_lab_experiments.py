@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import compose
+from remat.config import compose
 from remat.lab import experiment
 
 DOCUMENT = (Path(__file__).resolve().parent.parent.parent / "docs" / "lab.md").read_text()

@@ -16,9 +16,9 @@ from rich.console import Console
 from remat.lab import charts, experiment, figures, page, table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row, Spread
-from remat.lab.launching import Result
+from remat.lab.launch import Result
 from remat.lab.measure import PEAK_CPU, TIMES, Measured
-from remat.report_charts import LIGHT
+from remat.report.charts import LIGHT
 from tests.unit.test_lab import CPU
 
 MIB = 2**20

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher import runner
 
-from remat import cli, launch_report, launch_words, processes, rank_keeper
-from remat.config import ConfigError
+from remat import cli
+from remat.config.options import ConfigError
+from remat.launch import arguments, launch_report, processes, rank_keeper
 
 
 def test_every_option_of_the_installed_runner_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,12 +27,12 @@ def test_every_option_of_the_installed_runner_is_known(monkeypatch: pytest.Monke
     monkeypatch.setattr(argparse.ArgumentParser, "add_argument", note)
     runner.parse_args(["train.py"])
     flags = {name for name, alone in found.items() if alone}
-    assert flags == launch_words.RUNNER_FLAGS | set(launch_words.KINDS)
-    assert set(found) - flags == launch_words.RUNNER_VALUES | set(launch_words.REFUSED)
+    assert flags == arguments.RUNNER_FLAGS | set(arguments.KINDS)
+    assert set(found) - flags == arguments.RUNNER_VALUES | set(arguments.REFUSED)
 
 
 def test_options_stand_before_the_script_and_its_words_are_its_own() -> None:
-    words = launch_words.parse(
+    words = arguments.parse(
         [
             "--num_gpus",
             "2",
@@ -50,7 +51,7 @@ def test_options_stand_before_the_script_and_its_words_are_its_own() -> None:
 
 def test_without_a_script_it_is_train_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = launch_words.parse(["recipe=tiny", "train.steps=3"])
+    words = arguments.parse(["recipe=tiny", "train.steps=3"])
     assert Path(words.target).name == "train.py" and Path(words.target).exists()
     assert words.words == ["recipe=tiny", "train.steps=3"]
     assert words.log_dir.parent == tmp_path / "outputs" / "logs"
@@ -70,7 +71,7 @@ def test_without_a_script_it_is_train_py(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_bad_words_are_one_message(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        launch_words.parse(argv)
+        arguments.parse(argv)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_bad_words_are_one_message(argv: list[str], said: str) -> None:
     ],
 )
 def test_ranks_of_a_launch_over_ssh_are_not_ours(options: list[str], over_ssh: bool) -> None:
-    assert launch_words.parse([*options, "train.py"]).over_ssh is over_ssh
+    assert arguments.parse([*options, "train.py"]).over_ssh is over_ssh
 
 
 def test_the_rank_is_started_as_the_launcher_would() -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, launch_plan, ledger, planner, report, strategy
-from remat.config import ConfigError
-from remat.distributed import World
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.machine.distributed import World
+from remat.planning import launch_plan, planner, strategy
+from remat.report import run_report
+from remat.training import ledger
 
 SMALL = ["train.seq_len=32", "train.micro_batch_size=1", "train.global_batch_size=1"]
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
@@ -53,5 +56,5 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     assert all(f"no plan: {reason}" in row.how and row.planned is None for row in rows)
     found = ledger.record(parts, rows, finished=True)
     (tmp_path / "ledger.json").write_text(json.dumps(found))
-    table = report._ledger_table(tmp_path)
+    table = run_report._ledger_table(tmp_path)
     assert table is not None and table.note == f"no plan: {reason}"

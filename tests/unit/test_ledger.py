@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat import ledger
-from remat.memory import GIB
+from remat.machine.memory import GIB
+from remat.training import ledger
 
 
 def test_each_peak_of_a_gpu_is_in_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

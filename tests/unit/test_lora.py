@@ -17,10 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import checks, compose, export, flops, lora, loss, model, strategy
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.choices import LossKind, PeftMethod, Precision
-from remat.config import ConfigError, ModelConfig, PeftConfig
+from remat.config import compose, validation
+from remat.config.choices import LossKind, PeftMethod, Precision
+from remat.config.options import ConfigError, ModelConfig, PeftConfig
+from remat.model import build, flops, lora, loss
+from remat.model.layers import decoder_layers
+from remat.planning import strategy
+from remat.saving import export
 from tests.pool import RankPool
 
 SIZES: dict[str, Any] = {
@@ -50,8 +53,8 @@ def config(**more: Any) -> PeftConfig:
 
 def built(fields: dict[str, Any], **more: Any) -> Any:
     cfg = ModelConfig(architecture=fields)
-    return model.build(
-        cfg, model.load_config(cfg), precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3, **more
+    return build.build(
+        cfg, build.load_config(cfg), precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3, **more
     )
 
 
@@ -147,9 +150,9 @@ def values(stage: int, precision: Precision) -> dict[str, Any]:
     import deepspeed
 
     cfg, ds = ModelConfig(architecture=LLAMA), zero_dict(stage, precision)
-    net = model.build(cfg, model.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3)
+    net = build.build(cfg, build.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3)
     wrapped = lora.apply(net, config(), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
-    found: dict[str, Any] = {"shard_bytes": model.assert_sharded(wrapped, 2) if stage == 3 else 0}
+    found: dict[str, Any] = {"shard_bytes": build.assert_sharded(wrapped, 2) if stage == 3 else 0}
     found["resident_bytes"] = sum(p.untyped_storage().nbytes() for p in wrapped.parameters())
     found["values"] = {}
     for name, parameter in wrapped.named_parameters():
@@ -169,7 +172,7 @@ def zero_dict(stage: int, precision: Precision) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_first_values_do_not_depend_on_rank_or_stage(two_ranks: RankPool, precision: Precision) -> None:
     expected = two_ranks.run(values, stage=2, precision=precision)[0]["values"]
-    dtype = model.DTYPES[precision]
+    dtype = build.DTYPES[precision]
     whole = sum(value.numel() for value in expected.values()) * dtype.itemsize
     for rank in two_ranks.run(values, stage=3, precision=precision):
         assert rank["values"].keys() == expected.keys()
@@ -202,7 +205,7 @@ def test_adapters_are_counted_before_weights_are_read() -> None:
 def test_contradictions_are_named() -> None:
     def problems(**changes: Any) -> str:
         run = compose.compose_run(["peft=lora"]).run
-        return "\n".join(checks.problems(dataclasses.replace(run, peft=PeftConfig(**changes))))
+        return "\n".join(validation.problems(dataclasses.replace(run, peft=PeftConfig(**changes))))
 
     text = problems(method=PeftMethod.lora, r=0, alpha=0, dropout=1.0)
     for part in ("peft.r=0", "peft.alpha=0", "peft.dropout=1"):
@@ -277,7 +280,7 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
 
 def test_a_skeleton_plans_the_same_files(tmp_path: Path) -> None:
     """What `remat export` builds from run_dir/model alone."""
-    from remat import adapter_files
+    from remat.saving import adapter_files
 
     net = adapted(built(GPT2), config(target_modules=["c_attn"]))
     hf_config = copy.deepcopy(net.get_base_model().config)

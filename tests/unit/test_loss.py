@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import loss
-from remat.choices import LossKind
-from remat.config import ConfigError
+from remat.config.choices import LossKind
+from remat.config.options import ConfigError
+from remat.model import loss
 from tests.live_bytes import LiveBytes
 
 VOCAB, DIM = 4096, 32

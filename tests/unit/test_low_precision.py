@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from remat.activation_checkpointing import limits, low_precision
-from remat.choices import Attention, Policy, StorageDtype
-from remat.config import CheckpointingConfig
+from remat.activation_checkpointing import validation
+from remat.activation_checkpointing.mechanisms import low_precision
+from remat.config.choices import Attention, Policy, StorageDtype
+from remat.config.options import CheckpointingConfig
 from tests import small_models, watched
 
 EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]
@@ -94,7 +95,7 @@ def test_a_nan_in_an_activation_reaches_the_gradient(dtype: StorageDtype) -> Non
 )
 def test_results_that_an_operator_list_keeps_stay_exact(policies: dict[str, Any]) -> None:
     net = small_models.build("llama")
-    setting = limits.Setting(
+    setting = validation.Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,
@@ -105,7 +106,7 @@ def test_results_that_an_operator_list_keeps_stay_exact(policies: dict[str, Any]
         element_bytes=2,
     )
     cfg = CheckpointingConfig(offload=watched.offload_all(dtype=StorageDtype.fp8), **policies)
-    found = limits.problems(cfg, list(net.model.layers), setting)
+    found = validation.problems(cfg, list(net.model.layers), setting)
     assert [text.split(":")[0] for text in found] == (
         ["checkpointing.offload.dtype=fp8 with checkpointing=selective_ops"] if policies else []
     )

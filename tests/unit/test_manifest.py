@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from remat import manifest
-from remat.config import ConfigError
-from remat.manifest import Manifest, SaveError
+from remat.config.options import ConfigError
+from remat.saving import manifest
+from remat.saving.manifest import Manifest, SaveError
 
 
 def make(folder: Path) -> Manifest:

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from remat import memory
-from remat.host_memory import oom_kills
-from remat.memory import GIB, MemoryMonitor, host_memory
+from remat.machine import memory
+from remat.machine.host_memory import oom_kills
+from remat.machine.memory import GIB, MemoryMonitor, host_memory
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import model
-from remat.choices import Attention, ModelInit, Precision
-from remat.config import ConfigError, ModelConfig
+from remat.config.choices import Attention, ModelInit, Precision
+from remat.config.options import ConfigError, ModelConfig
+from remat.model import build as model
 from tests.launch.tiny import make_model
 
 TINY = {

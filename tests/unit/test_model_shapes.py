@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from remat import compose, flops, strategy
-from remat.model import facts, shape_config, skeleton
+from remat.config import compose
+from remat.model import flops
+from remat.model.build import facts, shape_config, skeleton
+from remat.planning import strategy
 
 KERAS = (
     "keras-hub model presets, field params"  # github.com/keras-team/keras-hub: counted from the loaded weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat import network
+from remat.machine import network
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.1", "fe80::1%eth0"], "ib0": ["10.99.0.1"]}
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from remat.activation_checkpointing import evidence, host_pool, offload
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.host_pool import HostPool
-from remat.activation_checkpointing.offload import HostOffload, LayerOffload
-from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.choices import Policy, StorageDtype
-from remat.config import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.activation_checkpointing import verification
+from remat.activation_checkpointing.mechanisms import host_pool, offload
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.host_pool import HostPool
+from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
+from remat.config.choices import Policy, StorageDtype
+from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
 from tests import small_models, watched
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     net, kept = family
     result = watched.run(net, CONFIGS[name])
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, CONFIGS[name]) == []
+    assert verification.broken_promises(result.applied, result.watch, CONFIGS[name]) == []
     assert result.applied.offload is not None
     assert result.applied.offload.pool.taken_bytes == 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from remat import ops
+from remat.machine import ops
 
 
 @pytest.fixture

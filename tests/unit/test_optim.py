@@ -10,14 +10,14 @@ import cpuinfo
 import pytest
 import torch
 
-from remat import optim
-from remat.choices import Schedule
-from remat.config import OptimConfig
+from remat.config.choices import Schedule
+from remat.config.options import OptimConfig
+from remat.model import optimizer
 
 
 def rates(total: int = 10, **options: object) -> list[float]:
     cfg = OptimConfig(lr=1.0, min_lr_ratio=0.1, **options)
-    return [optim.lr_at(step, cfg, total) for step in range(total)]
+    return [optimizer.lr_at(step, cfg, total) for step in range(total)]
 
 
 def test_warmup_is_linear_and_reaches_lr_at_its_last_step() -> None:
@@ -49,12 +49,12 @@ def test_wsd_is_flat_then_falls_over_the_last_steps() -> None:
 
 def test_schedule_past_the_end_stays_at_the_minimum() -> None:
     cfg = OptimConfig(lr=1.0, schedule=Schedule.linear, min_lr_ratio=0.25)
-    assert optim.lr_at(99, cfg, 10) == pytest.approx(0.25)
+    assert optimizer.lr_at(99, cfg, 10) == pytest.approx(0.25)
 
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    decayed, plain = optim.parameter_groups(net, 0.3)
+    decayed, plain = optimizer.parameter_groups(net, 0.3)
     assert [p.dim() for p in decayed["params"]] == [2]
     assert decayed["weight_decay"] == 0.3
     assert len(plain["params"]) == 3
@@ -65,27 +65,29 @@ def test_a_sharded_parameter_is_grouped_by_its_whole_shape() -> None:
     net = torch.nn.Linear(4, 4, bias=False)
     net.weight.ds_shape = net.weight.shape
     net.weight.data = torch.empty(0)
-    assert optim.parameter_groups(net, 0.3)[0]["weight_decay"] == 0.3
+    assert optimizer.parameter_groups(net, 0.3)[0]["weight_decay"] == 0.3
 
 
 def test_frozen_parameters_get_no_state() -> None:
     net = torch.nn.Linear(4, 4)
     net.weight.requires_grad_(False)
-    assert [len(g["params"]) for g in optim.parameter_groups(net, 0.1)] == [1]
+    assert [len(g["params"]) for g in optimizer.parameter_groups(net, 0.1)] == [1]
 
 
 def test_plain_adamw_on_cpu() -> None:
-    built = optim.build(torch.nn.Linear(2, 2), OptimConfig(lr=0.5), offloaded=False, device=torch.device("cpu"))
+    built = optimizer.build(
+        torch.nn.Linear(2, 2), OptimConfig(lr=0.5), offloaded=False, device=torch.device("cpu")
+    )
     assert type(built) is torch.optim.AdamW
     assert built.param_groups[0]["lr"] == 0.5
     assert not built.param_groups[0]["fused"]
 
 
 def test_options_asked_for_win_over_those_a_saved_state_brought_back() -> None:
-    built = optim.build(torch.nn.Linear(2, 2), OptimConfig(), offloaded=False, device=torch.device("cpu"))
+    built = optimizer.build(torch.nn.Linear(2, 2), OptimConfig(), offloaded=False, device=torch.device("cpu"))
     for group in built.param_groups:
         group.update(betas=(0.1, 0.2), eps=1.0, weight_decay=0.7)
-    optim.set_options(built, OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3))
+    optimizer.set_options(built, OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3))
     assert [group["weight_decay"] for group in built.param_groups] == [0.3, 0.0]
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in built.param_groups)
 
@@ -95,10 +97,10 @@ def cpu_adam_steps(count: int, saved: dict[str, Any] | None = None, value: torch
     weight = torch.nn.Parameter(torch.ones(40, 5) if value is None else value.clone())
     net = torch.nn.ParameterDict({"weight": weight})
     cfg = OptimConfig(lr=0.1)
-    built = optim.build(net, cfg, offloaded=True, device=torch.device("cpu"))
+    built = optimizer.build(net, cfg, offloaded=True, device=torch.device("cpu"))
     if saved is not None:
         built.load_state_dict(saved)
-        optim.set_options(built, cfg)
+        optimizer.set_options(built, cfg)
     start = int(built.state[weight]["step"]) if saved else 0
     for step in range(start, start + count):
         weight.grad = torch.randn(40, 5, generator=torch.Generator().manual_seed(step))
@@ -131,7 +133,7 @@ def test_a_state_of_offloaded_adam_is_taken_over_with_the_kernel_of_this_run(fus
     weight = torch.nn.Parameter(value.clone())
     own = torch.optim.AdamW([{"params": [weight], "decayed": True}], fused=fused)
     own.load_state_dict(copy.deepcopy(begun.state_dict()))
-    optim.set_options(own, OptimConfig(lr=0.1))
+    optimizer.set_options(own, OptimConfig(lr=0.1))
     assert own.param_groups[0]["fused"] is fused
     weight.grad = torch.ones(40, 5)
     own.step()

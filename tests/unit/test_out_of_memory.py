@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from remat import out_of_memory
-from remat.activation_checkpointing.counts import Scope
-from remat.launch_plan import LaunchPlan
-from remat.memory import GIB
-from remat.out_of_memory import Measured, OutOfMemory
+from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.machine.memory import GIB
+from remat.planning.launch_plan import LaunchPlan
+from remat.training import out_of_memory
+from remat.training.out_of_memory import Measured, OutOfMemory
 
 COMMAND = ["remat", "plan", "recipe=mine", "hardware.host_memory_gib=500.00", "hardware.gpu_memory_gib=79.10"]
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 MiB"

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from remat import owner_lock
-from remat.owner_lock import OwnerLock, current_process, holder_of, labelled
+from remat.machine import owner_lock
+from remat.machine.owner_lock import OwnerLock, current_process, holder_of, labelled
 
 # A process that wants the folder: says "ready", takes it when told to, says "taken" or who has it, then obeys words.
 TAKER = """

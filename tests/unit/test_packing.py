@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from remat import compose, model, packed_inputs, packing, recordings, small_copy, strategy
-from remat.activation_checkpointing import apply, layers, policy
-from remat.choices import Attention, Packing, Policy
-from remat.config import CheckpointingConfig, ConfigError, ModelConfig, RunConfig
-from remat.packed_inputs import Packed, Way
-from remat.planning import simulate
+from remat.activation_checkpointing import apply, policy
+from remat.config import compose
+from remat.config.choices import Attention, Packing, Policy
+from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, RunConfig
+from remat.model import build, layers, packed_inputs, packing, small_copy
+from remat.model.packed_inputs import Packed, Way
+from remat.planning import recording, strategy
+from remat.planning.simulation import simulate
 from tests import small_models
 from tests.pool import RankPool
 
@@ -177,7 +179,7 @@ def asked(model_type: str, attention: Attention = Attention.sdpa, **more: Any) -
     config = AutoConfig.for_model(
         model_type, **(small_models.SIZES | small_models.ARCHITECTURES.get(model_type, {}) | more)
     )
-    return packing.way(config, model.skeleton(config, cfg), cfg)
+    return packing.way(config, build.skeleton(config, cfg), cfg)
 
 
 def test_what_a_model_needs_is_found_by_trying() -> None:
@@ -206,7 +208,7 @@ def test_asking_draws_nothing_and_happens_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_small_copy_has_a_layer_of_every_kind() -> None:
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
-    skeleton = model.skeleton(config, ModelConfig())
+    skeleton = build.skeleton(config, ModelConfig())
     assert small_copy.kinds_within(skeleton, 26) == 6  # five with a window, then one without
     net = small_copy.build(config, skeleton, attention="sdpa", trust_remote_code=False)
     assert len(net.model.layers) == 6
@@ -269,7 +271,7 @@ def test_a_plan_has_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     for form in Packing:
         cfg = run_of(*words, f"data.packing={form}")
         chosen = strategy.decide(cfg, world_size=1, can_pin=True)
-        plans[form] = recordings.Recordings().get(cfg, chosen)
+        plans[form] = recording.Recordings().get(cfg, chosen)
     assert simulate.PACKED in plans[Packing.documents].assumptions
     assert simulate.WHOLE in plans[Packing.stream].assumptions
     kept = {form: plan.timeline.kept_bytes[1] for form, plan in plans.items()}

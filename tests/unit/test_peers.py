@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from remat import lost_peer, peers, watchdog
-from remat.config import DeadlinesConfig
-from remat.peers import LostPeer, Peers, Wait
+from remat.config.options import DeadlinesConfig
+from remat.machine import peers
+from remat.machine.peers import LostPeer, Peers, Wait
+from remat.training import lost_peer, watchdog
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remat import placement
+from remat.training import placement
 
 ELEMENTS, RANKS = 1000, 2
 SHARE = 2 * ELEMENTS // RANKS  # Adam's two moments

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import environment
 from benchmarks import plan_accuracy as accuracy
-from remat import compose
-from remat.config import ConfigError
+from remat.config import compose
+from remat.config.options import ConfigError
 from scripts import memory_model_tables, plan_accuracy_page
 
 GIB = 2**30

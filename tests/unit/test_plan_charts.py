@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from remat import cli, compose, plan_charts, planner, recordings, sweep
-from remat.config import ConfigError
-from remat.planning.records import Phase
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import planner, recording, sweep
+from remat.planning.simulation.types import Phase
+from remat.report import plan_charts
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=2x4090", "model.architecture.num_hidden_layers=2"]
 PNG = b"\x89PNG"
 
 
 def test_bars_times_and_the_curve_are_those_of_the_plan() -> None:
-    known = recordings.Recordings()
+    known = recording.Recordings()
     planned = planner.make(compose.from_command_line(BASE).run, recordings=known)
     bars = plan_charts.bars(planned)
     assert bars[0].total_gib * planner.GIB == pytest.approx(planned.plan.resources[0].needed_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import plan_speed
-from remat import compose
+from remat.config import compose
 
 MOST_BYTES = 3 * 2**30
 

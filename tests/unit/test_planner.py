@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remat import advice, cli, compose, planner
-from remat.planning.records import Category
+from remat import cli
+from remat.config import compose
+from remat.planning import advice, planner
+from remat.planning.simulation.types import Category
 
 GIB = 2**30
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose
-from remat.activation_checkpointing import apply, evidence, policy
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.activation_checkpointing import apply, policy, verification
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config import compose
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
 from tests import small_models, watched
 
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma", "phi")
@@ -70,7 +70,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     cfg = POLICIES[name]
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
     assert result.replayed.differences == result.replayed.notes == []
 
 

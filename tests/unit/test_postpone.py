@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from remat.activation_checkpointing import apply, policy, postpone
-from remat.choices import Policy
-from remat.config import CheckpointingConfig
-from remat.planning import simulate
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms import lazy_matmul
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig
+from remat.planning.simulation import simulate
 
 WIDTH = 16
 
@@ -111,7 +112,7 @@ def test_a_kernel_that_allocates_nothing_reads_the_product(
 
 def test_a_product_of_another_type_than_its_matrices_is_not_put_off() -> None:
     half = torch.empty(2, 2, dtype=torch.bfloat16, device="meta")
-    with postpone._PutOff() as mode:
+    with lazy_matmul._PutOff() as mode:
         assert torch.ops.aten.mm.dtype(half, half, torch.float32).dtype == torch.float32
         assert mode.postponed._compute is None
         assert torch.mm(half, half).dtype == torch.bfloat16
@@ -128,7 +129,7 @@ def test_the_product_is_computed_only_when_it_is_needed(kind: Policy) -> None:
 def test_a_linear_that_replaced_another_after_the_policy_was_in_place_is_spared_too() -> None:
     torch.manual_seed(0)
     region = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    spared = postpone.SparedProduct(region)
+    spared = lazy_matmul.SparedProduct(region)
     old, region[2] = region[2], nn.Linear(WIDTH, WIDTH)
     spared.contexts()
     spared.contexts()

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from remat import compose, ds_config, node, preflight
-from remat.choices import ModelInit, Precision
-from remat.config import ModelConfig, SaveConfig
-from remat.ds_config import RunValues
-from remat.memory import GIB
-from remat.node import Disk, Machine
-from remat.planning.states import Item, model_states
-from remat.preflight import Needs
+from remat.config import compose, ds_config
+from remat.config.choices import ModelInit, Precision
+from remat.config.ds_config import RunValues
+from remat.config.options import ModelConfig, SaveConfig
+from remat.machine import node
+from remat.machine.memory import GIB
+from remat.machine.node import Disk, Machine
+from remat.planning import preflight
+from remat.planning.model_states import Item, model_states
+from remat.planning.preflight import Needs
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = 70_553_706_496

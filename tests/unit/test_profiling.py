@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compose, nvml, report_snapshots, snapshots
-from remat.config import ConfigError, ProfileConfig
-from remat.profiling import Profiler, check
-from remat.report_charts import LIGHT
-from remat.throughput import PhaseTimer, Window
+from remat.config import compose
+from remat.config.options import ConfigError, ProfileConfig
+from remat.machine import nvml
+from remat.report import report_snapshots
+from remat.report.charts import LIGHT
+from remat.training import snapshots
+from remat.training.profiling import Profiler, check
+from remat.training.throughput import PhaseTimer, Window
 
 CPU = torch.device("cpu")
 
@@ -67,7 +70,7 @@ def test_what_the_tools_take_is_no_step_time(tmp_path: Path, monkeypatch: pytest
         clock.now += 0.001
         return clock.now
 
-    monkeypatch.setattr("remat.throughput.perf_counter", tick)
+    monkeypatch.setattr("remat.training.throughput.perf_counter", tick)
     original = torch.profiler.profile.export_chrome_trace
 
     def slow(self: Any, path: str) -> Any:

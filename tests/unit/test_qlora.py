@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from remat import compose, lora, model, planner, qlora, strategy
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.choices import ModelInit, PeftMethod, Policy, Precision
-from remat.config import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
-from remat.planning import simulate
-from remat.planning.records import Category
+from remat.config import compose
+from remat.config.choices import ModelInit, PeftMethod, Policy, Precision
+from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
+from remat.model import build, lora, qlora
+from remat.model.layers import decoder_layers
+from remat.planning import planner, strategy
+from remat.planning.simulation import simulate
+from remat.planning.simulation.types import Category
 from tests import small_models
 from tests.unit.test_states import rendered
 
@@ -53,10 +55,10 @@ def adapted(
 def pretrained(folder: Path, *, while_reading: bool, family: str = "llama") -> Any:
     small_models.build(family).save_pretrained(folder)
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder))
-    config = model.load_config(cfg)
-    skeleton = model.skeleton(config, cfg)
+    config = build.load_config(cfg)
+    skeleton = build.skeleton(config, cfg)
     loading = qlora.loading(skeleton, decoder_layers(skeleton), BF16, CPU) if while_reading else None
-    net = model.build(
+    net = build.build(
         cfg, config, precision=Precision.bf16, ds_config={}, zero_stage=2, seed=1, loading=loading
     )
     assert while_reading == any(p.dtype is torch.uint8 for p in net.parameters())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import compose
+from remat.config import compose
 from scripts import recipe_table
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from remat import compose
-from remat.redact import is_secret, redact, redact_text
+from remat.config import compose
+from remat.config.redact import is_secret, redact, redact_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

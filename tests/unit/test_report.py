@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from remat import report
-from remat.config import ConfigError
-from remat.report import draw
-from remat.report_charts import LIGHT, charts
+from remat.config.options import ConfigError
+from remat.report import run_report
+from remat.report.charts import LIGHT, charts
+from remat.report.run_report import draw
 
 
 def row(step: int, **more: float) -> dict[str, float]:
@@ -159,15 +159,15 @@ def test_means_leave_out_the_first_row_and_weigh_by_steps() -> None:
         row(16, step_s=5.0),
         {"step": 16, "time_unix_s": 1.0, "loss/eval": 2.0},
     ]
-    totals = report._totals(rows)  # type: ignore[arg-type]
+    totals = run_report._totals(rows)  # type: ignore[arg-type]
     assert totals["time/step_s"] == (10 * 2.0 + 5 * 5.0) / 15
     # 10 steps of 100 tokens in 20 s and 5 in 25 s
     assert totals["throughput/tokens_per_s"] == pytest.approx(1500 / 45)
 
 
 def test_a_single_row_is_its_own_mean() -> None:
-    assert report._totals([row(10, step_s=3.0)])["time/step_s"] == 3.0
-    assert report._totals([{"step": 1.0, "time_unix_s": 1.0, "loss/eval": 2.0}]) == {}
+    assert run_report._totals([row(10, step_s=3.0)])["time/step_s"] == 3.0
+    assert run_report._totals([{"step": 1.0, "time_unix_s": 1.0, "loss/eval": 2.0}]) == {}
 
 
 def test_figures_and_tables(tmp_path: Path) -> None:

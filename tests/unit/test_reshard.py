@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from remat import compose, manifest, reshard, resuming, rng, saving
-from remat.choices import Reshard
-from remat.config import ConfigError
-from remat.manifest import Manifest, SavedState
-from remat.preflight import DoesNotFit
+from remat.config import compose
+from remat.config.choices import Reshard
+from remat.config.options import ConfigError
+from remat.machine import rng
+from remat.planning.preflight import DoesNotFit
+from remat.saving import manifest, reshard
+from remat.saving import save as saving
+from remat.saving.manifest import Manifest, SavedState
+from remat.training import resuming
 
 SHAPES = [{"a": torch.Size([3, 4]), "b": torch.Size([5])}, {"c": torch.Size([7])}]
 CPU: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}

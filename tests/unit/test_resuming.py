@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from remat import resuming
-from remat.config import ConfigError
+from remat.config.options import ConfigError
+from remat.training import resuming
 from tests.unit.test_data_batches import make_blocks, stream
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from remat.activation_checkpointing import roles
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, ConfigError, SelectiveOpsConfig
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, ConfigError, SelectiveOpsConfig
+from remat.model import roles
+from remat.model.layers import decoder_layers
 from tests.small_models import ARCHITECTURES, build
 
 GATED_MLP = {"gate": ["mlp.gate_proj"], "up": ["mlp.up_proj"], "down": ["mlp.down_proj"]}

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from remat import distributed, owner_lock, run_dir, swapping
-from remat.choices import DataSource
-from remat.config import ConfigError, DataConfig
+from remat.config.choices import DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data import cache
 from remat.data.tokenizer import byte_tokenizer
-from remat.owner_lock import OwnerLock
+from remat.machine import distributed, owner_lock
+from remat.machine.owner_lock import OwnerLock
+from remat.report import run_dir
+from remat.saving import swapping
 from tests.pool import RankPool
 
 

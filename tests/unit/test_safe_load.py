@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from remat import cli, compose, export, manifest, resuming, safe_load, saved_weights, saving
-from remat.config import ConfigError
-from remat.manifest import SavedState
-from remat.safe_load import UnsafeFile
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.saving import export, manifest, safe_load, save, state_files
+from remat.saving.manifest import SavedState
+from remat.saving.safe_load import UnsafeFile
+from remat.training import resuming
 from tests.unit import test_reshard as states
 
 
@@ -186,7 +189,7 @@ def test_a_resume_refuses_every_kind_of_file_before_a_model(tmp_path: Path, kind
 
 
 def test_a_whole_state_is_not_refused(tmp_path: Path) -> None:
-    saving.refuse_code(states.save(tmp_path, 3))
+    save.refuse_code(states.save(tmp_path, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +201,7 @@ def test_an_export_refuses_every_kind_of_file(
     monkeypatch.setattr(
         export,
         "open_saved_state",
-        lambda state_dir, *args, **settings: (saved_weights.SavedWeights(state_dir / "engine", 2), None),
+        lambda state_dir, *args, **settings: (state_files.SavedWeights(state_dir / "engine", 2), None),
     )
     (tmp_path / "model").mkdir()
     monkeypatch.setattr(sys, "argv", ["remat", "export", str(tmp_path)])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from remat import same_launch
-from remat.config import RunConfig
+from remat.config.options import RunConfig
+from remat.training import same_launch
 
 
 @pytest.fixture

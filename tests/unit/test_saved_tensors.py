@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from remat.activation_checkpointing import apply, discard, layers, offload, policy, saved_tensors
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.offload import HostOffload
-from remat.activation_checkpointing.saved_tensors import SavedTensors
-from remat.choices import Policy
-from remat.config import CheckpointingConfig, OffloadConfig
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms import discard_output, offload, saved_tensors
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.offload import HostOffload
+from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.model import layers
 from tests import small_models, watched
 
 HUGE = 1 << 40  # min_bytes above everything: the hooks are active and every tensor passes through
@@ -144,7 +146,9 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
         gc.collect()
         things = [type(thing) for thing in gc.get_objects()]
         assert not [
-            kind for kind in things if kind in (offload.Handle, offload._Moved, discard.Handle, discard.Region)
+            kind
+            for kind in things
+            if kind in (offload.Handle, offload._Moved, discard_output.Handle, discard_output.Region)
         ]
         tensors = sum(issubclass(kind, torch.Tensor) for kind in things)
         pool = applied.offload.pool if applied.offload else None

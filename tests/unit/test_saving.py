@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from remat import manifest, rng, save_room, saving, unfinished
-from remat.choices import Precision
-from remat.config import ConfigError
-from remat.manifest import SaveError
+from remat.config.choices import Precision
+from remat.config.options import ConfigError
+from remat.machine import rng
+from remat.saving import disk_space, manifest, unfinished
+from remat.saving import save as saving
+from remat.saving.manifest import SaveError
 
 
 class Engine:
@@ -125,13 +127,13 @@ def test_a_failed_save_raises_and_leaves_the_older_state(tmp_path: Path) -> None
 
 def test_a_save_without_room_is_refused_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    monkeypatch.setattr(save_room, "free_bytes", lambda folder: 107)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 107)
     with pytest.raises(SaveError) as error:
         save(tmp_path, 2, keep=1)
     assert "saved has no room: 0.00 GiB (108 bytes) needed, 0.00 GiB (107 bytes) free" in str(error.value)
     assert "lower save.keep" in str(error.value)
     assert names(tmp_path) == ["step-000001"]
-    monkeypatch.setattr(save_room, "free_bytes", lambda folder: 108)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 108)
     save(tmp_path, 2, keep=1)
     assert names(tmp_path) == ["step-000002"]
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from deepspeed.launcher import launch, runner
 
-from remat import compose, launch_words
+from remat.config import compose
+from remat.launch import arguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -44,7 +45,7 @@ def recorder(folder: Path, codes: str = "0") -> None:
 
 def calls(folder: Path) -> list[list[str]]:
     """What `remat launch` hands to the deepspeed runner, were it not for the keepers of its ranks."""
-    found = [launch_words.parse(json.loads(line)) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    found = [arguments.parse(json.loads(line)) for line in (folder / "calls.jsonl").read_text().splitlines()]
     return [[*words.runner, words.target, *words.words] for words in found]
 
 

@@ -11,16 +11,17 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, evidence, limits, operators, policy, selective
+from remat.activation_checkpointing import apply, policy, validation, verification
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.layers import decoder_layers
-from remat.activation_checkpointing.offload import HostOffload
-from remat.activation_checkpointing.recompute import Recompute
-from remat.activation_checkpointing.selective import KeptResults
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Attention, Policy
-from remat.config import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
+from remat.activation_checkpointing.mechanisms import operators, selective_ops
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.offload import HostOffload
+from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config.choices import Attention, Policy
+from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
+from remat.model.layers import decoder_layers
 from tests import watched
 from tests.pool import RankPool
 from tests.small_models import ARCHITECTURES, build, gradients, same
@@ -233,19 +234,19 @@ def test_something_is_kept_of_every_named_linear(model_type: str) -> None:
     cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=only)
     result = watched.run(build(model_type), cfg)
     assert all(min(count.kept_linears.values()) > 0 for count in result.applied.counts)
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
 
 
 def test_a_named_linear_of_which_nothing_is_kept_is_a_broken_promise() -> None:
     net = build("llama")
     net.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, out: out.mul_(1.0))
     result = watched.run(net, KEPT_LINEARS)
-    (text,) = evidence.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    (text,) = verification.broken_promises(result.applied, result.watch, KEPT_LINEARS)
     assert (
         "save_linears=['all_but_down']: nothing was kept of self_attn.q_proj" in text and "(layers 1)" in text
     )
     result.applied.counts[1].kept_linears.clear()
-    (text,) = evidence.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    (text,) = verification.broken_promises(result.applied, result.watch, KEPT_LINEARS)
     assert "none of them ran (layers 1)" in text
 
 
@@ -478,7 +479,7 @@ def test_flex_attention_is_a_higher_order_operator_with_a_name() -> None:
 def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attention) -> None:
     def problems(save: list[str], kind: Attention) -> list[str]:
         cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=save))
-        setting = limits.Setting(
+        setting = validation.Setting(
             zero_stage=0,
             tensor_parallel_size=1,
             has_gpu=True,
@@ -488,7 +489,7 @@ def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attent
             activation_elements=1024,
             element_bytes=2,
         )
-        return limits.problems(cfg, decoder_layers(build("llama")), setting)
+        return validation.problems(cfg, decoder_layers(build("llama")), setting)
 
     (text,) = problems(["attention"], attention)
     assert f"model.attention={attention}" in text
@@ -509,14 +510,16 @@ def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attent
     ],
 )
 def test_lists_that_cannot_work(save: list[str], text: str) -> None:
-    found = selective.problems(SelectiveOpsConfig(save=save))
+    found = selective_ops.problems(SelectiveOpsConfig(save=save))
     assert len(found) == 1 and text in found[0] and found[0].startswith("checkpointing.selective_ops.save")
     with pytest.raises(ConfigError, match=r"checkpointing\.selective_ops"):
         KeptResults(torch.nn.Identity(), SelectiveOpsConfig(save=save), Counts(), None)
 
 
 def test_an_operator_of_a_library_that_is_not_loaded_is_allowed() -> None:
-    assert selective.problems(SelectiveOpsConfig(save=["my_kernels::attention", "aten::bmm", "matmul"])) == []
+    assert (
+        selective_ops.problems(SelectiveOpsConfig(save=["my_kernels::attention", "aten::bmm", "matmul"])) == []
+    )
 
 
 # Bytes and FLOPs, exactly: hidden 256, feed-forward 704, 8 heads of which 4 for keys and values, 2 x 128 tokens.

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.activation_checkpointing import operators
-from remat.activation_checkpointing.counts import Counts
-from remat.activation_checkpointing.recompute import Recompute
-from remat.activation_checkpointing.selective import KeptResults
-from remat.config import CheckpointingConfig, SelectiveOpsConfig
+from remat.activation_checkpointing.mechanisms import operators
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
+from remat.config.options import CheckpointingConfig, SelectiveOpsConfig
 from tests.pool import RankPool
 
 WIDTH = 8

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from remat import shared_folder
-from remat.config import ConfigError
+from remat.config.options import ConfigError
+from remat.saving import shared_folder
 
 
 @pytest.fixture

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from remat import compare_policies, compose, loss, packed_inputs, planner
-from remat.activation_checkpointing import apply, layers, policy
-from remat.activation_checkpointing.counts import Scope
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import Attention, LossKind, Packing
-from remat.config import CheckpointingConfig, ConfigError
-from remat.packed_inputs import Packed, Way
-from remat.planning import op_costs, shadows, simulate
-from remat.planning.records import Category, Phase, Simulation, ZeroSettings
-from remat.planning.timeline import Ready, Timeline
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config import compose
+from remat.config.choices import Attention, LossKind, Packing
+from remat.config.options import CheckpointingConfig, ConfigError
+from remat.model import layers, loss, packed_inputs
+from remat.model.packed_inputs import Packed, Way
+from remat.planning import planner, policies
+from remat.planning.simulation import op_costs, shadows, simulate
+from remat.planning.simulation.timeline import Ready, Timeline
+from remat.planning.simulation.types import Category, Phase, Simulation, ZeroSettings
 from tests import small_models
 from tests.live_bytes import LiveBytes
 
@@ -372,7 +374,7 @@ def test_latent_attention_and_experts_are_planned_in_every_precision(family: str
     cfg = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
     planned = planner.make(cfg)
     assert planned.plan.peak_bytes > 0 and len(planned.simulation.kept_bytes) == fields["num_hidden_layers"]
-    assert compare_policies.count(cfg, "none").kept_bytes > 0
+    assert policies.count(cfg, "none").kept_bytes > 0
 
 
 def test_what_cannot_be_planned_is_one_sentence() -> None:

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from remat.activation_checkpointing import apply, evidence, layers, limits, policy
-from remat.choices import Attention, Policy
-from remat.config import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.config.choices import Attention, Policy
+from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.model import layers
 from tests import small_models, watched
 
 HRM = {"num_layers_per_stack": 4, "H_cycles": 1, "L_cycles": 2, "head_dim": 16}
@@ -69,10 +70,10 @@ def test_two_stacks_are_treated_and_proven(cfg: CheckpointingConfig) -> None:
     decisions = policy.plan(cfg, 8, stacks=found.depths)
     result, kept = watched.run(net, cfg), watched.run(net, watched.NONE)
     assert watched.differences(result, kept) == []
-    assert evidence.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.broken_promises(result.applied, result.watch, cfg) == []
     again = [counts.recomputations > 0 for counts in result.applied.counts]
     assert again == [decision.mechanism is not policy.Mechanism.keep for decision in decisions]
-    assert "layers 0-3 are model.L_module.layers, 4-7 are model.H_module.layers" in evidence.line(
+    assert "layers 0-3 are model.L_module.layers, 4-7 are model.H_module.layers" in verification.line(
         result.applied, result.watch
     )
 
@@ -93,7 +94,7 @@ def test_no_segment_crosses_from_one_stack_into_the_next(cfg: CheckpointingConfi
 
 def test_a_segment_longer_than_the_longest_stack_is_refused() -> None:
     net = hrm()
-    setting = limits.Setting(
+    setting = validation.Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=False,
@@ -105,7 +106,7 @@ def test_a_segment_longer_than_the_longest_stack_is_refused() -> None:
         stacks=[4, 4],
     )
     cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=5)
-    (text,) = limits.problems(cfg, list(layers.decoder_layers(net)), setting)
+    (text,) = validation.problems(cfg, list(layers.decoder_layers(net)), setting)
     assert text == "checkpointing.segment_layers=5: its longest stack of layers has 4 layers; give at most that"
 
 
@@ -131,8 +132,8 @@ def test_a_deeper_vision_tower_does_not_take_the_policy_of_the_text() -> None:
     result, kept = watched.run(net, CheckpointingConfig()), watched.run(net, watched.NONE)
     assert watched.differences(result, kept) == []
     assert [counts.recomputations for counts in result.applied.counts] == [1, 1, 1]
-    assert evidence.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
-    assert "not treated: model.vision_tower" in evidence.line(result.applied, result.watch)
+    assert verification.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
+    assert "not treated: model.vision_tower" in verification.line(result.applied, result.watch)
 
 
 class _Layer(GradientCheckpointingLayer):

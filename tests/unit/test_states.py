@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from remat import ds_config
-from remat.choices import Precision
-from remat.ds_config import RunValues
-from remat.planning import states
-from remat.planning.states import Item, by_place, model_states
+from remat.config import ds_config
+from remat.config.choices import Precision
+from remat.config.ds_config import RunValues
+from remat.planning import model_states as states
+from remat.planning.model_states import Item, by_place, model_states
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = {"num_params": 70_553_706_496, "largest_param": 128_256 * 8192}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import stop_signals
-from remat.distributed import World
-from remat.stopping import Stop
+from remat.machine import signals
+from remat.machine.distributed import World
+from remat.training.stopping import Stop
 from tests.pool import free_port
 
 NOTED = """
@@ -69,10 +69,10 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.fixture
 def caught() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in stop_signals.SIGNALS}
-    stop_signals.catch()
+    before = {signum: signal.getsignal(signum) for signum in signals.SIGNALS}
+    signals.catch()
     yield
-    stop_signals.forget()
+    signals.forget()
     for signum, handler in before.items():
         signal.signal(signum, handler)
 

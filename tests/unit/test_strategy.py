@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from remat import compose, preflight, strategy
-from remat.choices import Precision
-from remat.config import ConfigError, RunConfig
-from remat.planning import states
+from remat.config import compose
+from remat.config.choices import Precision
+from remat.config.options import ConfigError, RunConfig
+from remat.planning import model_states, preflight, strategy
 
 GIB = 2**30
 PARAMETERS = {
@@ -43,7 +43,7 @@ def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
     run, decided, ranks = recipe(name)
     per_node = run.hardware.gpus_per_node
     assert per_node and run.hardware.host_memory_gib and run.hardware.gpu_memory_gib
-    items = states.model_states(
+    items = model_states.model_states(
         num_params=decided.facts.num_params, largest_param=decided.facts.largest_param, ds=decided.ds,
         world_size=ranks, ranks_per_node=per_node, gas=decided.ds["gradient_accumulation_steps"],
     )  # fmt: skip

@@ -7,8 +7,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from remat import cli, compose, planner, sweep
-from remat.config import ConfigError
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import planner, sweep
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=1x4090", "model.architecture.num_hidden_layers=2"]
 SWEPT = [*BASE, "checkpointing=none,full", "train.micro_batch_size=1,3,8"]

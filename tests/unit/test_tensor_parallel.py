@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat import compose, strategy, tensor_parallel
-from remat.config import ConfigError
-from remat.distributed import World
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.machine.distributed import World
+from remat.parallel import tensor_parallel
+from remat.planning import strategy
 from tests.pool import RankPool
 
 SIZES: dict[str, Any] = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from remat import throughput
-from remat.throughput import PhaseTimer, Window
+from remat.training import throughput
+from remat.training.throughput import PhaseTimer, Window
 
 CPU = torch.device("cpu")
 

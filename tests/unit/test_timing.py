@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from remat.choices import Precision
-from remat.hardware import Machine
-from remat.planning.records import Moment, OpCost, Phase, Simulation, ZeroSettings
-from remat.planning.timing import StepTime, step_time
+from remat.config.choices import Precision
+from remat.machine.gpus import Machine
+from remat.planning.simulation.types import Moment, OpCost, Phase, Simulation, ZeroSettings
+from remat.planning.step_time import StepTime, step_time
 
 MACHINE = Machine(
     name="round",

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from remat import tracking
-from remat.choices import WandbMode
-from remat.config import TrackingConfig
-from remat.tracking import Tracker, read_metrics
+from remat.config.choices import WandbMode
+from remat.config.options import TrackingConfig
+from remat.report import tracking
+from remat.report.tracking import Tracker, read_metrics
 from tests.wandb_file import read_wandb
 
 

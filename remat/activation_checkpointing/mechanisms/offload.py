@@ -1,0 +1,366 @@
+"""What a layer keeps, in host memory from its forward to its backward.
+
+On a GPU a copy leaves on a side stream while the next layer computes, and comes back while the layer above is in
+backward. One side stream serves both directions: a buffer that was read is then never overwritten too early, and the
+last layer has to be out before it can come back anyway. The device memory of a layer that leaves is freed when the
+layer after the next begins, behind a wait of the compute stream: with `record_stream` a CPU that runs ahead would find
+nothing free and allocate the whole stack. Where a CPU computes, the same code copies at once into ordinary memory.
+
+Why not an engine that exists. DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
+layers, stores what is saved twice twice, and does nothing under ZeRO-3, whose hooks replace the marked tensor. torch's
+save_on_cpu copies on the compute stream into fresh memory, one copy per save, parameters included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from remat.activation_checkpointing.mechanisms import low_precision
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.host_pool import HostPool
+from remat.activation_checkpointing.mechanisms.version import Version
+from remat.config.choices import StorageDtype
+from remat.config.options import OffloadConfig
+
+SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
+
+    moved: _Moved
+    version: Version
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        return values.as_strided(self.size, self.stride, self.offset)
+
+
+class HostOffload:
+    """Moves what the layers of one model keep. One per model and device."""
+
+    def __init__(self, cfg: OffloadConfig, device: torch.device, num_layers: int) -> None:
+        self.cfg, self.device = cfg, device
+        self.pool = HostPool(device)
+        self.transfers = _Transfers(device)
+        self._layers: list[LayerOffload | None] = [None] * num_layers
+        # What several saves, or several layers (masks, rotary tables), share is moved once. Every value keeps its
+        # storage's address from being given to another, so an address that is found belongs to this storage.
+        self.known: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
+
+    def layer(self, index: int, counts: Counts) -> LayerOffload:
+        layer = LayerOffload(self, index, counts)
+        self._layers[index] = layer
+        return layer
+
+    def follow(self, index: int, output: Any) -> None:
+        """The way back begins when the gradient of a layer's `output` is there, before any of its own is needed.
+
+        The layer below comes back meanwhile, also while a layer is in backward that keeps all it has on the device.
+        """
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._gradient_is_at, index))
+                return
+
+    def _gradient_is_at(self, index: int, _: torch.Tensor) -> None:
+        layer, below = self._layers[index], self._layers[index - 1] if index else None
+        if layer:
+            layer.backward_begins()
+        elif below:
+            self.transfers.forward_is_over()
+            below.fetch()
+
+    def backward_reaches(self, index: int) -> None:
+        """Layer `index` is in backward: it comes back, and the next one below."""
+        self.transfers.forward_is_over()
+        for layer in (self._layers[index], self.below(index)):
+            if layer:
+                layer.fetch()
+
+    def below(self, index: int) -> LayerOffload | None:
+        """The layer whose backward comes next."""
+        return next((layer for layer in reversed(self._layers[:index]) if layer), None)
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around one forward and its backward: afterwards every buffer is in the pool again.
+
+        A graph that is still alive then, after an exception for example, cannot be used any more.
+        """
+        try:
+            yield
+        finally:
+            self.transfers.finish()
+            for layer in self._layers:
+                if layer:
+                    layer.drop()
+
+    def forward_is_over(self) -> None:
+        """Nothing more leaves before backward: all that was moved may be freed."""
+        self.transfers.forward_is_over()
+
+    def moving(self) -> set[int]:
+        """The layers whose kept tensors are moved."""
+        return {index for index, layer in enumerate(self._layers) if layer}
+
+    def still_on_device(self) -> Iterator[tuple[int, int, int]]:
+        """Of what was moved and is held by something else: layer, identity of the device storage, bytes."""
+        seen: set[int] = set()
+        for index, layer in enumerate(self._layers):
+            for moved in layer.moved() if layer else ():
+                if moved.storage.cdata not in seen and not moved.storage.expired():
+                    seen.add(moved.storage.cdata)
+                    yield index, moved.storage.cdata, moved.nbytes
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The host memory itself: on a CPU machine it must not be taken for device memory."""
+        return self.pool.storages()
+
+
+class LayerOffload:
+    """What one layer keeps. `pack` what autograd or a policy saves, `unpack` it in backward."""
+
+    def __init__(self, owner: HostOffload, index: int, counts: Counts) -> None:
+        self._owner, self._index, self._counts = owner, index, counts
+        self._moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # as saved
+        self._saves = itertools.count()
+        self._in_backward = False
+
+    def pack(self, tensor: torch.Tensor) -> Handle | None:
+        """Move `tensor`; None: it stays, being small, no floating point, or not on the device."""
+        storage = tensor.untyped_storage()
+        item = tensor.element_size()
+        start, length = span(tensor)
+        if (
+            tensor.device.type != self._owner.device.type
+            or not tensor.is_floating_point()
+            or length * item < max(1, self._owner.cfg.min_bytes)
+            or storage.nbytes() == 0
+        ):
+            return None
+        self._in_backward = False
+        self._owner.transfers.enter(self._index)
+        if 2 * length * item >= storage.nbytes():
+            start, length = 0, storage.nbytes() // item
+        key = (storage._cdata, tensor._version, tensor.dtype, start, length)
+        moved = self._owner.known.get(key)
+        if moved is None:
+            moved = _Moved(self._owner, tensor, start, length)
+            self._owner.known[key] = moved
+            self._counts.moved_bytes += moved.nbytes
+        self._moved[next(self._saves)] = moved
+        return Handle(
+            moved, Version(tensor), tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start
+        )
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """The tensor on the device again, same values, size and stride. May be asked for more than once.
+
+        Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
+        """
+        if self.edited(handle):
+            raise RuntimeError(
+                f"checkpointing.offload: a tensor of shape {list(handle.size)} that layer {self._index} keeps for "
+                "backward was modified by an in-place operation; backward would fail without offload as well"
+            )
+        self.backward_begins()
+        return handle.view(handle.moved.values())
+
+    def edited(self, handle: Handle) -> bool:
+        """Whether the original was edited in place since it was packed."""
+        return handle.version.changed()
+
+    def moved(self) -> list[_Moved]:
+        """What a graph still refers to."""
+        return list(self._moved.values())
+
+    def drop(self) -> None:
+        """Give back every buffer that a graph still holds."""
+        for moved in list(self._moved.values()):
+            moved.drop()
+        self._moved.clear()
+
+    def backward_begins(self) -> None:
+        """Bring back what this layer and the next one below keep, unless that was done since its forward."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._owner.backward_reaches(self._index)
+
+    def fetch(self) -> None:
+        """Start the way back of all that is not on it."""
+        for moved in reversed(list(self._moved.values())):
+            moved.fetch()
+
+
+class _Moved:
+    """A range of one storage in host memory. Lives as long as something in a graph refers to it.
+
+    Once it is back on the device it stays there until then: memory is freed when it would be freed without offload,
+    and a second backward finds everything in place.
+    """
+
+    def __init__(self, owner: HostOffload, tensor: torch.Tensor, start: int, length: int) -> None:
+        """`start` and `length` count elements of the storage."""
+        self._owner = owner
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
+        self._dtype, self._shape = tensor.dtype, (length,)
+        self._values: torch.Tensor | None = None
+        self._arriving: list[torch.Tensor] = []
+        self._arrival: torch.cuda.Event | None = None
+        with torch.no_grad():
+            flat = tensor.detach().as_strided((length,), (1,), start)
+            row = _row(tensor, start, length)
+            if owner.cfg.dtype is not StorageDtype.same and row:
+                parts = list(low_precision.encode(flat.view(-1, row), owner.cfg.dtype))
+            else:
+                parts = [flat]
+            self.nbytes = sum(part.nbytes for part in parts)
+            self._buffers = [owner.pool.take(part.nbytes) for part in parts]
+            self._host = [
+                buffer[: part.nbytes].view(part.dtype).view(part.shape)
+                for buffer, part in zip(self._buffers, parts, strict=True)
+            ]
+            owner.transfers.send(parts, self._host)
+
+    def fetch(self) -> None:
+        """Start the way back, unless it was started."""
+        if self._values is None and not self._arriving and self._host:
+            self._arriving, self._arrival = self._owner.transfers.bring(self._host, self._owner.device)
+
+    def values(self) -> torch.Tensor:
+        """All of the range, flat, on the device; the current stream waits for it."""
+        if self._values is None:
+            if not self._host:
+                raise RuntimeError(
+                    "checkpointing.offload: backward came after its micro-batch was over, when what it needs had been "
+                    "given up; run backward inside the micro-batch"
+                )
+            self.fetch()
+            self._wait()
+            parts, self._arriving = self._arriving, []
+            with torch.no_grad():
+                values = parts[0] if len(parts) == 1 else low_precision.decode(parts[0], parts[1], self._dtype)
+                self._values = values.view(self._shape)
+        return self._values
+
+    def drop(self) -> None:
+        self._wait()  # memory that a copy still writes to must not be given to another
+        self._values, self._arriving, self._host = None, [], []
+        while self._buffers:
+            self._owner.pool.give(self._buffers.pop())
+
+    def _wait(self) -> None:
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._owner.device).wait_event(self._arrival)
+            self._arrival = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_buffers", None):
+            self.drop()
+
+
+class _Transfers:
+    """Copies between device and host. All streams and events are here; without CUDA every copy is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._layer: int | None = None
+        self._leaving: list[torch.Tensor] = []  # of the layer that runs
+        self._left: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()  # of the layers before
+
+    def enter(self, layer: int) -> None:
+        """`layer` runs forward: what the layer before the last sent away may be freed now."""
+        if self._side is None or layer == self._layer:
+            return
+        self._layer = layer
+        self._close()
+        self._free(keep=1)
+
+    def send(self, parts: list[torch.Tensor], host: list[torch.Tensor]) -> None:
+        """Copy device tensors to host tensors. The device memory stays allocated until the copy is done."""
+        if self._side is None:
+            for target, part in zip(host, parts, strict=True):
+                target.copy_(part)
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for target, part in zip(host, parts, strict=True):
+                target.copy_(part, non_blocking=True)
+        self._leaving += parts
+
+    def bring(
+        self, host: list[torch.Tensor], device: torch.device
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        """Device copies of host tensors and the event after which they may be read.
+
+        They are allocated on the compute stream, where they will be used and freed, so the caching allocator needs no
+        record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
+        """
+        parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in host]
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
+            for part, source in zip(parts, host, strict=True):
+                part.copy_(source, non_blocking=self._side is not None)
+        return parts, self._side.record_event() if self._side is not None else None
+
+    def forward_is_over(self) -> None:
+        """Nothing more leaves before the first copy comes back, so all that left may be freed."""
+        if self._side is not None:
+            self._layer = None
+            self._close()
+            self._free(keep=0)
+
+    def finish(self) -> None:
+        """The end of a micro-batch, also of one that raised."""
+        self.forward_is_over()
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def _close(self) -> None:
+        if self._side is not None and self._leaving:
+            self._left.append((self._side.record_event(), self._leaving))
+            self._leaving = []
+
+    def _free(self, keep: int) -> None:
+        while len(self._left) > keep:
+            event, parts = self._left.popleft()
+            torch.cuda.current_stream(self._device).wait_event(event)
+            del parts
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element and number of elements of the storage between the first and the last one of `tensor`."""
+    if tensor.numel() == 0:
+        return int(tensor.storage_offset()), 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(tensor.storage_offset()), reach + 1
+
+
+def _row(tensor: torch.Tensor, start: int, length: int) -> int:
+    """Values that share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
+
+    Statistics of a norm or of attention carry no gradient and decide over everything else, so they stay exact.
+    """
+    if not tensor.requires_grad or tensor.dim() < 2 or tensor.stride(-1) != 1:
+        return 0
+    row = tensor.size(-1)
+    steps = [step for n, step in zip(tensor.size()[:-1], tensor.stride()[:-1], strict=True) if n > 1]
+    whole = [length, tensor.storage_offset() - start, *steps]
+    return row if row >= SHORTEST_ROW and all(n % row == 0 for n in whole) else 0

@@ -1,0 +1,183 @@
+"""Activation checkpointing of one region, with the options of the run: torch's two variants.
+
+The reentrant one runs the region outside of autograd: it sees the tensors that are handed in and out one by one, and
+nothing else. What a layer takes and changes beside them is refused in `arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors
+from remat.config.options import CheckpointingConfig, ConfigError
+
+LIFTED = object()  # in the place of a tensor that is handed in
+ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """`recompute(fn, *args)` keeps the tensors in `args`, runs `fn` now, and runs it again in backward.
+
+    `context_fn` returns what is entered in forward and in the recomputation (torch's meaning). Tensors that carry a
+    gradient must be positional in the reentrant variant.
+    """
+
+    cfg: CheckpointingConfig
+    reentrant: bool = False
+    context_fn: ContextPair | None = None
+
+    def layer(self, call: Replayable, *args: Any) -> Any:
+        """call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
+        if self.reentrant:
+            state_of(args)
+        elif args and isinstance(
+            args[0], tuple
+        ):  # only tensors that are positional pass the hooks around the layer
+            lifted = Lifted(call, args)
+            return self(lifted, *lifted.tensors)
+        return self(call, *args)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if self.reentrant:
+            region = FlatRegion(fn)
+            keep_rng = self.cfg.preserve_rng_state
+            return region.rebuild(checkpoint(region, *args, use_reentrant=True, preserve_rng_state=keep_rng))
+        more: dict[str, Any] = {"context_fn": self.context_fn} if self.context_fn else {}
+        return checkpoint(
+            fn,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=self.cfg.preserve_rng_state,
+            determinism_check=str(self.cfg.determinism_check),
+            early_stop=self.cfg.early_stop,
+            **more,
+        )
+
+
+class FlatRegion:
+    """`fn` as a reentrant function wants it: tensors in, a tuple of tensors out, whatever structure `fn` returns.
+
+    Its first pass runs with gradients switched on, and keeps nothing for them: a kernel that looks at the grad mode, or
+    at what its inputs require, is then the same in both passes. torch's and DeepSpeed's own first pass has them off.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._spec: TreeSpec | None = None
+        self._others: list[Any] = []  # the leaves of the output, None in the place of each tensor
+        self._carries: list[bool] = []  # of each tensor, whether it has a gradient
+        self._places: list[int] = []
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        if self._spec is not None:  # backward's pass
+            leaves = tree_flatten(self._fn(*args))[0]
+            return tuple(leaves[place] for place in self._places)
+        reentrant = not torch.is_grad_enabled()
+        if reentrant:
+            with as_if_kept():
+                leaves, self._spec = tree_flatten(self._fn(*(_fresh(value) for value in args)))
+        else:
+            leaves, self._spec = tree_flatten(self._fn(*args))
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._others = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
+        for leaf in self._others:
+            if any(tensor.requires_grad for _, tensor in find_tensors(leaf)):
+                raise ConfigError(
+                    f"checkpointing: a layer returns a {type(leaf).__name__}, in which the reentrant variant cannot "
+                    "find the tensors that carry a gradient; use checkpointing=full checkpointing.reentrant=false"
+                )
+        self._carries = [leaves[i].requires_grad for i in self._places]
+        return tuple(leaves[i].detach() if reentrant else leaves[i] for i in self._places)
+
+    def rebuild(self, outputs: Any) -> Any:
+        """What `fn` returned, of the tensors that the reentrant function made of it."""
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        leaves = list(self._others)
+        for place, tensor, carries in zip(self._places, tensors, self._carries, strict=True):
+            leaves[place] = tensor if carries else tensor.detach()
+        assert self._spec is not None
+        return tree_unflatten(leaves, self._spec)
+
+
+class Lifted:
+    """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.tensors)`.
+
+    Lifted are tensors and tuples of them, not what could be written to (containers), and no Parameters: ZeRO-3 may have
+    partitioned them until the recomputation.
+    """
+
+    def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
+        """Takes the keyword arguments out of `call`: nothing here holds a tensor but `tensors`."""
+        self.tensors: list[torch.Tensor] = []
+        self._call, self._args = call, _take_out(args, self.tensors)
+        self._named = {name: _take_out(value, self.tensors) for name, value in call.keywords.items()}
+        call.keywords = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        args = _put_back(self._args, given)
+        return self._call(*args, **{name: _put_back(value, given) for name, value in self._named.items()})
+
+
+def state_of(args: tuple[Any, ...]) -> torch.Tensor:
+    """The hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise ConfigError(
+            "checkpointing: a layer of this model does not take the hidden state as its first argument, so it can be "
+            "neither in a segment nor reentrant; use checkpointing=full checkpointing.reentrant=false"
+        )
+    return args[0]
+
+
+@contextmanager
+def as_if_kept() -> Iterator[None]:
+    """Gradients are switched on, and nothing is kept for them."""
+    with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
+        yield
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        tensors.append(value)
+        return LIFTED
+    return _each(value, lambda part: _take_out(part, tensors))
+
+
+def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
+    return next(given) if value is LIFTED else _each(value, lambda part: _put_back(part, given))
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple with `change` applied to its parts; anything else as it is."""
+    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+        return value
+    parts = [change(part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _fresh(value: Any) -> Any:
+    """A leaf in the place of an argument: what runs on it is no part of the graph above."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _keep_nothing(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise ConfigError(
+        "checkpointing: backward came to a tensor that a layer left behind beside its result (in an attribute), or "
+        "a layer runs a backward of its own; the reentrant variant carries neither: use checkpointing=full "
+        "checkpointing.reentrant=false"
+    )

@@ -1,0 +1,181 @@
+"""Recompute parts of a layer: modules by role, and the inner function of attention."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, carry_gradient
+from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute
+from remat.model import roles as layer_roles
+
+Region = Callable[..., Any]
+
+
+def recompute_inside(
+    layer: nn.Module,
+    roles: list[str],
+    recompute_of: Callable[[nn.Module], Recompute],
+    index: int,
+    counts: Counts,
+    scope: Scope,
+) -> Callable[[], None]:
+    """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
+
+    Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
+    """
+
+    def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
+        """`in_it`: the roles that are recomputed when it is."""
+        recompute = recompute_of(module)
+        attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
+
+        def region(fn: Region, args: Any, kwargs: Any) -> Any:
+            expected = counts.expected
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            versions = [tensor._version for tensor in tensors]
+            output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
+            if versions != [tensor._version for tensor in tensors]:
+                raise NotInEffect(
+                    f"checkpointing.recompute_modules: in layer {index} {name} edits its input in place (a sparse "
+                    "block with jitter does), so it cannot run again on what it was given; leave "
+                    f"{' and '.join(in_it)} off the list or use checkpointing=full"
+                )
+            for role in in_it if counts.expected > expected else ():
+                counts.takes_effect(role)
+            return output
+
+        return region
+
+    found = {role: layer_roles.find(layer, role) for role in roles}
+    core = found.get(layer_roles.CORE_ATTENTION, [])
+    whole = layer_roles.outermost(
+        [one for role, several in found.items() if role != layer_roles.CORE_ATTENTION for one in several]
+    )
+    undo = ExitStack()
+    for name, module in whole:
+        in_it = [role for role, several in found.items() if _any_inside(several, name)]
+        undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
+    for name, module in core:
+        if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
+            region = region_of(nn.Module(), name, layer_roles.CORE_ATTENTION)  # no Linear inside
+            undo.callback(_wrap_core_attention(module, region))
+    return undo.close
+
+
+def _any_inside(found: layer_roles.Found, outer: str) -> bool:
+    return any(name == outer or name.startswith(f"{outer}.") for name, _ in found)
+
+
+def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
+    """`fn`, whose first run tells what of its results may be kept: of attention not the weights."""
+    if scope.handed_out is None:
+        return fn
+    first = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return fn(*args, **kwargs)
+        first = False
+        with scope.inside_region():
+            output = fn(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if scope.handed_out is not None:
+            scope.handed_out(results[:1] if attends else results)
+        return output
+
+    return call
+
+
+def _run(
+    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: Counts, scope: Scope
+) -> Any:
+    """`fn(*args, **kwargs)` as one recomputed region.
+
+    Every tensor becomes a positional argument of the region: only those pass the saved-tensor hooks around the layer.
+    """
+    if scope.keeping or not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+
+    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
+        return one_run(index, counts, scope, earlier)
+
+    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
+    output = recompute(lifted, *lifted.tensors)
+    counts.expected += carry_gradient(output)
+    return output
+
+
+def _wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
+    """On the instance: hooks stay outside, names and classes as they are."""
+    before = module.__dict__.get("forward")
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return region(forward, args, kwargs)
+
+    module.forward = wrapped
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
+
+
+class _Name(str):
+    """Reads as the implementation's own name; in the registry it is a key of its own."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
+    """Give this one module a copy of its config whose attention is a registered wrapper around the real one.
+
+    Masks are made from the model's config, which is not touched. What the module itself asks of the name (eager or
+    not, flash or not) must get the true answer, and so must the real function: it runs with the config of before.
+    """
+    config = attention.config
+    name = _Name(config._attn_implementation)
+    own_file = inspect.unwrap(type(attention).forward).__globals__
+    registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
+    interface = registry.get_interface(str(name), own_file.get("eager_attention_forward"))
+
+    def original(module: Any, *args: Any, **kwargs: Any) -> Any:
+        copied, module.config = module.config, config
+        try:
+            return interface(module, *args, **kwargs)
+        finally:
+            module.config = copied
+
+    def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def fn(*given: Any, **named: Any) -> Any:
+            return original(module, *given, **named)
+
+        return region(fn, args, kwargs)
+
+    own = copy.copy(config)
+    own.__dict__["_attn_implementation_internal"] = (
+        name  # the property would also rename sub-configs, which are shared
+    )
+    registry[name] = wrapped
+    attention.config = own
+
+    def undo() -> None:
+        attention.config = config
+        del registry[name]
+
+    return undo

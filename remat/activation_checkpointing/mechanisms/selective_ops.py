@@ -1,0 +1,312 @@
+"""Keep the results of chosen operations, recompute the rest of the layer around them.
+
+Two dispatch modes of our own. torch's `create_selective_checkpoint_contexts` counts every operation: under ZeRO-3 the
+gathers inside a layer differ between forward and recomputation, so it raises, or hands back a Linear's result to which
+DeepSpeed then adds the bias a second time. Here only listed operations are counted, and a result is dropped as soon as
+anything writes to its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from remat.activation_checkpointing.mechanisms import operators
+from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.kept import (
+    Entry,
+    Key,
+    Mover,
+    Store,
+    detached,
+    finished,
+    finishes,
+)
+from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, Postponed
+from remat.config.options import ConfigError, SelectiveOpsConfig
+from remat.model import roles
+
+
+def problems(cfg: SelectiveOpsConfig) -> list[str]:
+    """Names in `cfg.save` that cannot be kept, and lists that contradict themselves. Needs no model."""
+    option = "checkpointing.selective_ops.save"
+    found = [f"{option}: {text}" for name in cfg.save if (text := operators.name_problem(name))]
+    if {"matmul", "every_other_matmul"} <= set(cfg.save):
+        found.append(f"{option}: matmul keeps all that every_other_matmul keeps; name one of the two")
+    if not cfg.save and not cfg.save_linears:
+        found.append(f"{option}=[]: with save_linears=[] nothing is kept; use checkpointing=full")
+    return found
+
+
+class KeptResults:
+    """Of one layer. `contexts()` is the context_fn of torch's non-reentrant checkpoint: a new store per forward.
+
+    The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
+    """
+
+    def __init__(
+        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: Counts, offload: Mover | None = None
+    ) -> None:
+        found = problems(cfg)
+        if found:
+            raise ConfigError("\n".join(found))
+        self.counts, self.offload = counts, offload
+        self.running = ""  # the Linear that runs now
+        self.call = 0  # and which call of a Linear in this pass that is
+        self._save = cfg.save
+        self._half = "every_other_matmul" in cfg.save
+        self._kept_linears: dict[str, list[str]] = defaultdict(
+            list
+        )  # path: the entries of the list that mean it
+        for name in cfg.save_linears:
+            for path, _ in roles.linears(layer, name):
+                self._kept_linears[path].append(name)
+        self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
+        self._hooks = ExitStack()
+        self.postponed: Postponed | None = None  # of the recomputation that runs
+        self.in_linear = False  # any Linear, kept or not
+        self._to_follow: nn.Module | None = layer
+        self._follow_all = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        layer, self._to_follow = self._to_follow, None
+        if layer is not None:  # now, and not earlier: AutoTP replaces Linears after the policy is in place
+            self._follow_linears(layer)
+        store = Store()
+        return _Keep(self, store), _HandBack(self, store)
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    def start(self) -> None:
+        """A pass begins; an interrupted one may have left a Linear."""
+        self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
+
+    def current_call(self) -> int:
+        """0 outside the Linears."""
+        return self.call if self.running else 0
+
+    def key(self, operator: operators.Operator, ran: Counter[tuple[str, str]]) -> Key | None:
+        """Where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
+        name = operator.name
+        if self.running in self._kept_linears and name in operators.MATMULS:
+            place = (self.running, name)
+        elif self._entries_of(name):
+            place = ("", name)
+            if self._half and name in operators.MATMULS:
+                ran["", "every_other_matmul"] += 1
+                if ran["", "every_other_matmul"] % 2 == 0:
+                    return None
+        else:
+            return None
+        ran[place] += 1
+        return *place, ran[place]
+
+    def note_kept(self, store: Store) -> None:
+        self.counts.kept_outputs += len(store.entries)
+        for path, operator, _ in store.entries:
+            if path:
+                self.counts.kept_linears[path] += 1
+            for entry in self._kept_linears[path] if path else ():
+                self.counts.takes_effect(entry)
+            for entry in self._entries_of(operator):  # a Linear's product is a matmul that is kept as well
+                self.counts.takes_effect(entry)
+
+    def _entries_of(self, operator: str) -> list[str]:
+        if operator not in self._listed:
+            self._listed[operator] = [
+                entry
+                for entry in self._save
+                if (operators.GROUPS[entry](operator) if entry in operators.GROUPS else entry == operator)
+            ]
+        return self._listed[operator]
+
+    def _follow_linears(self, layer: nn.Module) -> None:
+        for path, module in layer.named_modules():
+            if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
+                self._follow(path, module)
+            if roles.is_linear(module):
+                self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
+                self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
+
+    def _enter_linear(self, *_: Any) -> None:
+        self.in_linear = True
+
+    def _leave_linear(self, *_: Any) -> None:
+        self.in_linear = False
+        if self.postponed is not None:
+            self.postponed.compute()
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            self.running = path
+            self.call += 1
+            if path in self._kept_linears:
+                self.counts.kept_linears.setdefault(path, 0)
+
+        def leave(*_: Any) -> None:
+            self.running = ""
+
+        self._hooks.callback(module.register_forward_pre_hook(enter).remove)
+        self._hooks.callback(module.register_forward_hook(leave).remove)
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, results: KeptResults, store: Store) -> None:
+        super().__init__()
+        self._results, self._store = results, store
+        self._ran: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Any:
+        self._results.start()
+        self._ran.clear()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._results.start()
+        super().__exit__(kind, error, trace)
+
+
+class _Keep(_Mode):
+    """In forward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = operators.describe(func)
+        key = self._results.key(operator, self._ran)
+        before = operators.random_state((args, kwargs)) if key and operator.random else None
+        self._store.products += operator.name in PRODUCTS
+        result = func(*args, **kwargs)
+        if operator.writes:
+            self._note_writes(operator, args, kwargs)
+        if self._results.running and self._store.entries:
+            self._note_reads(operator, args, kwargs, result)
+        if key is not None:
+            self._keep(key, result, (args, kwargs), before)
+        return result
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._store.forward_done(self._results.offload)
+            self._results.note_kept(self._store)
+        else:
+            self._store.clear()
+
+    def _keep(self, key: Key, result: Any, given: Any, before: torch.Tensor | None) -> None:
+        leaves, spec = tree_flatten(result)
+        storages = operators.storages(leaves)
+        if not storages or storages & operators.storages(given):
+            return  # memory of an input is not this operation's to keep
+        after = None if before is None else operators.random_state(given)
+        drew = before is not None and after is not None and not torch.equal(before, after)
+        self._store.add(
+            key,
+            Entry(
+                call=self._results.current_call(),
+                leaves=[detached(leaf) for leaf in leaves],
+                spec=spec,
+                random_state=after if drew else None,
+                device=operators.device_of(given),
+                storages=storages,
+            ),
+        )
+
+    def _note_writes(self, operator: operators.Operator, args: Any, kwargs: Any) -> None:
+        for tensor in operators.written(operator, args, kwargs):
+            owned = self._store.owner(tensor)
+            if owned is None:
+                continue
+            key, entry = owned
+            same_call = entry.call > 0 and entry.call == self._results.current_call()
+            if (
+                finishes(operator, args) is not None
+                and same_call
+                and not entry.read
+                and len(entry.storages) == 1
+            ):
+                entry.absorbed += 1
+            else:
+                self._store.drop(key)
+
+    def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
+        """A view is no use of the value; neither is being the target of the absorbed addition, or sum."""
+        made = operators.storages(result)
+        finishing = finishes(operator, args) is not None
+        used = args[1:] if finishing else args
+        for tensor in tree_leaves((used, kwargs)):
+            owned = self._store.owner(tensor) if isinstance(tensor, torch.Tensor) else None
+            if owned is not None and owned[1].call == self._results.current_call():
+                is_view = not finishing and made == owned[1].storages
+                owned[1].read |= not is_view
+
+
+class _HandBack(_Mode):
+    """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
+
+    def __init__(self, results: KeptResults, store: Store) -> None:
+        super().__init__(results, store)
+        self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
+        self._products = 0
+        self._postponed = Postponed()
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        self._results.postponed = self._postponed
+        return entered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = operators.describe(func)
+        key = self._results.key(operator, self._ran)
+        self._products += operator.name in PRODUCTS
+        entry = self._store.entries.pop(key, None) if key else None
+        if entry is not None and entry.untouched(self._results.offload):
+            return self._reuse(entry)
+        target = finishes(operator, args) if self._complete else None
+        if target is not None and self._already_in(target):
+            return finished(operator, target)
+        self._postponed.before(func, operator, args)
+        last = operator.name in PRODUCTS and self._products == self._store.products
+        if last and func in OVERLOADS and self._results.in_linear:
+            return self._postponed.put_off(func, operator, args, kwargs)
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._postponed.forget()
+        self._complete.clear()
+        self._store.clear()
+
+    def _reuse(self, entry: Entry) -> Any:
+        offload = self._results.offload
+        for index in entry.moved:
+            assert offload is not None
+            entry.leaves[index] = offload.unpack(entry.leaves[index])
+        if entry.random_state is not None and entry.device is not None:
+            operators.set_random_state(entry.device, entry.random_state)
+        if entry.absorbed:
+            value = next(leaf for leaf in entry.leaves if isinstance(leaf, torch.Tensor))
+            self._complete[operators.storage(value)] = (value, entry.absorbed, entry.call)
+        self._results.counts.reused_outputs += 1
+        return tree_unflatten(entry.leaves, entry.spec)
+
+    def _already_in(self, target: torch.Tensor) -> bool:
+        storage = operators.storage(target)
+        value, writes, call = self._complete.get(storage, (target, 0, 0))
+        if writes == 0 or call != self._results.current_call():
+            return False
+        self._complete[storage] = (value, writes - 1, call)
+        return True

@@ -1,0 +1,204 @@
+"""Watch a forward and backward op by op: bytes each layer keeps, FLOPs by phase, bytes that ZeRO-3 gathers.
+
+What is counted is what happened, whatever a policy promised: a storage that was made in a layer and still lives
+when the forward is over is kept, be it by autograd, by a policy, or by mistake. Works on CPU, CUDA and meta tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from remat.activation_checkpointing.calls import Calls
+from remat.activation_checkpointing.mechanisms import operators
+from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.mechanisms.offload import HostOffload
+from remat.model import op_flops
+
+GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
+OUTSIDE = -1  # embeddings, the output layer, the loss
+Phase = str  # "forward", "recompute", "backward"
+
+
+class Watch(TorchDispatchMode):
+    """`with Watch(scope, device) as watch: forward; watch.forward_done(); backward`.
+
+    `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
+    `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
+    are those that a policy treats, in the order of their indices. What `offload` moved must have left the device.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        scope: Scope,
+        device: torch.device,
+        *,
+        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+        layers: Sequence[nn.Module] = (),
+        offload: HostOffload | None = None,
+    ) -> None:
+        super().__init__()
+        self.calls = Calls(layers)
+        self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
+        self.pinned_weight_bytes: dict[
+            int, int
+        ] = {}  # gathered weights that autograd did not let go, same moment
+        self.shared_bytes: dict[int, int] = {}  # of the kept ones, what other layers were given as an argument
+        self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
+        self.region_kept_bytes: dict[
+            int, int
+        ] = {}  # and still there, though nothing but the part's result should be
+        self.moved_hidden_bytes: dict[
+            int, int
+        ] = {}  # hidden states that were moved and did not leave the device
+        self.moved_input_bytes: dict[int, int] = {}  # the same of what was made before the first layer
+        self.moved_kept_bytes: dict[int, int] = {}  # and anything else that was moved and did not
+        self.flops: dict[Phase, dict[int, int]] = {
+            p: defaultdict(int) for p in ("forward", "recompute", "backward")
+        }
+        self.gathered_bytes: dict[Phase, int] = dict.fromkeys(self.flops, 0)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._scope, self._device = scope, device
+        self._weights, self._ignored, self._offload = weights, ignored, offload
+        self._backward = False
+        self._made: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], int, int]
+        ] = {}  # key: (storage, layer, bytes)
+        self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
+        self._gathered: set[int] = set()
+        self._in_region: set[int] = set()
+
+    def __enter__(self) -> Any:
+        self.calls.__enter__()
+        self._scope.handed_out = self._hand_out
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._scope.handed_out = None
+        self.calls.__exit__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self._outside:
+                self._outside[storage._cdata] = StorageWeakRef(storage)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._track(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + op_flops.dequantised_bytes(func, args))
+        self._count(func, args, kwargs, result)
+        return result
+
+    def forward_done(self) -> None:
+        """Take the kept bytes of every layer: call it between forward and backward."""
+        self._backward = True
+        left_out = {storage._cdata for storage in self._ignored()}
+        left_out |= {weight.untyped_storage()._cdata for weight in self._weights()}
+        if self._offload is not None:
+            self._offload.forward_is_over()
+            self._count_moved(self._offload)
+        kept: dict[int, int] = defaultdict(int)
+        pinned: dict[int, int] = defaultdict(int)
+        shared: dict[int, int] = defaultdict(int)
+        in_region: dict[int, int] = defaultdict(int)
+        for key, (ref, layer, _) in list(self._made.items()):
+            storage = ref()
+            if storage is None or key in left_out:
+                continue
+            nbytes = storage.nbytes()
+            (pinned if key in self._gathered else kept)[layer] += nbytes
+            is_shared = self.calls.is_shared(key, layer)
+            shared[layer] += nbytes * is_shared
+            in_region[layer] += nbytes * (key in self._in_region and not is_shared)
+        self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
+        self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
+
+    def _count_moved(self, offload: HostOffload) -> None:
+        """What was moved to the host and is on the device all the same, without need."""
+        for layer, storage, nbytes in offload.still_on_device():
+            if self.calls.must_stay(storage, offload.moving()):
+                continue
+            made_in = self._made[storage][1] if storage in self._made else OUTSIDE
+            found = self.moved_kept_bytes
+            if self.calls.is_hidden_state(
+                storage
+            ):  # the first one may be needed before the layers, as embedding
+                found = self.moved_input_bytes if made_in == OUTSIDE else self.moved_hidden_bytes
+            found[layer] = found.get(layer, 0) + nbytes
+
+    def _hand_out(self, results: list[torch.Tensor]) -> None:
+        self._in_region -= {operators.storage(tensor) for tensor in results}
+
+    def recomputed_share(self) -> float:
+        """Of the layers' forward FLOPs, the share that ran again."""
+        forward, again = (
+            sum(flops for layer, flops in self.flops[phase].items() if layer != OUTSIDE)
+            for phase in ("forward", "recompute")
+        )
+        return again / forward if forward else 0.0
+
+    def total_flops(self, phase: Phase) -> int:
+        """Matrix products and attention, 2 per multiply-add, over the whole model."""
+        return sum(self.flops[phase].values())
+
+    def _phase(self) -> Phase:
+        return "recompute" if self._scope.recomputing else ("backward" if self._backward else "forward")
+
+    def _layer(self) -> int:
+        return OUTSIDE if self._scope.layer is None else self._scope.layer
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._made or key in self._outside or tensor.device.type != self._device.type:
+            return
+        self._made[key] = (weakref.ref(storage), self._layer(), storage.nbytes())
+        if self._scope.in_region:
+            self._in_region.add(key)
+            self.region_bytes[self._layer()] = self.region_bytes.get(self._layer(), 0) + storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        entry = self._made.pop(key, None)
+        self.live_bytes -= entry[2] if entry else 0
+        self._gathered.discard(key)
+        self._in_region.discard(key)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        formula = op_flops.formula(func)
+        if formula is not None:
+            self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
+        elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
+            for tensor in _tensors(args[0]):
+                self.gathered_bytes[self._phase()] += tensor.nbytes
+                self._gathered.add(tensor.untyped_storage()._cdata)
+        elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
+            # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
+            self._gathered.add(result.untyped_storage()._cdata)
+
+    def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,84 @@
+"""What makes a stored result the answer to a launch: the composed configuration, the code that runs it, the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from remat.config import compose
+from remat.machine.cores import available_cores
+from remat.machine.memory import GIB, host_memory
+
+FORMAT = 2  # of a stored result: raise it when what is measured changes
+PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARIES = ("torch", "deepspeed", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machine as far as figures depend on it. `device` is where a rank computes: cpu or cuda."""
+
+    device: str
+    hardware: dict[str, Any]
+
+
+def here(ranks: int) -> Place:
+    """This machine, with the threads that each rank will have."""
+    import torch
+
+    from remat.report import run_dir
+
+    gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
+    hardware: dict[str, Any] = {
+        "cpu": run_dir.cpu_name(),
+        "cores": os.cpu_count(),
+        "host_memory_gib": round(host_memory().limit_bytes / GIB, 1),
+        "threads_per_rank": threads(ranks),
+        "gpu": torch.cuda.get_device_name() if gpus else None,
+        "gpus": gpus,
+    }
+    return Place("cuda" if gpus else "cpu", hardware)
+
+
+def threads(ranks: int) -> int:
+    """Of each rank on a CPU: what OMP_NUM_THREADS says, or its share of the cores that may be used."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(asked) if asked.isdigit() and int(asked) else max(1, available_cores() // ranks)
+
+
+def key(words: Sequence[str], ranks: int, place: Place) -> str:
+    """The same for launches of which one result will do. Raises ConfigError for words that no run can have.
+
+    Where a run lands and what it is called do not count.
+    """
+    asked = compose.parse(list(words))
+    made = compose.compose_run(asked.overrides, asked.config_dirs)
+    content = {
+        "format": FORMAT,
+        "config": made.yaml,
+        "ranks": ranks,
+        "code": code(),
+        "device": place.device,
+        "hardware": place.hardware,
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code() -> str:
+    """A digest of the source that a launch runs, uncommitted changes too; what only compares and draws is left out."""
+    digest = hashlib.sha256()
+    without = {PACKAGE / "lab", PACKAGE / "claims"}
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent not in without]
+    for path in [*files, *sorted(compose.DS_CONFIG_DIR.glob("*.json"))]:
+        digest.update(f"{path.relative_to(PACKAGE.parent)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,196 @@
+"""Every point again and again, in turns, so that what drifts on the machine drifts for all; what is known is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from remat.config.options import ConfigError
+from remat.lab import cache_key, launch
+from remat.lab.cache_key import Place
+from remat.lab.experiment import Experiment, Point
+from remat.lab.launch import Result, Spot
+from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
+
+
+class Teller(Protocol):
+    """Says how far it is: `begins` before a launch, `ended` after it."""
+
+    def begins(self, done: int, spot: Spot, left_s: float | None) -> None: ...
+
+    def ended(self, done: int, result: Result, left_s: float) -> None: ...
+
+
+Telling = Callable[[int], AbstractContextManager[Teller]]  # for so many launches
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call."""
+
+    results: list[Result]
+    launched: int
+
+    @property
+    def stopped(self) -> bool:
+        """By Ctrl-C: what was not launched any more says so."""
+        return any(result.status == NOT_LAUNCHED for result in self.results)
+
+
+def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
+    """All points once, then all again."""
+    return [(point, repeat) for repeat in range(1, repeats + 1) for point in points]
+
+
+def asked_keys(experiment: Experiment, place: Place) -> dict[str, str | ConfigError]:
+    """By point the key of its results, or why it is refused. Raises ConfigError when all points are."""
+    found: dict[str, str | ConfigError] = {}
+    for point in experiment.points:
+        try:
+            found[point.name] = cache_key.key(point.words, experiment.ranks, place)
+        except ConfigError as error:
+            found[point.name] = error
+    if all(isinstance(answer, ConfigError) for answer in found.values()):
+        reasons = dict.fromkeys(str(answer) for answer in found.values())
+        raise ConfigError("remat compare: every point is refused\n" + "\n".join(reasons))
+    return found
+
+
+def run(
+    experiment: Experiment,
+    folder: Path,
+    place: Place,
+    telling: Telling,
+    *,
+    fresh: bool = False,
+) -> Outcome:
+    """Launch what has no result yet, with `fresh` everything.
+
+    What failed or was refused by the machine is tried again, what did not fit or ran out of memory is not.
+    """
+    asked = asked_keys(experiment, place)
+    turns = [Spot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
+    known: dict[Spot, Result] = {}
+    for spot in turns:
+        answer = asked[spot.point.name]
+        if isinstance(answer, ConfigError):
+            known[spot] = Result("", spot.point.name, spot.repeat, REFUSED, " ".join(str(answer).split()))
+        elif (
+            not fresh
+            and (found := launch.stored(spot, answer)) is not None
+            and found.status not in (FAILED, REFUSED)
+        ):
+            known[spot] = replace(found, point=spot.point.name)
+    to_do = [spot for spot in turns if spot not in known]
+    seconds = _Seconds(known)
+    done = 0
+    with contextlib.suppress(KeyboardInterrupt), telling(len(to_do)) as teller:
+        for spot in to_do:
+            key = asked[spot.point.name]
+            assert isinstance(key, str)
+            teller.begins(done, spot, seconds.left(to_do[done:]))
+            known[spot] = launch.launch(spot, key, experiment.ranks, place)
+            done += 1
+            seconds.add(known[spot])
+            teller.ended(done, known[spot], seconds.left(to_do[done:]) or 0.0)
+    return Outcome([known.get(spot) or _not_launched(spot) for spot in turns], done)
+
+
+def _not_launched(spot: Spot) -> Result:
+    return Result("", spot.point.name, spot.repeat, NOT_LAUNCHED, "stopped before its turn or within it")
+
+
+class _Seconds:
+    """How long launches took, for the estimate of the rest."""
+
+    def __init__(self, known: dict[Spot, Result]) -> None:
+        self._of: dict[str, list[float]] = {}
+        for result in known.values():
+            self.add(result)
+
+    def add(self, result: Result) -> None:
+        if result.ran:
+            self._of.setdefault(result.point, []).append(result.seconds)
+
+    def left(self, to_do: Sequence[Spot]) -> float | None:
+        """None before the first launch. A point that never ran takes what the others take."""
+        every = [value for values in self._of.values() for value in values]
+        if not every:
+            return None
+        usual = statistics.median(every)
+        return sum(statistics.median(self._of.get(spot.point.name, [usual])) for spot in to_do)
+
+
+class Lines:
+    """One line at the end of each launch."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self._total, self._say = total, say
+
+    def begins(self, done: int, spot: Spot, left_s: float | None) -> None:
+        pass
+
+    def ended(self, done: int, result: Result, left_s: float) -> None:
+        left = f", about {clock(left_s)} left" if done < self._total else ""
+        self._say(f"[{done}/{self._total}] {in_a_line(result)} ({result.seconds:.0f} s{left})")
+
+
+class Bar:
+    """A bar with the time left, over the lines."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._progress = progress
+        self._lines = Lines(total, lambda text: progress.console.print(text, highlight=False))
+        self._task = progress.add_task("", total=total, left="", what="")
+
+    def begins(self, done: int, spot: Spot, left_s: float | None) -> None:
+        left = "" if left_s is None else f"about {clock(left_s)} left"
+        self._progress.update(self._task, completed=done, left=left, what=f"{spot.point.name}, {spot.run_id}")
+
+    def ended(self, done: int, result: Result, left_s: float) -> None:
+        self._lines.ended(done, result, left_s)
+        self._progress.update(self._task, completed=done, what="")
+
+
+@contextmanager
+def on_terminal(total: int, console: Console) -> Iterator[Teller]:
+    """A bar on a terminal, plain lines elsewhere."""
+    if not total or not console.is_terminal:
+        yield Lines(total, lambda text: print(text, file=sys.stderr, flush=True))
+        return
+    columns = (
+        BarColumn(24),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Bar(total, progress)
+
+
+def in_a_line(result: Result) -> str:
+    """`small, none, r1: 0.83 s per step, peak 812.3 MiB`, or what went wrong."""
+    name = f"{result.point}, r{result.repeat}"
+    if result.measured is None:
+        return f"{name}: {result.status}: {result.words}"
+    steps = result.measured.steps.get("step", [])
+    timed = f"{statistics.median(steps):.3g} s per step" if steps else "no steady step"
+    peak = result.measured.peak_bytes
+    return f"{name}: {timed}" + ("" if peak is None else f", peak {peak / 2**20:,.1f} MiB")
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, `2:03:00`."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,108 @@
+"""The command line of `remat launch`: own options, the `deepspeed` runner's, the script and its words."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from remat.config.options import ConfigError
+
+RUNNER_FLAGS = {
+    "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--bind_cores_to_rank", "-q", "--quiet",
+    "--no_local_rank", "-h", "--help",
+}  # fmt: skip
+RUNNER_VALUES = {
+    "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
+    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--bind_core_list",
+    "--ssh_port", "--venv_script", "--log_level",
+}  # fmt: skip
+KINDS = {"--module": "module", "--no_python": "program"}
+OWN = {"--log-dir", "--grace-s"}
+REFUSED = {
+    "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
+    "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",
+}
+GRACE_S = 600.0  # a save of a large state to a shared disk
+
+
+@dataclass(frozen=True)
+class LaunchWords:
+    """`runner` goes to the deepspeed runner; `kind` (script, module or program) `target` with `words` is the rank."""
+
+    runner: list[str]
+    kind: str
+    target: str
+    words: list[str]
+    log_dir: Path
+    grace_s: float
+
+    def runner_has(self, *names: str) -> bool:
+        return any(word.split("=")[0] in names for word in self.runner)
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether the runner starts ranks through other programs, maybe elsewhere: they are not ours to keep."""
+        if self.runner_has("--force_multi"):
+            return True
+        return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh")
+
+    @property
+    def asks_help(self) -> bool:
+        return self.runner_has("-h", "--help")
+
+
+def parse(argv: list[str]) -> LaunchWords:
+    """Options stand before the script; without a script it is train.py. ConfigError for an option nobody knows."""
+    runner: list[str] = []
+    own: dict[str, str] = {}
+    kind = "script"
+    rest = list(argv)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, _, value = word.partition("=")
+        if name in KINDS:
+            kind = KINDS[name]
+        elif name in RUNNER_FLAGS:
+            runner.append(word)
+        elif name in OWN | RUNNER_VALUES:
+            if not value and not rest:
+                raise ConfigError(f"{name} needs a value")
+            value = value or rest.pop(0)
+            if name in OWN:
+                own[name] = value
+            else:
+                runner += [name, value]
+        else:
+            raise ConfigError(_unknown(name))
+    if kind == "script" and (not rest or ("=" in rest[0] and not Path(rest[0]).exists())):
+        rest.insert(0, str(_train_py()))
+    if not rest:
+        raise ConfigError(f"remat launch: which {kind}? Say its name after the options")
+    if kind == "script" and not Path(rest[0]).exists():
+        raise ConfigError(
+            f"{rest[0]}: no such script; remat launch [options] [train.py] recipe=NAME option=value ..."
+        )
+    try:
+        grace_s = float(own.get("--grace-s", GRACE_S))
+    except ValueError:
+        raise ConfigError(f"--grace-s {own['--grace-s']} is not a number of seconds") from None
+    log_dir = own.get("--log-dir") or f"outputs/logs/{time.strftime('%Y%m%d-%H%M%S')}"
+    return LaunchWords(runner, kind, rest[0], rest[1:], Path(log_dir).absolute(), grace_s)
+
+
+def _unknown(name: str) -> str:
+    if name in REFUSED:
+        return f"{name}: {REFUSED[name]}"
+    close = difflib.get_close_matches(
+        name.replace("-", "_"), {w.replace("-", "_") for w in OWN} | RUNNER_VALUES
+    )
+    hint = f": did you mean {close[0]}?" if close else "."
+    return f"{name} is no option of remat launch or of the deepspeed runner{hint} The script's options follow its name"
+
+
+def _train_py() -> Path:
+    """train.py of this folder, or of the repository this package was installed from."""
+    here = Path("train.py")
+    return here if here.exists() else Path(__file__).resolve().parents[2] / "train.py"

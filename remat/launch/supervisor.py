@@ -1,0 +1,317 @@
+"""`remat launch`: a thin supervisor in front of the `deepspeed` runner. It owns the run's processes.
+
+    remat launch -> deepspeed runner -> node launcher -> rank keeper -> rank        (one keeper and rank per GPU)
+
+The runner and the node launcher start ranks as ever, with the stop signals blocked: DeepSpeed's own answer to them is
+to kill. Each keeper (remat/launch/rank_keeper.py) reports over a socket which process its rank is and how it ended. So
+signals go to every rank at once, exit codes are the ranks' own, whoever kills a launcher or this process leaves no
+rank behind, and no rank is cut off in a save because another was done earlier.
+
+Ranks stop on SIGTERM, SIGINT or SIGUSR1 by saving and leaving with exit code 75, and may get such a signal twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from remat.config.options import ConfigError
+from remat.launch import launch_report, processes, rank_keeper
+from remat.launch.arguments import LaunchWords
+from remat.launch.launch_report import ranks_in_words, say, short
+from remat.machine.host_memory import host_memory, oom_kills
+
+EXIT_STOPPED = 75
+EXIT_KILLED = 128 + signal.SIGKILL
+PEERS_S = 10.0  # what ranks get to end by themselves once another has failed
+LAUNCHER_GONE_S = 30.0  # ... once a launcher was killed: they are well, and may save
+LEAVING_S = 15.0  # what DeepSpeed's launchers get once all ranks have ended
+SAME_STOP_S = 1.0  # a sender that signals process and group (timeout, scancel) does not ask twice
+NEVER = float("inf")
+
+
+def launch(words: LaunchWords) -> int:
+    """Run to the end; the exit code of the ranks, 128 + N when a signal ended them. Call it in the main thread."""
+    try:
+        words.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {words.log_dir}: {error.strerror}; choose another folder") from error
+    processes.adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="remat-launch-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return _Supervisor(words, Path(folder) / "keepers", stack).run()
+
+
+@dataclass
+class _Rank:
+    """A rank on this node, as its keeper tells."""
+
+    link: socket.socket
+    rank: int = -1
+    pid: int = 0
+    code: int | None = None
+    at: float = 0.0
+    peak_rss_bytes: int = 0
+    ended_by_us: bool = False
+    heard: bytes = b""
+
+    @property
+    def runs(self) -> bool:
+        return self.pid > 0 and self.code is None
+
+
+class _Supervisor:
+    def __init__(self, words: LaunchWords, socket_path: Path, stack: contextlib.ExitStack) -> None:
+        self.words = words
+        self.ranks: list[_Rank] = []
+        self.local_size = 0
+        self.runner_code: int | None = None
+        self.stop: tuple[int, float] | None = None  # the first stop signal that was sent on, and when
+        self.kill_at = NEVER
+        self.forced = False
+        self.launcher_gone = False
+        self.failed_first: _Rank | None = None
+        self.kills_before = oom_kills()
+        self.socket_path = socket_path
+        self.events = stack.enter_context(selectors.DefaultSelector())
+        self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        self.listener.bind(str(socket_path))
+        self.listener.listen(128)
+        self.events.register(self.listener, selectors.EVENT_READ)
+        self.port = 0
+
+    def run(self) -> int:
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self.events.register(woken, selectors.EVENT_READ)
+        caught: set[int] = {*rank_keeper.STOP_SIGNALS, signal.SIGCHLD}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            caught.discard(signal.SIGHUP)  # under nohup
+        for signum in caught:
+            signal.signal(signum, lambda *_: None)
+        process = self._start_runner()  # kept: a Popen that is let go may wait for its process
+        self.runner = process.pid
+        if not self.words.over_ssh:
+            say(f"every rank's output is kept in {short(self.words.log_dir)}/rank-N.log")
+        while not self._over():
+            for key, _ in self.events.select(max(0.0, min(1.0, self.kill_at - time.monotonic()))):
+                if key.fileobj == woken:
+                    for signum in os.read(woken, 4096):
+                        self._signalled(signum)
+                elif key.fileobj is self.listener:
+                    self._welcome()
+                else:
+                    self._hear(key.data)
+            self._look()
+        return self._end()
+
+    def _start_runner(self) -> subprocess.Popen:
+        """`deepspeed`, in a session of its own, with words that start a keeper for each rank."""
+        words, asked = self.words, list(self.words.runner)
+        env = dict(os.environ)
+        if not words.runner_has("-q", "--quiet", "--log_level"):
+            asked += ["--log_level", "critical"]  # it reports each failure again, in its own words
+        if not words.runner_has("--master_port", "-H", "--hostfile", "--node_rank"):
+            self.port = processes.free_port()
+            asked += ["--master_port", str(self.port)]
+        rank = [words.target, *words.words]
+        if words.over_ssh:
+            flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}[words.kind]
+            asked += flag
+        else:
+            asked.append("--module")
+            rank = ["remat.launch.rank_keeper", words.kind, *rank]
+            env |= {rank_keeper.SOCKET: str(self.socket_path), rank_keeper.LOG_DIR: str(words.log_dir)}
+        libc = ctypes.CDLL(None)
+
+        def prepare() -> None:
+            libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if not words.over_ssh:
+                signal.pthread_sigmask(signal.SIG_BLOCK, rank_keeper.STOP_SIGNALS)
+
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", *asked, *rank]
+        return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
+
+    # What happens
+
+    def _signalled(self, signum: int) -> None:
+        if signum == signal.SIGCHLD:
+            self.runner_code = processes.reap().get(self.runner, self.runner_code)
+            return
+        name, now = signal.Signals(signum).name, time.monotonic()
+        if signum == signal.SIGHUP:
+            signum = signal.SIGTERM  # a closed terminal: ranks need to know one stop signal less
+        if self.words.over_ssh:
+            say(f"{name} sent on to the deepspeed runner, which ends the other nodes")
+            processes.send(self.runner, signum)
+        elif not self._all_started():
+            say(f"{name} before the ranks began: nothing to save")
+            self.stop = self.stop or (signum, now)
+            self._kill()
+        elif self.stop is None or self.stop[0] == signal.SIGUSR1:
+            self.stop = (signum, now)
+            self.kill_at = min(self.kill_at, now + self.words.grace_s)
+            running = self._send(signum)
+            again = f"; again to end at once, by force after {self.words.grace_s:g} s"
+            say(f"{name} sent to {ranks_in_words(running)}: they may save and stop{again}")
+        elif signum != signal.SIGUSR1 and now - self.stop[1] > SAME_STOP_S:
+            say(f"{name} again: ending at once")
+            self._kill()
+
+    def _welcome(self) -> None:
+        link, _ = self.listener.accept()
+        link.sendall(f"grace {self.words.grace_s}\n".encode())
+        self.ranks.append(_Rank(link))
+        self.events.register(link, selectors.EVENT_READ, self.ranks[-1])
+
+    def _hear(self, rank: _Rank) -> None:
+        """A keeper's line: its rank has begun, or has ended. Silence for ever: the keeper was killed."""
+        try:
+            text = rank.link.recv(4096)
+        except OSError:
+            text = b""
+        if not text:
+            self.events.unregister(rank.link)
+            if rank.code is None:
+                rank.at, rank.code = time.monotonic(), -signal.SIGKILL  # the kernel ends the rank with it
+            return
+        *lines, rank.heard = (rank.heard + text).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if "code" in told:
+                rank.code, rank.at, rank.peak_rss_bytes = told["code"], told["at"], told["peak_rss_bytes"]
+            else:
+                rank.rank, rank.pid, self.local_size = told["rank"], told["pid"], told["local_size"]
+
+    def _look(self) -> None:
+        """Decide what follows from what is known now."""
+        now = time.monotonic()
+        ended = [r for r in self.ranks if r.code not in (None, 0)]
+        failed = [r for r in ended if r.code != EXIT_STOPPED and not r.ended_by_us]
+        if failed and self.failed_first is None:
+            self.failed_first = min(failed, key=lambda rank: rank.at)
+            self._tell_failure(self.failed_first)
+            self._end_ranks(PEERS_S)
+        elif ended and self.kill_at == NEVER:
+            self.kill_at = now + self.words.grace_s  # the others may still be saving
+        if self.runner_code is not None and not self._all_ended() and not self.launcher_gone and self.ranks:
+            self.launcher_gone = True
+            say(f"{self._who_is_gone()} was killed: ending the ranks")
+            self._end_ranks(LAUNCHER_GONE_S)
+        if now >= self.kill_at and not self._all_ended():
+            self._kill()
+
+    def _who_is_gone(self) -> str:
+        return "the node launcher" if self.runner_code == 0 else "the deepspeed runner"
+
+    def _over(self) -> bool:
+        return self.forced or self._all_ended() or (self.runner_code is not None and not self.ranks)
+
+    def _all_started(self) -> bool:
+        return 0 < self.local_size <= len([r for r in self.ranks if r.rank >= 0])
+
+    def _all_ended(self) -> bool:
+        live = [r for r in self.ranks if r.code is None]
+        return not live and (self._all_started() or (self.launcher_gone and bool(self.ranks)))
+
+    # What is done
+
+    def _send(self, signum: int) -> int:
+        running = [r for r in self.ranks if r.runs]
+        for rank in running:
+            processes.send(rank.pid, signum)
+        return len(running)
+
+    def _end_ranks(self, within_s: float) -> None:
+        for rank in self.ranks:
+            rank.ended_by_us = rank.ended_by_us or rank.runs
+        self._send(signal.SIGTERM)
+        self.kill_at = min(self.kill_at, time.monotonic() + within_s)
+
+    def _kill(self) -> None:
+        """End every rank now; what its keeper has to say of it no longer matters."""
+        for rank in self.ranks:
+            rank.ended_by_us = rank.ended_by_us or rank.runs
+        killed = self._send(signal.SIGKILL)
+        if killed and time.monotonic() >= self.kill_at:
+            say(f"{ranks_in_words(killed)} did not end in time: killed")
+        self.forced = True
+
+    def _end(self) -> int:
+        """Let the launchers go, leave no process and no shared memory behind, say what happened."""
+        if not self.forced:
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):
+                    rank.link.sendall(b"leave\n")
+            deadline = time.monotonic() + LEAVING_S
+            while self.ranks and self.runner_code is None and time.monotonic() < deadline:
+                self.runner_code = processes.reap().get(self.runner, self.runner_code)
+                time.sleep(0.05)
+        processes.end_descendants(at_once=self.forced)
+        if self.port:
+            processes.remove_shared_buffers(self.port)
+        code = self._code()
+        first = self.failed_first
+        if first and first.rank != min(
+            (r.rank for r in self.ranks if r.rank >= 0), default=-1
+        ):  # that one was seen live
+            launch_report.show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
+        if code and not self.words.asks_help:
+            say(f"exit code {code}; logs in {short(self.words.log_dir)}")
+        for signum in rank_keeper.STOP_SIGNALS:
+            signal.signal(
+                signum, signal.SIG_IGN
+            )  # one that comes while Python leaves would replace the exit code
+        return code
+
+    def _code(self) -> int:
+        if self.failed_first is not None:
+            return as_exit_code(self.failed_first.code or 0)
+        if self.launcher_gone:
+            return EXIT_KILLED
+        codes = [r.code for r in self.ranks]
+        if self.forced and self.stop:
+            return as_exit_code(-self.stop[0]) if self._all_started() else EXIT_STOPPED
+        if self.forced:
+            return EXIT_KILLED
+        if codes:
+            return EXIT_STOPPED if EXIT_STOPPED in codes else 0
+        if self.runner_code == 0 and not self.words.asks_help and not self.words.over_ssh:
+            say("the deepspeed runner left before it started a rank")
+            return 1
+        return as_exit_code(self.runner_code or 0)
+
+    def _tell_failure(self, rank: _Rank) -> None:
+        if rank.code != -signal.SIGKILL:
+            say(launch_report.failure(rank.rank, rank.code or 0))
+            return
+        others = sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
+        after = oom_kills()
+        known = after is not None and self.kills_before is not None
+        say(
+            launch_report.killed(
+                rank.rank,
+                peak_bytes=rank.peak_rss_bytes,
+                together_bytes=rank.peak_rss_bytes + others,
+                limit_bytes=host_memory().limit_bytes,
+                oom_kills=(after or 0) - (self.kills_before or 0) if known else None,
+            )
+        )
+
+
+def as_exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,244 @@
+"""Ranks and the few collectives the project needs. The only module that starts a process group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from remat.config.options import ConfigError
+
+LONGEST_LOOK_S = 1.0
+Work = Callable[[Callable[[], None]], Any]
+LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `rank` of `size`, `local_rank` of `local_size` on this node, and its device.
+
+    `tensor_parallel_size` consecutive ranks form a group, which reads the same data as one: group `data_rank` of
+    `data_size`.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    tensor_parallel_size: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.tensor_parallel_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_env() -> int:
+    """The number of ranks the launcher announced; 1 for a plain `python train.py`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_env() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank_from_env() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_size_from_env() -> int:
+    """Ranks on this node: LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else all of them."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
+
+
+def select_device() -> None:
+    """Make this rank's GPU the current one before anything asks CUDA a question, or all ranks settle on the first."""
+    local_rank = local_rank_from_env()
+    if local_rank < torch.cuda.device_count():  # too few GPUs is preflight's to report
+        torch.cuda.set_device(local_rank)
+
+
+def settle_environment() -> None:
+    """What a launcher says of the ranks; a process that none started is alone."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+
+
+def init(timeout_minutes: float = 30.0) -> World:
+    """Join the process group (once per process) and return this rank's place in it.
+
+    On a CPU machine DeepSpeed's shared-memory all-reduce is switched off: it leaves a 66 MiB file per rank and
+    port in /dev/shm, even after a clean exit, until the machine is out of memory.
+    """
+    import deepspeed
+    import deepspeed.ops
+
+    select_device()
+    if not dist.is_initialized():
+        settle_environment()
+        if not torch.cuda.is_available():
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(
+            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    return current()
+
+
+def current() -> World:
+    """The world of an initialised process group."""
+    local_rank = local_rank_from_env()
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size_from_env(),
+        device=device,
+    )
+
+
+def cpu_group() -> Any:
+    """A gloo group of all ranks that connects where it is used: its all-reduce goes round a ring, so to two others.
+
+    As a rule gloo connects every rank with every other one, half a million connections for 1000 ranks.
+    """
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        return dist.new_group(backend="gloo")
+    finally:
+        if before is None:
+            del os.environ[LAZY]
+        else:
+            os.environ[LAZY] = before
+
+
+def shut_down() -> None:
+    """Leave the process group together: a rank that exits while another still saves would end it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's picklable `value` on every rank. Set-up only: it pickles and blocks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's picklable `value`, in rank order, on every rank. Set-up only."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def place() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) outside a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def while_some_work(work: Work | None, on_progress: Callable[[], None]) -> list[Any]:
+    """What the `work` of each rank returns, None of those without; on every rank. Set-up only. Collective.
+
+    For work that may take longer than a collective may wait: it runs in a thread, and calls its argument for every
+    step forward; the ranks meet at least every second, and all call `on_progress` when any went forward. A failure
+    of one is raised on every rank: a ConfigError as one, anything else as RuntimeError but for its own rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [work(on_progress) if work else None]
+    worker = _Worker(work, on_progress)
+    heard, wait_s = None, 0.02
+    while heard is None or any(runs for _, runs in heard):
+        states = gather((worker.steps, worker.is_alive()))
+        if states != heard:
+            on_progress()
+        heard = states
+        if any(runs for _, runs in heard):
+            worker.join(wait_s)
+            if not worker.is_alive():
+                time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_LOOK_S)
+    outcomes = gather((worker.result, worker.error_in_words(), isinstance(worker.error, ConfigError)))
+    if worker.error is not None:
+        raise worker.error
+    for rank, (_, error, is_config) in enumerate(outcomes):
+        if error is not None:
+            raise ConfigError(error) if is_config else RuntimeError(f"rank {rank}: {error}")
+    return [result for result, _, _ in outcomes]
+
+
+class _Worker(threading.Thread):
+    def __init__(self, work: Work | None, on_progress: Callable[[], None]) -> None:
+        super().__init__(name="remat-works", daemon=True)
+        self.steps = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._work, self._on_progress = work, on_progress
+        self.start()
+
+    def run(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self.result = self._work(self._advance)
+        except BaseException as error:
+            self.error = error
+
+    def error_in_words(self) -> str | None:
+        if self.error is None or isinstance(self.error, ConfigError):
+            return None if self.error is None else str(self.error)
+        return f"{type(self.error).__name__}: {self.error}"
+
+    def _advance(self) -> None:
+        self.steps += 1
+        self._on_progress()
+
+
+def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Maximum over ranks under each key, and the minimum under `key_min`, in one all-reduce.
+
+    Every rank must pass the same keys in the same order.
+    """
+    names = list(values)
+    numbers = torch.tensor([values[n] for n in names], dtype=torch.float64, device=device)
+    both = torch.cat([numbers, -numbers])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    highs, lows = both.tolist()[: len(names)], both.tolist()[len(names) :]
+    result: dict[str, float] = {}
+    for name, high, low in zip(names, highs, lows, strict=True):
+        result[name] = high
+        result[f"{name}_min"] = -low
+    return result

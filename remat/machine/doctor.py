@@ -1,0 +1,175 @@
+"""Is this machine able: versions, cores, memory, disk, and each compiled op built and run once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from remat.config import ds_config
+from remat.config.options import RunConfig
+from remat.machine import node, ops, versions
+from remat.machine.cores import available_cores
+from remat.machine.distributed import World
+from remat.machine.memory import host_memory
+from remat.planning import launch_plan, preflight, strategy
+
+GIB = 2**30
+
+LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # of runs without `distributed.init`, or killed ones
+SCARCE_SHM_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `remedy` is empty when all is well."""
+
+    what: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.remedy
+
+
+def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
+    """Everything about this machine; builds the named ops if they are not built, and runs each."""
+    machine = [_gpu(), *_cuda(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
+    return [*_versions(), *machine, *_ops(op_names, say)]
+
+
+def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
+    """Can this machine hold this run with `ranks` ranks here? Its ops are built and run; the table is needed, found.
+
+    `ranks` 0: one for each GPU that is here, else as many as the recipe's machine has. Reads no weight.
+    """
+    has_gpu = torch.cuda.is_available()
+    local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
+    world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
+    decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
+    lines, reason = launch_plan.here(cfg, decided, world)
+    devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
+    found = [*examine(ops.needed(*devices), say), _cores_of(local)]
+    if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
+        found.append(Finding("ranks", str(local), lacking))
+    found += [
+        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "" if row.fits else problem)
+        for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
+    ]
+    note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
+    return found, preflight.table(lines) + note
+
+
+def available_ops() -> list[str]:
+    """Ops that can be built here: async_io only where libaio's headers are."""
+    import deepspeed.ops
+
+    return [name for name in ops.BUILDERS if deepspeed.ops.__compatible_ops__.get(name)]
+
+
+def _versions() -> list[Finding]:
+    return [Finding(*line) for line in versions.found()]
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPU", "none: ranks run on the CPU (gloo)")
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return Finding(
+        "GPU", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
+    )
+
+
+def _cuda(proc: Path = Path("/proc")) -> list[Finding]:
+    """The driver, and the toolkit that ops are compiled with; nothing on a machine without a GPU."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return []
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    driver = proc / "driver/nvidia/version"
+    version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
+    return [
+        Finding("driver", version.group(1) if version else "unknown"),
+        toolkit(CUDA_HOME, torch.version.cuda),
+    ]
+
+
+def toolkit(home: str | None, built_with: str) -> Finding:
+    """Whether the CUDA toolkit in `home` has the major version torch was built with: DeepSpeed builds with no other."""
+    wanted = f"install the CUDA {built_with} toolkit and set CUDA_HOME: DeepSpeed compiles its ops with it"
+    if home is None:
+        return Finding("CUDA toolkit", "none", wanted)
+    about = Path(home, "version.json")
+    if not about.exists():
+        return Finding("CUDA toolkit", f"{home}, of unknown version")
+    version = str(json.loads(about.read_text())["cuda"]["version"])
+    same = version.split(".")[0] == built_with.split(".")[0]
+    return Finding("CUDA toolkit", f"{version} in {home}", "" if same else wanted)
+
+
+def _cores_of(ranks: int) -> Finding:
+    """CPU Adam computes on the rank's own cores: bound, they do not wander between sockets."""
+    cores = available_cores()
+    bound = "bind them with deepspeed --bind_cores_to_rank"
+    if shutil.which("numactl") is None:
+        bound += ", which needs numactl"
+    remedy = f"{ranks} ranks on {cores} cores wait for each other: start fewer, or give the job more cores"
+    return Finding("cores per rank", f"{cores / ranks:.3g}; {bound}", remedy if cores < ranks else "")
+
+
+def _cores() -> Finding:
+    return Finding("cores", f"{available_cores()} usable of {os.cpu_count()}")
+
+
+def _memory() -> Finding:
+    host = host_memory()
+    limited = host.limit_bytes < host.total_bytes
+    limit = f", control-group limit {host.limit_bytes / GIB:.1f} GiB" if limited else ""
+    return Finding(
+        "host memory", f"{host.available_bytes / GIB:.1f} of {host.total_bytes / GIB:.1f} GiB free{limit}"
+    )
+
+
+def _shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """Files of earlier runs are told of; they are in the way only when little is free."""
+    if not folder.exists():
+        return Finding("/dev/shm", "absent", "mount a tmpfs at /dev/shm: data workers and NCCL need it")
+    left = [path for path in folder.glob(LEFT_IN_SHM) if path.stat().st_uid == os.getuid()]
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free"
+    if left:
+        held = sum(path.stat().st_size for path in left) / GIB
+        found += f"; {len(left)} files of earlier runs hold {held:.1f} GiB (rm {folder}/{LEFT_IN_SHM})"
+    scarce = left and free < SCARCE_SHM_BYTES
+    return Finding("/dev/shm", found, f"rm {folder}/{LEFT_IN_SHM}" if scarce else "")
+
+
+def _locked_memory() -> Finding:
+    soft = node.memlock_bytes(Path("/"))
+    return Finding("locked memory", "unlimited" if soft is None else f"{soft / GIB:.2f} GiB")
+
+
+def _disk() -> Finding:
+    return Finding("disk here", f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB free")
+
+
+def _ops(names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
+    found = []
+    for name in names:
+        try:
+            seconds = ops.ensure(name, say)
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(
+                    Finding(f"op {name}", f"loaded in {seconds:.1f} s; {ops.try_op(name, Path(folder))}")
+                )
+        except ops.OpError as error:
+            found.append(Finding(f"op {name}", "does not build", str(error)))
+    return found

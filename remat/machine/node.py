@@ -1,0 +1,125 @@
+"""What a node has for a run: memory that can still be had, limits, disks. Reading only."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from remat.machine.memory import host_memory
+from remat.planning.plan import CONTEXT_BYTES
+
+CAP_IPC_LOCK = 14  # linux/capability.h: a process with it locks memory without limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this node has. Bytes; `gpu_bytes` is what this rank can have of its GPU, None without one.
+
+    `host_available_bytes` is what can still be allocated under the control-group limit, `host_limit_bytes` that
+    limit or the physical memory. `memlock_bytes` is None when locking is unlimited. Disks are named by the folder
+    that was asked for and carry the id of their filesystem.
+    """
+
+    local_size: int
+    host_available_bytes: int
+    host_limit_bytes: int
+    host_total_bytes: int
+    shm_bytes: int | None = None  # free in /dev/shm; None: nobody looked
+    resident_bytes: int = 0  # what this rank has of the host memory that is no longer available
+    gpu_count: int
+    gpu_bytes: int | None
+    memlock_bytes: int | None
+    output: Disk
+    nvme: Disk | None
+    download: Disk
+
+
+@dataclass(frozen=True)
+class Disk:
+    folder: str
+    free_bytes: int
+    filesystem: int
+
+
+def found(
+    *, local_size: int, output_dir: str, nvme_path: str | None, cache: Path, root: Path = Path("/")
+) -> Machine:
+    """Look at this node. `cache` is where weights would be downloaded to; `root` is / but in tests."""
+    import torch
+
+    host = host_memory(root)
+    return Machine(
+        local_size=local_size,
+        host_available_bytes=host.available_bytes,
+        host_limit_bytes=host.limit_bytes,
+        host_total_bytes=host.total_bytes,
+        shm_bytes=shm_bytes(root),
+        resident_bytes=psutil.Process().memory_info().rss,
+        gpu_count=torch.cuda.device_count(),
+        gpu_bytes=_gpu_bytes() if torch.cuda.is_available() else None,
+        memlock_bytes=memlock_bytes(root),
+        output=disk(output_dir),
+        nvme=disk(nvme_path) if nvme_path else None,
+        download=disk(str(cache)),
+    )
+
+
+def smallest(machines: Sequence[Machine]) -> Machine:
+    """The least of everything that any rank found, as one machine: what holds on it holds on each."""
+    first, gpus = machines[0], [machine.gpu_bytes for machine in machines if machine.gpu_bytes is not None]
+    return replace(
+        first,
+        host_available_bytes=min(machine.host_available_bytes for machine in machines),
+        host_limit_bytes=min(machine.host_limit_bytes for machine in machines),
+        host_total_bytes=min(machine.host_total_bytes for machine in machines),
+        shm_bytes=min((m.shm_bytes for m in machines if m.shm_bytes is not None), default=None),
+        resident_bytes=min(machine.resident_bytes for machine in machines),
+        gpu_bytes=min(gpus) if gpus else None,
+        memlock_bytes=min((m.memlock_bytes for m in machines if m.memlock_bytes is not None), default=None),
+        output=min((machine.output for machine in machines), key=lambda found: found.free_bytes),
+        nvme=min((m.nvme for m in machines if m.nvme), key=lambda found: found.free_bytes, default=None),
+        download=min((machine.download for machine in machines), key=lambda found: found.free_bytes),
+    )
+
+
+def disk(folder: str) -> Disk:
+    """Free bytes where `folder` is, or will be made: at its nearest parent that exists."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return Disk(folder, shutil.disk_usage(path).free, path.stat().st_dev)
+
+
+def shm_bytes(root: Path = Path("/")) -> int:
+    """Free in /dev/shm, which containers keep small unless told otherwise."""
+    folder = root / "dev/shm"
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0
+
+
+def hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _gpu_bytes() -> int:
+    """What is free on this rank's GPU, and the CUDA context that asking for it made."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return min(total, free + CONTEXT_BYTES)
+
+
+def memlock_bytes(root: Path) -> int | None:
+    """The limit on memory that a process locks itself; None when there is none or the process may ignore it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    status = root / "proc/self/status"
+    effective = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")]
+    return None if effective and int(effective[0], 16) >> CAP_IPC_LOCK & 1 else soft

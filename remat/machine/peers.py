@@ -1,0 +1,246 @@
+"""What ranks tell each other beside their collectives, over a key-value store that answers while those hang.
+
+Rank 0's process (under torchrun its agent) holds the store, torch's TCPStore. A rank that was killed cannot answer;
+one that waits in a collective can, through its watchdog's thread. Nothing here waits in the store itself: it is asked
+again and again, so a rank always knows for how long it has waited, and can say for whom.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from remat.config.options import ConfigError
+from remat.machine import distributed
+
+TELL_EVERY_S = 30.0  # between two words on who is missing
+ANSWER_S = 30.0  # what the store gets to answer
+ASK_EVERY_S = 0.2
+SAME_WORD_S = (
+    10.0  # what ranks get to read why the launch is refused, before the one that holds the store leaves
+)
+SILENT_S = 60.0  # a rank that lives says so every 10 s
+MOST_NAMED = 8
+
+_launches = 0  # runs of this process, one after another
+_present: Peers | None = None
+
+
+class LostPeer(RuntimeError):
+    """A rank that others need is not there, or is no longer (exit 70). `lost` are those that are known to be gone."""
+
+    def __init__(self, text: str, lost: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.lost = list(lost)
+
+
+class Peers:
+    """The ranks of this launch. `hosts` by rank, once they have met; `call`, `beat` and `report` by any thread."""
+
+    def __init__(self, store: Any, rank: int, size: int, *, holder: str) -> None:
+        self.rank, self.size, self.holder = rank, size, holder
+        self.hosts: list[str] = ["?"] * size
+        self._store = store
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any | None:
+        """What was put there; None when nothing was."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def each(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """What the ranks have put under `key`, by rank; those that have not are left out."""
+        wanted = list(range(self.size) if ranks is None else ranks)
+        if self._store.check([f"{key}/{rank}" for rank in wanted]):
+            texts = self._store.multi_get([f"{key}/{rank}" for rank in wanted])
+            return {rank: json.loads(text) for rank, text in zip(wanted, texts, strict=True)}
+        found = {rank: self.get(f"{key}/{rank}") for rank in wanted}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def put_own(self, key: str, value: Any) -> None:
+        self.put(f"{key}/{self.rank}", value)
+
+    def add(self, key: str) -> int:
+        """How often this was called for `key`, by all ranks, this call included."""
+        return int(self._store.add(key, 1))
+
+    def agree(
+        self, name: str, mine: dict[str, Any], judge: Callable[[list[dict[str, Any]]], Any], wait: Wait
+    ) -> Any:
+        """Rank 0's verdict on what all ranks put, on every rank. Once per name. Raises as `wait` does.
+
+        What is put may differ in size, which collectives do not survive.
+        """
+        self.put_own(name, mine)
+        if self.rank == 0:
+            wait.until(self, name, lambda: self._all_have(name))
+            everyone = self.each(name)
+            self.put(f"{name}/verdict", judge([everyone[rank] for rank in range(self.size)]))
+        wait.until(self, name, lambda: self._store.check([f"{name}/verdict"]))
+        return self.get(f"{name}/verdict")
+
+    def meet(self, name: str, say: Callable[[str], None]) -> None:
+        """Wait until every rank has come here, however long: a collective would give up. Once per name.
+
+        Raises LostPeer when a rank that is missing has ended, or has shown no sign of life for SILENT_S.
+        """
+        self.put_own(name, True)
+        if self.add(f"{name}/come") == self.size:
+            self.put(f"{name}/all", True)
+        wait, rose_at = Wait(0.0, "", say), time.monotonic()
+        beats: dict[int, Any] = {}
+        while self.get(f"{name}/all") is None:
+            now = time.monotonic()
+            if now - rose_at > SILENT_S:
+                missing = self.missing(name)
+                latest = self.each("beat", missing)
+                silent = [rank for rank in missing if latest.get(rank) == beats.get(rank)]
+                if beats and silent:
+                    raise LostPeer(f"{self.named(silent)} gave no sign of life for {SILENT_S:g} s", silent)
+                beats, rose_at = latest, now
+            if left := self.get("left"):
+                raise LostPeer(f"{self.named([left['rank']])} ended: {left['why']}", [left["rank"]])
+            wait.pause(lambda: f"{self.named(self.missing(name))} in {name}")
+
+    def missing(self, key: str) -> list[int]:
+        """Ranks that have put nothing under `key`."""
+        return [rank for rank in range(self.size) if not self._store.check([f"{key}/{rank}"])]
+
+    def _all_have(self, key: str) -> bool:
+        return bool(self._store.check([f"{key}/{rank}" for rank in range(self.size)]))
+
+    def refuse_together(self) -> None:
+        """Stay until every rank has read the verdict: the store leaves with the rank that holds it."""
+        readers = self.add("read")
+        end = time.monotonic() + SAME_WORD_S
+        while self.rank == 0 and readers < self.size and time.monotonic() < end:
+            time.sleep(ASK_EVERY_S)
+            readers = int(self._store.add("read", 0))
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """`rank 3 on node-2, rank 5 on node-3`"""
+        listed = list(ranks)
+        words = [f"rank {rank}" + f" on {self.hosts[rank]}" * (self.hosts[rank] != "?") for rank in listed]
+        more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+        return ", ".join(words[:MOST_NAMED]) + more
+
+
+class Wait:
+    """Patience: `say` is told every TELL_EVERY_S for whom it waits, and the wait ends after `within_s` (0: never)."""
+
+    def __init__(self, within_s: float, option: str, say: Callable[[str], None]) -> None:
+        self._began, self._within_s, self._option, self._say = time.monotonic(), within_s, option, say
+        self._told = self._began
+
+    def until(self, peers: Peers, key: str, done: Callable[[], bool]) -> None:
+        """Raise LostPeer when a rank has said that it leaves, or time is over."""
+        while not done():
+            if left := peers.get("left"):
+                raise LostPeer(f"{peers.named([left['rank']])} ended: {left['why']}")
+            self.pause(lambda: f"{_numbered(peers.missing(key) or [0], peers.size)} of {peers.size}")
+
+    def pause(self, whom: Callable[[], str]) -> None:
+        """A moment; `whom` says for whom."""
+        now = time.monotonic()
+        waited = now - self._began
+        if self._within_s and waited > self._within_s:
+            raise LostPeer(
+                f"{whom()} did not come within {self._within_s:g} s ({self._option}): start it on its node with the "
+                f"same MASTER_ADDR, MASTER_PORT ({_master()}) and number of ranks, or look why it ended there"
+            )
+        if now - self._told > TELL_EVERY_S:
+            self._told = now
+            self._say(f"waiting for {whom()} since {waited:.0f} s, at {_master()}")
+        time.sleep(ASK_EVERY_S)
+
+
+def connect(wait: Wait) -> Peers | None:
+    """The store of this launch's ranks; None for a single process.
+
+    Raises LostPeer when nobody holds it in time, ConfigError when this rank cannot, or was started twice.
+    """
+    global _launches, _present
+    distributed.settle_environment()
+    rank, size = distributed.rank_from_env(), distributed.world_size_from_env()
+    if size == 1:
+        return None
+    _launches += 1
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = rank == 0 and not agent
+    while not holds and (why := _unreachable()):
+        wait.pause(lambda why=why: f"{'the agent of node 0' if agent else 'rank 0'} ({why})")  # type: ignore[misc]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"remat/{attempt}/{_launches}", _open(holds=holds))
+    holder = f"the agent at {_master()}" if agent else "rank 0"
+    _present = Peers(store, rank, size, holder=holder)
+    _present.put_own("here", socket.gethostname())
+    if _present.add(f"started/{rank}") > 1:
+        raise ConfigError(
+            f"rank {rank} was started twice, the second time on {socket.gethostname()}: give each node a --node_rank "
+            f"of its own, and each launch a MASTER_PORT of its own ({_master()})"
+        )
+    return _present
+
+
+def leave(why: str) -> None:
+    """Tell the other ranks that this one ends, and why; never an error. For those that wait for it."""
+    try:
+        peers = _present or _reach()
+        if peers is not None and peers.get("left") is None:
+            peers.put("left", {"rank": peers.rank, "host": socket.gethostname(), "why": why.splitlines()[0]})
+    except (RuntimeError, ValueError):  # the store is gone, or was never there
+        return
+
+
+def _reach() -> Peers | None:
+    """The others of a launch that this rank ends before it joined, where another node waits for it in the store."""
+    several_nodes = distributed.local_size_from_env() < distributed.world_size_from_env()
+    if not several_nodes or distributed.rank_from_env() == 0 or _unreachable():
+        return None
+    return connect(Wait(ANSWER_S, "", lambda text: None))
+
+
+def present() -> Peers | None:
+    """Those of the last `connect`."""
+    return _present
+
+
+def _open(*, holds: bool) -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(
+            host, port, distributed.world_size_from_env(), holds, datetime.timedelta(seconds=ANSWER_S),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host} MASTER_PORT={port}: {str(error).splitlines()[0]}; choose a free port "
+            "(--master_port) on the node of rank 0"
+        ) from error
+
+
+def _unreachable() -> str | None:
+    """Why nobody answers where the store shall be; None when somebody does."""
+    try:
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ANSWER_S):
+            return None
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+
+
+def _master() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _numbered(ranks: list[int], size: int) -> str:
+    """`rank 3`, `ranks 8, 9, 10 and 5 more`"""
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"

@@ -1,0 +1,290 @@
+"""Build a Hugging Face causal language model, sharded from the first byte under ZeRO-3, and say what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from remat.config.choices import ModelInit, Precision
+from remat.config.options import ConfigError, ModelConfig
+from remat.machine import rng
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes in parameters, counted on a model without storage. The trained ones are all but what is frozen."""
+
+    num_params: int
+    largest_param: int
+    num_trainable_params: int
+    largest_trainable_param: int
+    num_embedding_params: int
+    class_name: str
+    quantised_weights: tuple[int, ...] = ()  # of those, in elements: the matrices held in 4 bits
+
+
+def shape_config(cfg: ModelConfig) -> PretrainedConfig:
+    """Enough to count and plan: `architecture` when given, so that neither network nor folder is needed."""
+    return _from_fields(cfg) if cfg.architecture else _from_path(cfg)
+
+
+def load_config(cfg: ModelConfig) -> PretrainedConfig:
+    """The configuration the model is built with. Reads no weight.
+
+    Pretrained weights come with their own (rotary scaling and the like are not in `architecture`), which must then
+    agree with every field given. Raises ConfigError naming the option and the value.
+    """
+    if cfg.init is ModelInit.random:
+        return shape_config(cfg)
+    config = _from_path(cfg)
+    differing = [
+        f"{name}={value} (the folder has {getattr(config.get_text_config(), name, None)})"
+        for name, value in cfg.architecture.items()
+        if getattr(config.get_text_config(), name, None) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"model.path={cfg.path} has other sizes than model.architecture: {', '.join(differing)}. Use model=hf "
+            "for a model of your own, or correct the architecture"
+        )
+    return config
+
+
+def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
+    fields = dict(cfg.architecture)
+    model_type = fields.pop("model_type", None)
+    if not model_type:
+        raise ConfigError(
+            "model.architecture needs model_type, for example model.architecture.model_type=llama"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # a value of another kind fails anywhere in the library, with any error
+        raise ConfigError(
+            f"model.architecture={cfg.architecture}: {_first_line(error)}; correct the field"
+        ) from error
+    return _sound(config, f"model.architecture={cfg.architecture}")
+
+
+def _from_path(cfg: ModelConfig) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # a damaged file fails anywhere in the library, with any error
+        raise ConfigError(
+            f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json, or a hub name that this "
+            "machine can reach"
+        ) from error
+    return _sound(config, f"model.path={cfg.path}")
+
+
+def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
+    """`config` for training. Raises ConfigError for a depth that would take for ever to build."""
+    try:
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except ValueError as error:  # it holds several
+        raise ConfigError(f"{option}: {_first_line(error)}; choose a model with one decoder") from error
+    if type(depth) is not int or not 0 < depth <= MOST_LAYERS:
+        raise ConfigError(f"{option}: num_hidden_layers={depth} must be a whole number, 1 to {MOST_LAYERS}")
+    config.use_cache = False
+    return config
+
+
+def hidden_size(config: PretrainedConfig) -> int:
+    """Width of a hidden state. Raises ConfigError for a config that names none."""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if type(width) is not int or width < 1:
+        raise ConfigError(
+            f"model_type={config.model_type}: its config has no one hidden_size ({width}): remat trains decoders whose "
+            "layers all have one width; choose another model"
+        )
+    return width
+
+
+def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: its modules without their memory, in a second or two for 70B.
+
+    Raises ConfigError when this is no causal language model, or has not the attention that was asked for.
+    """
+    try:
+        with torch.device("meta"):
+            net: PreTrainedModel = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                trust_remote_code=cfg.trust_remote_code,
+                attn_implementation=str(cfg.attention),
+            )
+        return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
+    except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
+        known = isinstance(error, (ValueError, ImportError))
+        about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())
+        problem = "not a causal language model" if known else "the model cannot be built from its config"
+        if about_attention:
+            problem = f"model.attention={cfg.attention} cannot be had"
+        remedy = "; model.attention=eager always works" if about_attention else ""
+        raise ConfigError(
+            f"{problem} (model.path={cfg.path}, model_type={config.model_type}): {_first_line(error)}{remedy}"
+        ) from error
+
+
+def facts(model: Any) -> ModelFacts:
+    """Count the parameters of a skeleton."""
+    sizes = [p.numel() for p in model.parameters()]
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    embedding = model.get_input_embeddings().weight
+    return ModelFacts(
+        num_params=sum(sizes),
+        largest_param=max(sizes),
+        num_trainable_params=sum(trained),
+        largest_trainable_param=max(trained),
+        num_embedding_params=embedding.numel(),
+        class_name=type(model).__name__,
+    )
+
+
+def build(
+    cfg: ModelConfig,
+    config: PretrainedConfig,
+    *,
+    precision: Precision,
+    ds_config: dict[str, Any],
+    zero_stage: int,
+    seed: int,
+    resuming: bool = False,
+    loading: dict[str, Any] | None = None,
+    onto: torch.device | None = None,
+) -> PreTrainedModel:
+    """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
+
+    `resuming` builds with random values, because a saved state with all of them follows; `loading` is further
+    arguments of `from_pretrained`. Below ZeRO-3 pretrained weights go one by one from their files `onto` that device,
+    so that no rank has them all in host memory. Raises ConfigError when
+    weights are missing or the attention implementation cannot be had.
+    """
+    settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
+    loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
+    model: PreTrainedModel
+    report: dict[str, Any]
+    try:
+        with _zero3(ds_config if zero_stage == 3 else None):
+            if cfg.init is ModelInit.pretrained and not resuming:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    str(cfg.path),
+                    config=config,
+                    trust_remote_code=cfg.trust_remote_code,
+                    use_safetensors=None if cfg.allow_pickle else True,
+                    output_loading_info=True,
+                    **settings,
+                    **loading,
+                )  # type: ignore[misc]
+                _refuse_partial(cfg, report)
+            else:
+                settings["trust_remote_code"] = cfg.trust_remote_code
+                model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
+    except OSError as error:
+        hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
+        raise ConfigError(f"model.path={cfg.path}: {_first_line(error)}{hint}") from error
+    if cfg.init is ModelInit.pretrained and resuming:
+        with contextlib.suppress(OSError):  # many folders have none
+            model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
+    """Raise ConfigError when the tokenizer has ids beyond the embedding: it is never resized after sharding."""
+    size = config.get_text_config().vocab_size
+    if vocabulary > size:
+        raise ConfigError(
+            f"model.tokenizer={tokenizer} has {vocabulary} tokens, the model's vocabulary only {size}: "
+            "use the model's own tokenizer or a larger model.architecture.vocab_size"
+        )
+
+
+def assert_sharded(model: nn.Module, world_size: int) -> int:
+    """Check that ZeRO-3 holds every parameter as a shard of about 1/world; return this rank's shard bytes.
+
+    Raises RuntimeError naming the parameters that are whole, or a shard total that is off by more than padding.
+    """
+    whole = [name for name, p in model.named_parameters() if not hasattr(p, "ds_id")]
+    if whole:
+        raise RuntimeError(
+            f"ZeRO-3 did not partition {whole[:5]} (of {len(whole)}): the model is on every rank"
+        )
+    params: list[Any] = list({id(p): p for p in model.parameters()}.values())
+    local = sum(
+        p.ds_tensor.ds_numel if hasattr(p.ds_tensor, "ds_numel") else p.ds_tensor.numel() for p in params
+    )
+    expected = sum(p.ds_numel for p in params) / world_size
+    if not expected <= local <= expected + len(params):
+        raise RuntimeError(f"ZeRO-3 shards hold {local} elements on this rank, expected about {expected:.0f}")
+    return sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in params)
+
+
+def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int) -> PreTrainedModel:
+    """Random values that on a CPU do not depend on the ZeRO stage: draws start at initialisation, not at creation.
+
+    Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,
+    creation would draw first, so it is kept from doing so. With a GPU values are drawn there: a host draws bf16 on one
+    core, minutes for 7B.
+    """
+    rng.seed(seed)
+    if sharded:
+        return AutoModelForCausalLM.from_config(config, **settings)
+    there = torch.device("cuda") if torch.cuda.is_available() else contextlib.nullcontext()
+    with no_init_weights(), there:
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    rng.seed(seed)
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
+    """transformers fills what a folder lacks with random values and only warns; here that is an error."""
+    missing, mismatched = sorted(report["missing_keys"]), list(report["mismatched_keys"])
+    if missing or mismatched:
+        raise ConfigError(
+            f"model.path={cfg.path} does not hold this model's weights: {len(missing)} missing (for example "
+            f"{missing[:3]}), {len(mismatched)} of another shape (for example {mismatched[:2]}). Leave "
+            "model.architecture empty so that the folder's own config.json is used, or choose model.init=random"
+        )
+
+
+@contextmanager
+def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """transformers shards at creation only while an HfDeepSpeedConfig object is alive."""
+    if ds_config is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    alive = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        del alive
+        unset_hf_deepspeed_config()
+
+
+def _first_line(error: Exception) -> str:
+    """The library's own words where they are made for people, else also what kind of error it is."""
+    text = (str(error).strip().splitlines() or [""])[0][:1000]
+    return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,189 @@
+"""Next-token cross entropy, summed over trained tokens, in two forms of the same value.
+
+`full` builds the logits of all tokens: with the fp32 copy, log-softmax and gradient, 12 bytes x tokens x vocabulary
+at the peak. `chunked` never has more than one chunk of logits: the output layer itself loops over chunks of tokens,
+each under activation checkpointing (torch), each through DeepSpeed's fp32 cross entropy that keeps one number per
+token (Triton on CUDA). It costs one more forward of the output layer.
+
+The chunk loop runs inside the output layer's own call, so that ZeRO-3 gathers its weight once in forward and once
+in backward. torch's `linear_cross_entropy` is not used: in bf16 it returns the loss itself in bf16 (3 % off at a
+vocabulary of 5000).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from remat.config.choices import LossKind
+from remat.config.options import ConfigError
+from remat.machine import distributed
+
+IGNORED = -100
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [rows, vocab], targets [rows] -> the sum over rows
+CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16, 256 MiB as fp32
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal scalars; two that are not finite count as equal, the step guard deals with them."""
+    return torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """`labels` [batch, seq] moved left by one: target i is the token after i; the last has none."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens per chunk of the chunked form."""
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+class TokenLoss:
+    """Calls a Hugging Face causal language model and returns the summed loss of its labels.
+
+    `model` is the bare transformers model, `kind` the form. Only the instance of the output layer is touched, only
+    while a forward runs. Meta tensors have no values to compare (`verify=False`) and want another `cross_entropy`
+    in the chunked form.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: LossKind,
+        *,
+        verify: bool = True,
+        cross_entropy: CrossEntropy | None = None,
+    ) -> None:
+        self.kind = kind
+        self.verified = not verify  # compared once, on the first call: a host synchronisation
+        self.cross_entropy = cross_entropy or fused_cross_entropy
+        self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if self.head is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no output layer: remat trains causal language models"
+            )
+        if kind is LossKind.chunked and not isinstance(self.head, nn.Linear):
+            raise ConfigError(
+                f"train.loss=chunked needs a Linear output layer, {type(model).__name__} has "
+                f"{type(self.head).__name__}: use train.loss=full"
+            )
+
+    def __call__(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Sum of the token losses, a float32 scalar on the batch's device; its mean is not taken here.
+
+        `module` is what is called (the DeepSpeed engine or the model); `batch` has `input_ids` and `labels`,
+        both [batch, seq], labels unshifted with -100 where nothing is trained.
+        """
+        targets = shifted(batch["labels"])
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if self.kind is LossKind.full:
+            logits = module(**inputs, use_cache=False).logits
+            return F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        with self._armed(targets) as returned:
+            output = module(**inputs, use_cache=False).logits
+        if not self.verified and not _same(output, returned[0]):
+            raise ConfigError(
+                "this model edits its logits after the output layer (soft-capping or scaling), which "
+                "train.loss=chunked would skip: use train.loss=full"
+            )
+        self.verified = True
+        return output
+
+    @contextmanager
+    def _armed(self, targets: Tensor) -> Iterator[list[Tensor]]:
+        """While active, the output layer returns the summed loss instead of logits."""
+        returned: list[Tensor] = []
+
+        def forward(hidden: Tensor) -> Tensor:
+            returned.append(chunked_loss(hidden, self.head.weight, self.head.bias, targets, self.cross_entropy))
+            return returned[0]
+
+        self.head.forward = forward
+        try:
+            yield returned
+        finally:
+            del self.head.forward
+
+
+class LossWindow:
+    """Summed loss and trained tokens since the last row of the record; this rank's loss stays on its device.
+
+    It is part of the training state: `state` and `restore`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._tokens = 0
+
+    def add(self, loss_sum: torch.Tensor, global_tokens: int) -> None:
+        self._loss += loss_sum
+        self._tokens += global_tokens
+
+    def mean(self) -> float:
+        """Mean loss per trained token over all ranks, NaN of none; one all-reduce and one host synchronisation."""
+        total = self._loss.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total.item() / self._tokens if self._tokens else math.nan
+
+    def take(self) -> float:
+        """`mean`; the window begins anew."""
+        mean = self.mean()
+        self._loss.zero_()
+        self._tokens = 0
+        return mean
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, the same on all ranks: each rank's sum, which would be rounded otherwise if added here."""
+        return {"loss_by_rank": distributed.gather(self._loss.item()), "tokens": self._tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`; where other ranks saved it, all of it is rank 0's."""
+        sums, rank = state["loss_by_rank"], dist.get_rank()
+        if len(sums) != dist.get_world_size():
+            sums = [math.fsum(sums)] + [0.0] * (dist.get_world_size() - 1)
+        self._loss.fill_(sums[rank])
+        self._tokens = int(state["tokens"])
+
+
+def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """DeepSpeed's: keeps the logits and one number per row."""
+    from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
+
+    return chunked_cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    cross_entropy: CrossEntropy = fused_cross_entropy,
+) -> Tensor:
+    """Sum over tokens of cross entropy(hidden @ weight.T + bias, targets), float32 scalar.
+
+    `hidden` [batch, seq, dim], `weight` [vocab, dim], `targets` [batch, seq] with -100 for no loss.
+    """
+
+    def one(rows: Tensor, wanted: Tensor) -> Tensor:
+        return cross_entropy(F.linear(rows, weight, bias), wanted)
+
+    size = chunk_tokens(weight.shape[0])
+    rows, wanted = hidden.flatten(0, 1), targets.flatten()
+    if rows.shape[0] <= size:
+        return one(rows, wanted)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for part, part_wanted in zip(rows.split(size), wanted.split(size), strict=True):
+        total = total + checkpoint(one, part, part_wanted, use_reentrant=False)
+    return total

@@ -1,0 +1,206 @@
+"""How the blocks of a run are read: documents kept apart where the model can, found out on a small copy of it.
+
+transformers keeps packed documents apart by their position ids, which restart with each document: without an
+attention mask it finds the restarts and makes attention a block diagonal (sdpa, eager, flex), and flash's varlen kernel
+is told the documents' ends. A model that makes its masks otherwise, or carries a state from token to token, would let
+them see each other in silence. So a copy of few numbers is asked: are the logits of a document the same after another
+document, after a changed one, and alone?
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations import flash_attention
+
+from remat.config.choices import Attention, DataFormat, DataSource, Packing
+from remat.config.options import ConfigError, ModelConfig, RunConfig
+from remat.model import small_copy
+from remat.model.packed_inputs import Packed, Way, ends, given
+
+LENGTHS = ((7, 9), (11, 5))  # of the two documents of each row that the copy is given
+SAME_WITHIN = (
+    1e-5  # of the largest logit: experts see other tokens beside a document's, and add in another order
+)
+ALONE_WITHIN = 1e-4  # kernels round otherwise at another length
+LOWEST_ID = 8  # special tokens have low ids
+SEEN = "a document sees those before it in its block"
+KERNELS = {
+    Attention.sdpa: "torch's attention with a mask",
+    Attention.eager: "a mask",
+    Attention.flex_attention: "flex attention's block mask",
+    Attention.flash_attention_2: "flash attention of varying length",
+}
+
+
+def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) -> Packed:
+    """How the blocks of this run are read. Raises ConfigError where `documents` is asked for and cannot be.
+
+    `skeleton` is the model of `config` without storage.
+    """
+    if cfg.data.format is not DataFormat.plain:
+        return Packed(None, "every example has a block of its own")
+    if cfg.data.source is DataSource.synthetic:
+        return Packed(None, "every block is one text")
+    if cfg.data.packing is Packing.stream:
+        return Packed(Packing.stream, f"{SEEN}, as data.packing=stream asks")
+    found = way(config, skeleton, cfg.model)
+    if isinstance(found, Way):
+        kernel = KERNELS[cfg.model.attention]
+        return Packed(
+            Packing.documents, f"positions restart, attention stays within a document ({kernel})", found
+        )
+    if cfg.data.packing is Packing.documents:
+        raise ConfigError(
+            f"data.packing=documents: {type(skeleton).__name__} with model.attention={cfg.model.attention} cannot keep "
+            f"the documents of a block apart: {found}. Set data.packing=stream, in which a document sees those before "
+            "it in its block, or choose another model"
+        )
+    return Packed(Packing.stream, f"{SEEN}, for this model cannot keep them apart: {found}")
+
+
+def way(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
+    """How documents are kept apart in this model, or why they cannot be. Asked once for each configuration."""
+    key = (json.dumps(config.to_dict(), sort_keys=True, default=str), cfg.attention, cfg.trust_remote_code)
+    if key not in _ANSWERS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _ANSWERS[key] = _ask(config, skeleton, cfg)
+    return _ANSWERS[key]
+
+
+_ANSWERS: dict[tuple[str, Attention, bool], Way | str] = {}
+
+
+def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
+    on_a_cpu = "eager" if cfg.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
+    try:
+        net = small_copy.build(config, skeleton, attention=on_a_cpu, trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
+        return f"a small copy of it, to try it out, cannot be built ({_first_line(error)})"
+    problems = []
+    for option in Way:
+        problem = _problem(net, option, cfg.attention)
+        if problem is None:
+            return option
+        problems.append(problem)
+    return problems[0]
+
+
+def _problem(net: Any, option: Way, attention: Attention) -> str | None:
+    """What keeps `option` from working in `net`; None: it works."""
+    try:
+        with torch.no_grad(), _kernel_of(net, attention):
+            return _difference(net, option, attention)
+    except Exception as error:  # an argument that is unknown or of a shape not expected
+        if "position_ids" in str(error):
+            return "it takes no position ids"
+        return f"tried on a small copy of it, it fails ({_first_line(error)})"
+
+
+def _difference(net: Any, option: Way, attention: Attention) -> str | None:
+    """Two rows of two documents each: the second against itself after another first, and alone."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (len(LENGTHS), sum(LENGTHS[0]))
+    vocabulary = net.get_input_embeddings().weight.shape[0]
+    lowest = min(LOWEST_ID, vocabulary // 2)
+    tokens = torch.randint(lowest, vocabulary, shape, generator=draw)
+    changed = tokens.clone()
+    for row, (first, _) in enumerate(LENGTHS):
+        changed[row, :first] = torch.randint(lowest, vocabulary, (first,), generator=draw)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
+    packed = Packed(Packing.documents, "", option)
+
+    def logits(ids: Tensor) -> Tensor:
+        batch = {"input_ids": ids, "position_ids": positions}
+        more = ends(packed, attention, batch)
+        found: Tensor = net(**given(packed, batch, net), **more, use_cache=False).logits
+        return found
+
+    before, after = logits(tokens), logits(changed)
+    largest = before.abs().max()
+    leaks, differs = 0.0, 0.0
+    for row, (first, _) in enumerate(LENGTHS):
+        alone = net(input_ids=tokens[row : row + 1, first:], use_cache=False).logits[0]
+        leaks = max(leaks, float((after[row, first:] - before[row, first:]).abs().max() / largest))
+        differs = max(differs, float((alone - before[row, first:]).abs().max() / largest))
+    if not leaks <= SAME_WITHIN:
+        return f"another document before it changes the logits of one by {leaks:.1g} of the largest"
+    if not differs <= ALONE_WITHIN:
+        return f"a document's logits are not those it has alone, but {differs:.1g} of the largest beside them"
+    return None
+
+
+@contextmanager
+def _kernel_of(net: Any, attention: Attention) -> Iterator[None]:
+    """Flash attention as a CPU can compute it: a model that does not hand the documents' ends on is found out."""
+    if attention is not Attention.flash_attention_2:
+        yield
+        return
+    configs = {
+        id(m.config): m.config
+        for m in net.modules()
+        if isinstance(getattr(m, "config", None), PretrainedConfig)
+    }
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = str(attention)
+    try:
+        with (
+            mock.patch.object(flash_attention, "_flash_attention_forward", _flash_on_a_cpu),
+            mock.patch.object(flash_attention, "get_target_dtype", lambda query, module: None),  # it is float32
+        ):
+            yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _flash_on_a_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    query_length: int,
+    is_causal: bool,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What flash's kernels compute, with the documents' ends or without; [batch, seq, heads, width] in and out."""
+    batch, length = query.shape[:2]
+    places = torch.arange(batch * length)
+    rows = places // length
+    documents = rows if cu_seq_lens_q is None else torch.bucketize(places, cu_seq_lens_q[1:], right=True)
+    distance = places[:, None] - places[None, :]
+    seen = (documents[:, None] == documents[None, :]) & (distance >= 0)
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    queries, keys, values = (x.flatten(0, 1).transpose(0, 1) for x in (query, key, value))
+    groups = queries.shape[0] // keys.shape[0]
+    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+    scores = (
+        queries @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    )
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if s_aux is not None:  # a sink takes its share of each row
+        scores = torch.cat([scores, s_aux.reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : scores.shape[1]]
+    return (weights @ values).transpose(0, 1).unflatten(0, (batch, length))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -1,0 +1,144 @@
+"""Tensor parallelism by DeepSpeed's AutoTP: every layer's matrices split over a group of ranks with the same data.
+
+AutoTP follows the plan that transformers has for the architecture. Activations between layers are whole on every rank
+of a group. Groups are consecutive ranks, so a group stays inside a node whose number of GPUs it divides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from remat.config.options import ConfigError
+from remat.machine.distributed import World
+
+OPTION = "train.tensor_parallel_size"
+COLUMN, ROW = "colwise", "rowwise"
+WHOLE = "embedding_rowwise"  # AutoTP leaves such a module whole unless it is told to split the vocabulary
+SHARED_GRADIENT = "replicated_with_grad_allreduce"
+OUTPUT_LAYER = "lm_head"
+
+
+def check(size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: int) -> None:
+    """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model."""
+    found = [] if size == 1 else [*_run(size, world_size, zero_stage), *_model(size, skeleton)]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def data_ranks(size: int, world_size: int) -> int:
+    """Groups, each of which reads data of its own. Raises ConfigError when the ranks do not divide into groups."""
+    if world_size % size:
+        raise ConfigError(
+            f"{OPTION}={size}: {world_size} ranks do not divide into groups of {size}; start a multiple of {size}"
+        )
+    return world_size // size
+
+
+def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The DeepSpeed dict `ds` with AutoTP in it.
+
+    The global batch size is left to DeepSpeed, which would hold it to all ranks before it knows the groups.
+    """
+    if size == 1:
+        return dict(ds)
+    rest = {key: value for key, value in ds.items() if key != "train_batch_size"}
+    return rest | {"tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}}
+
+
+def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
+    """`ds` as transformers wants it while it makes a model of whole layers, which are split afterwards."""
+    return {key: value for key, value in ds.items() if key != "tensor_parallel"}
+
+
+def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
+    """Elements of each parameter that a rank holds (before ZeRO), in the model's order."""
+    styles = plan(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        style = styles.get(_pattern(module), WHOLE)
+        split = style == COLUMN or (style == ROW and kind == "weight")
+        found.append(parameter.numel() // size if split else parameter.numel())
+    return found
+
+
+def plan(model: PreTrainedModel) -> dict[str, str]:
+    """Pattern of module names to style. The output layer stays whole: the loss reads its weight."""
+    styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
+    return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
+
+
+def prepare(model: PreTrainedModel, size: int) -> None:
+    """Tell AutoTP, which asks the model, what `plan` says. Before deepspeed.initialize."""
+    if size > 1:
+        model._tp_plan = plan(model)
+
+
+def join(world: World, size: int) -> tuple[World, Any | None]:
+    """`world` divided into groups of `size` ranks, and DeepSpeed's object that knows them; (world, None) for 1.
+
+    DeepSpeed keeps one division per process and would keep that of an earlier run.
+    """
+    from deepspeed.utils import groups
+
+    groups._TENSOR_MODEL_PARALLEL_GROUP = None
+    groups._MODEL_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    groups.mpu = None
+    if size == 1:
+        return world, None
+    groups._init_tp_mesh_device(tensor_model_parallel_size=size)
+    return replace(world, tensor_parallel_size=size), groups
+
+
+def _run(size: int, world_size: int, zero_stage: int) -> list[str]:
+    data_ranks(size, world_size)
+    if zero_stage == 0:
+        return [
+            f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed=zero1 or higher"
+        ]
+    return []
+
+
+def _model(size: int, skeleton: PreTrainedModel) -> list[str]:
+    styles = plan(skeleton)
+    name = type(skeleton).__name__
+    known = {COLUMN, ROW, WHOLE, SHARED_GRADIENT}
+    unknown = sorted(set(styles.values()) - known)
+    if unknown or not {COLUMN, ROW} <= set(styles.values()):
+        reason = (
+            f"DeepSpeed's AutoTP cannot split {', '.join(unknown)}" if unknown else "transformers has no plan"
+        )
+        return [f"{OPTION}={size}: {reason} for {name}; use {OPTION}=1"]
+    config: Any = skeleton.config.get_text_config()
+    counts = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
+    counts |= _widths(skeleton, styles)
+    wrong = [f"{what}={count}" for what, count in counts.items() if count % size]
+    if not wrong:
+        return []
+    return [f"{OPTION}={size} does not divide {', '.join(wrong)} of {name}: use a size that divides them all"]
+
+
+def _widths(skeleton: PreTrainedModel, styles: Mapping[str, str]) -> dict[str, int]:
+    """The side of each split matrix that is divided."""
+    found: dict[str, int] = {}
+    for path, module in skeleton.named_modules():
+        pattern = _pattern(path)
+        if styles.get(pattern) == COLUMN:
+            found[f"{pattern}.out_features"] = module.out_features
+        elif styles.get(pattern) == ROW:
+            found[f"{pattern}.in_features"] = module.in_features
+    return found
+
+
+def _pattern(path: str) -> str:
+    """model.layers.3.mlp.up_proj -> model.layers.*.mlp.up_proj"""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)

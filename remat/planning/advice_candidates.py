@@ -1,0 +1,184 @@
+"""Single changes to a run that may make it need less memory: what to write, and the options it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from remat.config import compose, ds_config
+from remat.config.choices import LossKind, PeftMethod
+from remat.config.options import ConfigError, RunConfig
+
+SHORTEST_SEQ_LEN = 256
+ZERO = "deepspeed.overrides.zero_optimization"
+
+
+class Kind(IntEnum):
+    """What a change costs beside time; the first leave what is trained alone."""
+
+    same_training = 0
+    training = 1
+    machine = 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """Of the options with one `axis` a run has one. `words` are overrides, `apply` does the same to a composed run."""
+
+    axis: str
+    words: tuple[str, ...]
+    apply: Callable[[RunConfig], RunConfig]
+    kind: Kind = Kind.same_training
+
+
+def of(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    """Everything that could be changed of the run of `cfg`, which `args` ask for, but the machine."""
+    return [
+        *_policies(args, cfg),
+        *_loss(cfg),
+        *_micro_batches(cfg),
+        *_strategies(cfg),
+        *_zero_sizes(),
+        *_seq_lens(cfg),
+        *_adapters(args, cfg),
+    ]
+
+
+def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    """The machines of conf/hardware, smallest first; none where `args` describe the machine by its figures."""
+    if any(word.lstrip("+").startswith("hardware.") for word in args):
+        return []
+    found: list[tuple[tuple[float, float, float], Option]] = []
+    for name in compose.group_choices()["hardware"]:
+        words = (f"hardware={name}",)
+        machine = _composed(args, words).hardware
+        if machine.gpu_memory_gib is None or machine == cfg.hardware:
+            continue
+        gpus = (machine.gpus_per_node or 1) * machine.num_nodes
+        size = (gpus, machine.gpu_memory_gib, machine.host_memory_gib or 0.0)
+        found.append((size, Option("hardware", words, _Put(hardware=machine), Kind.machine)))
+    return [option for _, option in sorted(found, key=lambda entry: entry[0])]
+
+
+class _Put:
+    """Replaces sections of a run; `train__seq_len` replaces one option of a section."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def __call__(self, cfg: RunConfig) -> RunConfig:
+        for name, value in self._values.items():
+            section, _, option = name.partition("__")
+            new = replace(getattr(cfg, section), **{option: value}) if option else value
+            cfg = replace(cfg, **{section: new})
+        return cfg
+
+
+def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
+    return compose.from_command_line([*args, *words]).run
+
+
+def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    found = []
+    for name in compose.group_choices()["checkpointing"]:
+        words = (f"checkpointing={name}",)
+        try:
+            chosen = _composed(args, words).checkpointing
+        except ConfigError:  # options of the present policy are set by name, and no other reads them
+            continue
+        if chosen != cfg.checkpointing:
+            found.append(Option("checkpointing", words, _Put(checkpointing=chosen)))
+    return found
+
+
+def _loss(cfg: RunConfig) -> list[Option]:
+    if cfg.train.loss is LossKind.chunked:
+        return []
+    return [Option("train.loss", ("train.loss=chunked",), _Put(train__loss=LossKind.chunked))]
+
+
+def _micro_batches(cfg: RunConfig) -> list[Option]:
+    """Divisors: the global batch stays, and more of them are accumulated."""
+    now = cfg.train.micro_batch_size
+    return [
+        Option(
+            "train.micro_batch_size", (f"train.micro_batch_size={size}",), _Put(train__micro_batch_size=size)
+        )
+        for size in range(now - 1, 0, -1)
+        if now % size == 0
+    ]
+
+
+def _strategies(cfg: RunConfig) -> list[Option]:
+    names = sorted(path.stem for path in compose.DS_CONFIG_DIR.glob("*.json"))
+    return [
+        Option("deepspeed.config", (f"deepspeed.config={name}",), _Put(deepspeed__config=name))
+        for name in names
+        if name != cfg.deepspeed.config
+    ]
+
+
+def _zero_sizes() -> list[Option]:
+    """What ZeRO-3 keeps gathered, and the rounding of pinned host memory. Without effect elsewhere."""
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
+        ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
+    ]
+    return [Option(axis, tuple(_words(ZERO, values)), _ZeroSizes(values)) for axis, values in changes]
+
+
+def _words(prefix: str, values: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _words(f"{prefix}.{name}", value)
+        else:
+            found.append(f"{prefix}.{name}={str(value).lower()}")
+    return found
+
+
+class _ZeroSizes:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, cfg: RunConfig) -> RunConfig:
+        """Raises ConfigError where the value would mean nothing."""
+        zero = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR).get("zero_optimization", {})
+        for name in self._values:
+            if name not in zero:
+                raise ConfigError(f"{ZERO}.{name} has no effect with deepspeed.config={cfg.deepspeed.config}")
+        merged = _merged(cfg.deepspeed.overrides, {"zero_optimization": self._values})
+        return replace(cfg, deepspeed=replace(cfg.deepspeed, overrides=merged))
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in changes.items():
+        result[name] = _merged(result.get(name) or {}, value) if isinstance(value, dict) else value
+    return result
+
+
+def _seq_lens(cfg: RunConfig) -> list[Option]:
+    """Halves, quarters and eighths."""
+    lengths = [cfg.train.seq_len // part for part in (2, 4, 8)]
+    return [
+        Option("train.seq_len", (f"train.seq_len={n}",), _Put(train__seq_len=n), Kind.training)
+        for n in lengths
+        if n >= SHORTEST_SEQ_LEN
+    ]
+
+
+def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    """Each method of conf/peft that trains less than the present one."""
+    found = []
+    for name in compose.group_choices()["peft"]:
+        words = (f"peft={name}",)
+        try:
+            chosen = _composed(args, words).peft
+        except ConfigError:
+            continue
+        if chosen.method not in (PeftMethod.none, cfg.peft.method):
+            found.append(Option("peft", words, _Put(peft=chosen), Kind.training))
+    return found

@@ -1,0 +1,257 @@
+"""The plan of a launch: made by rank 0 for the machine that is really there, before any weight is read.
+
+A run that the plan says cannot fit is refused. A model that cannot be planned goes on without a plan; what the model
+states alone need is still held against the machine.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from remat.config.options import ConfigError, HardwareConfig, RunConfig
+from remat.machine import distributed, gpus, node
+from remat.machine.distributed import World
+from remat.machine.memory import GIB
+from remat.machine.node import Machine
+from remat.model import build
+from remat.parallel import tensor_parallel
+from remat.planning import planner, preflight
+from remat.planning.model_states import Item
+from remat.planning.plan import Capacity, Resource
+from remat.planning.preflight import DoesNotFit, Needs, Row
+from remat.planning.strategy import Strategy
+
+MIB = 1024**2
+GPU_RESOURCE = "GPU memory"
+WITHOUT_A_PLAN = (
+    "The run starts without one: whether it fits was judged from model states and saved files alone, and the ledger "
+    "has nothing to hold the run against"
+)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What this launch is planned to hold; the same on every rank.
+
+    `planned` is `remat plan --json` of it and what the ledger needs besides, None when `reason` says why there is
+    none. `states` are the model states of one rank. `command` asks `remat plan` about this run on this machine.
+    """
+
+    device: str  # cuda or cpu: where the model computes
+    planned: Mapping[str, Any] | None
+    reason: str | None
+    states: list[Item]
+    command: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """The content of plan.json."""
+        return {
+            "planned": self.planned,
+            "reason": self.reason,
+            "device": self.device,
+            "model_states": [asdict(item) for item in self.states],
+            "command": shlex.join(self.command),
+        }
+
+    def line(self) -> str:
+        """For the header: the peak, where it is, and what is to spare."""
+        if self.planned is None:
+            return f"no plan: {self.reason}"
+        per = "GPU" if self.device == "cuda" else "rank, in host memory"
+        found = [resource for resource in self.planned["resources"] if resource["found_bytes"] is not None]
+        spare = ", ".join(
+            f"{size(r['found_bytes'] - r['needed_bytes'])} of {r['name']}" for r in found if r["fits"]
+        )
+        lacking = ", ".join(
+            f"{size(r['needed_bytes'] - r['found_bytes'])} of {r['name']}" for r in found if not r["fits"]
+        )
+        verdict = f"lacks {lacking}" if lacking else f"fits with {spare} to spare"
+        peak = size(self.planned["gpu_allocated_peak_bytes"])
+        return f"peak {peak} per {per}, {self.where()}; {verdict}"
+
+    def where(self) -> str:
+        """`in backward, layer 31 (mul.Tensor)`."""
+        if self.planned is None:
+            return ""
+        peak = self.planned["peak"]
+        layer = "outside the layers" if peak["layer"] is None else f"layer {peak['layer']}"
+        return f"in {peak['phase']}, {layer} ({peak['operation']})"
+
+    def metrics(self) -> dict[str, float]:
+        """`plan/gpu_peak_gib`, to stand beside memory/gpu_allocated_peak_gib; like that one absent without a GPU."""
+        if self.planned is None or self.device != "cuda":
+            return {}
+        return {"plan/gpu_peak_gib": self.planned["gpu_allocated_peak_bytes"] / GIB}
+
+
+def make(
+    cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
+) -> LaunchPlan:
+    """Plan on rank 0, tell all ranks. All ranks must call it.
+
+    Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a warning.
+    """
+    items = model_states(cfg, strategy, world)
+    needs = _needs(cfg, strategy, items, world)
+    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
+    mine = node.found(
+        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
+    )
+    machine = node.smallest(distributed.gather(mine))
+    answer: tuple[Mapping[str, Any] | None, str | None, str | None] = (None, None, None)
+    command = _command(words, machine, world)
+    if world.is_main:
+        planned, reason = _planned(cfg, strategy, machine, world)
+        lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
+        plan = LaunchPlan(world.device.type, planned, reason, items, command)
+        answer = planned, reason, _refusal(lines, plan)
+    planned, reason, refusal = distributed.broadcast(answer)
+    if reason:
+        warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
+    if refusal and not cfg.force:
+        raise DoesNotFit(
+            f"{refusal}\n\nStart anyway with force=true. What would fit:\n\n  {shlex.join(command)}"
+        )
+    if refusal:
+        warn(f"force=true: starting although {refusal}")
+    return LaunchPlan(world.device.type, planned, reason, items, command)
+
+
+def here(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
+    """What `make` compares, asked of this node alone and without refusing; and why there is no plan, if so."""
+    needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
+    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
+    machine = node.found(
+        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
+    )
+    planned, reason = _planned(cfg, strategy, machine, world)
+    return preflight.rows(needs, machine, _memory_rows(planned, needs, machine)), reason
+
+
+def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
+    """The model states of one rank."""
+    return strategy.model_states(
+        data_ranks=tensor_parallel.data_ranks(cfg.train.tensor_parallel_size, world.size),
+        ranks_per_node=world.local_size,
+        can_pin=world.device.type == "cuda",
+    )
+
+
+def rehearses(cfg: RunConfig, strategy: Strategy) -> bool:
+    """Whether the run tries its save and export after the first step."""
+    shared = cfg.train.tensor_parallel_size
+    return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
+
+
+def size(value: float) -> str:
+    """`13.2 GiB`, `15.3 MiB`."""
+    return f"{value / GIB:,.1f} GiB" if value >= GIB else f"{value / MIB:,.1f} MiB"
+
+
+def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: World) -> Needs:
+    facts = strategy.facts
+    return preflight.required(
+        items,
+        num_params=facts.num_trainable_params,
+        ds=strategy.ds,
+        ranks_per_node=world.local_size,
+        save=cfg.save,
+        steps=cfg.train.steps,
+        rehearse=rehearses(cfg, strategy),
+        download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
+        reading_bytes=preflight.reading_bytes(
+            cfg,
+            facts.num_params,
+            build.DTYPES[cfg.train.precision].itemsize,
+            zero_stage=strategy.zero_stage,
+            ranks_per_node=world.local_size,
+        ),
+    )
+
+
+def _planned(
+    cfg: RunConfig, strategy: Strategy, machine: Machine, world: World
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The plan as plain data, or why there is none: whatever goes wrong here must not end a run that would work."""
+    here = replace(cfg, hardware=_hardware(cfg.hardware, world))
+    try:
+        made = planner.make(
+            here,
+            world_size=world.size,
+            capacity=Capacity(machine.gpu_bytes, _host_bytes(machine)),
+            decided=strategy,
+            on_gpu=world.device.type == "cuda",
+        )
+    except ConfigError as error:
+        return None, " ".join(str(error).split())
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
+    simulation = made.simulation
+    return planner.as_json(made) | {
+        "micro_batch_peak_bytes": simulation.peak.total_bytes,
+        "gathered_elements": simulation.gathered_elements,
+        "flops": {str(phase): count for phase, count in simulation.flops.items()},
+    }, None
+
+
+def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
+    """The machine that is there. The recipe's links and rates count where it has the GPU that is there."""
+    gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
+    kind = gpus.find_gpu(gpu) if gpu else None
+    named = gpus.find_gpu(cfg.gpu) if cfg.gpu else None
+    same = kind == named if gpu else cfg.gpu is None
+    return replace(
+        cfg if same else HardwareConfig(nvme_path=cfg.nvme_path),
+        name=f"this launch: {world.size} x {gpu or 'cpu'}",
+        gpu=gpu,
+        gpus_per_node=world.local_size,
+        num_nodes=max(1, world.size // world.local_size),
+    )
+
+
+def _host_bytes(machine: Machine) -> int:
+    """What the ranks of a node can have in all: what is free, and what they already have."""
+    return machine.host_available_bytes + machine.local_size * machine.resident_bytes
+
+
+def _memory_rows(planned: Mapping[str, Any] | None, needs: Needs, machine: Machine) -> list[Row]:
+    rows = []
+    for found in (planned or {}).get("resources", []):
+        resource = Resource(found["name"], found["needed_bytes"], found["found_bytes"])
+        if resource.name == GPU_RESOURCE and machine.gpu_bytes is not None:
+            rows.append(preflight.gpu_row(needs, machine, resource.needed_bytes))
+        elif resource.name.startswith("host memory"):
+            rows.append(preflight.host_row(needs, machine, resource.needed_bytes, _host_bytes(machine)))
+    return rows
+
+
+def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
+    text = preflight.refusal(lines)
+    if text is None:
+        return None
+    if plan.planned is None:
+        return f"{text}\n\nno plan: {plan.reason}. {preflight.LOWER_BOUND}"
+    parts = sorted(plan.planned["gpu_bytes_at_peak"].items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{name} {size(held)}" for name, held in parts[:4] if held)
+    return f"{text}\n\npeak of each rank {plan.where()}: {largest}"
+
+
+def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
+    """`remat plan` for this run with the machine that is there."""
+    found = [
+        f"hardware.gpus_per_node={world.local_size}",
+        f"hardware.num_nodes={max(1, world.size // world.local_size)}",
+        f"hardware.host_memory_gib={_host_bytes(machine) / GIB:.2f}",
+    ]
+    if machine.gpu_bytes is not None:
+        found += [
+            f"hardware.gpu='{torch.cuda.get_device_name()}'",
+            f"hardware.gpu_memory_gib={machine.gpu_bytes / GIB:.2f}",
+        ]
+    return ["remat", "plan", *words, *found]

@@ -1,0 +1,339 @@
+"""Model states that DeepSpeed 0.19.8 allocates: parameters, gradients, master copy, moments, buckets, host buffers.
+
+A lower bound of a run, taken at the end of backward: activations, gathered weights, kernel workspaces and the
+optimizer step's temporaries come on top. Each term carries the line of DeepSpeed that allocates it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from remat.config import ds_config, ds_defaults
+
+Place = Literal["gpu", "host", "pinned", "nvme"]
+PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
+MASTER, MOMENTS, MASTER_GRADIENT = 4, 8, 4  # bytes per parameter: fp32, two of them, fp32
+MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
+S12 = "runtime/zero/stage_1_and_2.py"
+S3 = "runtime/zero/stage3.py"
+PARTITION = "runtime/zero/partition_parameters.py"
+PARAM_SWAPPER = "runtime/swap_tensor/partitioned_param_swapper.py"
+STATE_SWAPPER = "runtime/swap_tensor/partitioned_optimizer_swapper.py"
+CPU_ADAM = "ops/adam/cpu_adam.py:161"
+MODEL, AUTOGRAD, TORCH_ADAM = "the model", "torch.autograd", "torch.optim.AdamW"
+BNB, BNB_CUDA = "bitsandbytes/functional.py", "bitsandbytes/backends/cuda/ops.py"  # 0.50.2
+BLOCK, BLOCK_OF_CONSTANTS = (
+    64,
+    256,
+)  # weights that share an 8-bit constant, and constants that share an fp32 one
+
+
+@dataclass(frozen=True)
+class Item:
+    """One allocation of one rank, and of all ranks of a node.
+
+    `pinned` is page-locked host memory. torch rounds it up to a power of two; `raw_bytes_per_rank` is the size
+    before. `mlocked` marks what DeepSpeed locks itself, within RLIMIT_MEMLOCK. `source` is a line of the deepspeed
+    package or of bitsandbytes, or who else allocates.
+    """
+
+    name: str
+    place: Place
+    bytes_per_rank: int
+    bytes_per_node: int
+    raw_bytes_per_rank: int
+    source: str
+    mlocked: bool = False
+
+
+def model_states(
+    *,
+    num_params: int,
+    largest_param: int,
+    ds: Mapping[str, Any],
+    world_size: int,
+    ranks_per_node: int,
+    gas: int,
+    can_pin: bool = True,
+    num_trainable_params: int | None = None,
+    largest_trainable_param: int | None = None,
+    quantised_weights: Sequence[int] = (),
+) -> list[Item]:
+    """The model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
+
+    Frozen parameters have no gradient, master copy or moments; both trainable counts are None when all are trained.
+    `quantised_weights` are the elements of each frozen matrix that is held in 4 bits, whole on every rank.
+    `gas` is the number of micro-batches per optimizer step; `can_pin` is false without CUDA, where a pinned
+    allocation is an ordinary one. Padding (a few elements per parameter) is left out.
+    """
+    trained = num_params if num_trainable_params is None else num_trainable_params
+    largest = largest_param if largest_trainable_param is None else largest_trainable_param
+    frozen = num_params - trained - sum(quantised_weights)
+    sizes = _Sizes(trained, frozen, largest, ds, world_size, ranks_per_node, gas, can_pin)
+    build = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[sizes.stage]
+    items = [*build(sizes), *_quantised(sizes, quantised_weights)]
+    return [item for item in items if item.bytes_per_rank > 0]
+
+
+def update_bytes(
+    *, num_trainable_params: int, largest_trainable_param: int, ds: Mapping[str, Any], world_size: int
+) -> int:
+    """Copies of gradients that lie on the GPU beside the model states while the optimizer updates, at their most.
+
+    Gradients are made flat, then fp32: under stages 1 and 2 this rank's share (stage_1_and_2.py:3110-3119; not with
+    gradients that are fp32 and flat already, :1259), under stage 3 one sub-group after another (stage3.py:2686).
+    Without ZeRO all are made fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy).
+    """
+    s = _Sizes(num_trainable_params, 0, largest_trainable_param, ds, world_size, 1, 1, False)
+    if s.optimizer_device:
+        return 0
+    if s.stage == 0:
+        return 0 if s.width == MASTER else MASTER * s.params
+    flat = s.grad_width + (MASTER_GRADIENT if s.grad_width < MASTER_GRADIENT else 0)
+    if s.stage == 3:
+        return flat * max(_sub_groups(s))
+    return 0 if s.grad_width > s.width else flat * s.shard
+
+
+def by_place(items: Iterable[Item]) -> dict[Place, int]:
+    """Bytes per rank in each place; every place is there."""
+    totals: dict[Place, int] = dict.fromkeys(PLACES, 0)
+    for item in items:
+        totals[item.place] += item.bytes_per_rank
+    return totals
+
+
+class _Sizes:
+    """What the tables below are written in: elements, and bytes per element. All but `frozen` are of trained ones."""
+
+    def __init__(
+        self,
+        num_params: int,
+        num_frozen: int,
+        largest_param: int,
+        ds: Mapping[str, Any],
+        world_size: int,
+        ranks_per_node: int,
+        gas: int,
+        can_pin: bool,
+    ) -> None:
+        self.params, self.frozen, self.largest, self.gas = num_params, num_frozen, largest_param, gas
+        self.frozen_shard = math.ceil(num_frozen / world_size)
+        self.shard = math.ceil(num_params / world_size)
+        self.largest_shard = math.ceil(largest_param / world_size)
+        self.ranks_per_node, self.can_pin = ranks_per_node, can_pin
+        self.ds, self.zero = ds, ds["zero_optimization"]
+        self.stage = ds_config.zero_stage(ds)
+        self.optimizer_device = ds_config.optimizer_offload_device(ds)
+        self.param_device = ds_config.param_offload_device(ds)
+        self.dtype = "bf16" if ds["bf16"]["enabled"] else "fp16" if ds["fp16"]["enabled"] else "fp32"
+        self.width = ds_defaults.BYTES[self.dtype]
+        self.grad_width = ds_defaults.BYTES[ds["data_types"]["grad_accum_dtype"]]
+        self.pin_optimizer = bool(self.optimizer_device and self.zero["offload_optimizer"]["pin_memory"])
+
+    def item(self, name: str, place: Place, size: int, source: str) -> Item:
+        return Item(name, place, size, size * self.ranks_per_node, size, source)
+
+    def pinned(self, name: str, sizes: list[int], pin: bool, source: str) -> Item:
+        """Host buffers of `sizes` bytes, each page-locked by torch when `pin` holds and the machine can."""
+        raw = sum(sizes)
+        if not (pin and self.can_pin):
+            return self.item(name, "host", raw, source)
+        rounded = sum(_power_of_two(size) for size in sizes)
+        return Item(name, "pinned", rounded, rounded * self.ranks_per_node, raw, source)
+
+    def mlocked(self, name: str, size: int, source: str) -> Item:
+        """A buffer of DeepSpeed's own asynchronous I/O: page-aligned and locked, not rounded."""
+        return Item(name, "pinned", size, size * self.ranks_per_node, size, source, mlocked=True)
+
+
+def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
+    """NF4 with double quantisation: an 8-bit constant per block of weights, and an fp32 one per 256 of those.
+
+    Each matrix has besides one fp32 mean of its constants and both tables of values, of 16 and 256 fp32 numbers.
+    """
+    constants = [math.ceil(elements / BLOCK) for elements in weights]
+    of_constants = sum(math.ceil(count / BLOCK_OF_CONSTANTS) for count in constants)
+    packed = sum(math.ceil(elements / 2) for elements in weights)
+    return [
+        s.item("4-bit weights", "gpu", packed, f"{BNB_CUDA}:392"),
+        s.item("constants of 4-bit weights", "gpu", sum(constants), f"{BNB_CUDA}:311"),
+        s.item("constants of the constants", "gpu", 4 * of_constants, f"{BNB_CUDA}:310"),
+        s.item("means of the constants", "gpu", 4 * len(weights), f"{BNB}:939"),
+        s.item("tables of 4-bit values", "gpu", 4 * 16 * len(weights), f"{BNB}:854"),
+        s.item("tables of 8-bit values", "gpu", 4 * 256 * len(weights), f"{BNB}:677"),
+    ]
+
+
+def _stage_0(s: _Sizes) -> list[Item]:
+    items = [
+        s.item("parameters", "gpu", s.width * s.params, MODEL),
+        s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
+        s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
+        s.item("moments", "gpu", MOMENTS * s.params, TORCH_ADAM),
+    ]
+    if s.width < 4:  # plain fp32 is trained by the optimizer itself, without a wrapper
+        items.append(
+            s.item("master parameters", "gpu", MASTER * s.params, "runtime/fp16/unfused_optimizer.py:78")
+        )
+    return items
+
+
+def _stage_1_2(s: _Sizes) -> list[Item]:
+    """The 16-bit (or fp32) parameters whole on each GPU, optimizer state by shard. A fp32 run keeps a master too."""
+    items = [
+        s.item("parameters", "gpu", s.width * s.params, f"{S12}:505"),
+        s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
+        *_gradients_1_2(s),
+    ]
+    if s.optimizer_device is None:
+        return [
+            *items,
+            s.item("master parameters", "gpu", MASTER * s.shard, f"{S12}:560"),
+            s.item("moments", "gpu", MOMENTS * s.shard, TORCH_ADAM),
+        ]
+    pin = s.pin_optimizer
+    items += [
+        s.item("gradient staging on the GPU", "gpu", s.width * s.largest, f"{S12}:659"),
+        s.pinned("master parameters", [MASTER * s.shard], pin, f"{S12}:560"),
+        s.pinned("parameters on their way back", [s.width * s.shard], pin, f"{S12}:567"),
+        s.pinned("master gradients", [MASTER_GRADIENT * s.shard], pin, f"{S12}:937"),
+        s.item("moments", "host", MOMENTS * s.shard, CPU_ADAM),
+        s.pinned("gradient staging", [s.width * s.largest], pin, f"{S12}:653"),
+    ]
+    if s.stage == 2 and s.gas > 1 and s.grad_width == s.width:
+        # One buffer per parameter, rounded one by one: their sizes are not known here, so the raw sum stands.
+        place: Place = "pinned" if pin and s.can_pin else "host"
+        items.append(s.item("accumulated gradients", place, s.width * s.shard, f"{S12}:1824"))
+    return items
+
+
+def _gradients_1_2(s: _Sizes) -> list[Item]:
+    """Gradients at the end of backward and the reduction buckets, on the GPU."""
+    buckets = (2 if s.zero["overlap_comm"] else 1) * s.zero["reduce_bucket_size"]
+    offloaded, separate = s.optimizer_device is not None, s.grad_width > s.width
+    bucket_width, full = s.width, s.gas > 1
+    items: list[Item] = []
+    if (
+        s.stage == 1 and separate and s.dtype == "bf16" and not offloaded
+    ):  # DeepSpeed's BF16_Optimizer: no bucket
+        return [
+            s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
+            s.item("accumulated gradients", "gpu", s.grad_width * s.params, "runtime/bf16_optimizer.py:191"),
+        ]
+    if s.stage == 1:
+        bucket_width = s.grad_width if separate else s.width
+        kept = s.params if full else 0 if offloaded else s.shard
+        items.append(s.item("gradients", "gpu", bucket_width * kept, f"{S12}:{1237 if separate else 2192}"))
+    elif separate:
+        items.append(s.item("gradients", "gpu", s.grad_width * s.shard, f"{S12}:1270"))
+    elif not offloaded:
+        items.append(s.item("gradients", "gpu", s.width * s.shard, f"{S12}:2192"))
+    if s.zero["contiguous_gradients"] or offloaded:
+        items.append(s.item("reduction buckets", "gpu", bucket_width * buckets, f"{S12}:3266"))
+    return items
+
+
+def _stage_3(s: _Sizes) -> list[Item]:
+    """Everything by shard. A fp32 run keeps a master copy too: DeepSpeed compares a device with its name."""
+    items = _params_3(s)
+    if s.zero["contiguous_gradients"]:
+        width = ds_defaults.BYTES[s.ds["communication_data_type"]]
+        items.append(s.item("reduction bucket", "gpu", width * s.zero["reduce_bucket_size"], f"{S3}:782"))
+    flat = s.grad_width * s.shard
+    if s.optimizer_device is None:
+        return [
+            *items,
+            s.item("gradients", "gpu", flat, f"{S3}:791"),
+            s.item("master parameters", "gpu", MASTER * s.shard, f"{S3}:1170"),
+            s.item("moments", "gpu", MOMENTS * s.shard, TORCH_ADAM),
+        ]
+    items.append(s.pinned("gradients", [flat], s.pin_optimizer, f"{S3}:791"))
+    groups = _sub_groups(s)
+    return [
+        *items,
+        *(_optimizer_nvme(s, groups) if s.optimizer_device == "nvme" else _optimizer_cpu(s, groups)),
+    ]
+
+
+def _params_3(s: _Sizes) -> list[Item]:
+    frozen = s.width * s.frozen_shard
+    if s.param_device is None:
+        return [
+            s.item("parameters", "gpu", s.width * s.shard, f"{S3}:972"),
+            s.item("frozen parameters", "gpu", frozen, f"{PARTITION}:1836"),
+        ]
+    section = s.zero["offload_param"]
+    if s.param_device == "cpu":
+        # One buffer per frozen parameter, rounded one by one: their sizes are not known here, so the raw sum stands.
+        place: Place = "pinned" if section["pin_memory"] and s.can_pin else "host"
+        return [
+            # pinned whatever offload_param.pin_memory says
+            s.pinned("parameters", [s.width * s.shard], True, f"{S3}:906"),
+            s.item("frozen parameters", place, frozen, f"{PARTITION}:1836"),
+        ]
+    resident = min(section["max_in_cpu"], s.shard)
+    buffers = section["buffer_count"] * section["buffer_size"]
+    items = [
+        s.item("parameters", "nvme", s.width * s.shard, f"{PARAM_SWAPPER}:265"),
+        s.item("frozen parameters", "nvme", frozen, f"{PARAM_SWAPPER}:265"),
+        s.pinned("parameters kept in host memory", [s.width * resident], True, f"{S3}:906"),
+        s.mlocked("parameter swap buffers", s.width * buffers, f"{PARAM_SWAPPER}:131"),
+    ]
+    if resident < s.shard:
+        write = s.width * max(_sub_groups(s))
+        items.append(s.mlocked("parameter write buffer", write, f"{PARAM_SWAPPER}:396"))
+    return items
+
+
+def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
+    """Sub-groups on the host; with offload_optimizer.ratio below 1 the first ones stay on the GPU."""
+    on_gpu = int((1 - s.zero["offload_optimizer"]["ratio"]) * len(groups))
+    kept, moved = sum(groups[:on_gpu]), groups[on_gpu:]
+    return [
+        s.item("master parameters", "gpu", MASTER * kept, f"{S3}:1158"),
+        s.item("master gradients", "gpu", MASTER_GRADIENT * kept, f"{S3}:1342"),
+        s.item("moments", "gpu", MOMENTS * kept, TORCH_ADAM),
+        s.item("master parameters", "host", MASTER * sum(moved), f"{S3}:1158"),
+        s.pinned("master gradients", [MASTER_GRADIENT * n for n in moved], s.pin_optimizer, f"{S3}:1338"),
+        s.item("moments", "host", MOMENTS * sum(moved), CPU_ADAM),
+    ]
+
+
+def _optimizer_nvme(s: _Sizes, groups: list[int]) -> list[Item]:
+    """Sub-groups on NVMe, four tensors of one group at a time in host memory; tiny groups stay in host memory."""
+    smallest = max(MIN_SWAPPED_BYTES, s.ds["aio"]["block_size"])
+    swapped = [n for n in groups if MASTER * n >= smallest]
+    kept = [n for n in groups if MASTER * n < smallest]
+    buffers = s.zero["offload_optimizer"]["buffer_count"] * max(groups)
+    per_param = MASTER + MOMENTS + MASTER_GRADIENT
+    return [
+        s.item(
+            "master parameters, moments, gradients", "nvme", per_param * sum(swapped), f"{STATE_SWAPPER}:105"
+        ),
+        s.mlocked("optimizer swap buffers", MASTER * buffers, "runtime/swap_tensor/utils.py:192"),
+        s.item("master parameters", "host", MASTER * sum(kept), f"{S3}:1158"),
+        s.pinned("master gradients", [MASTER_GRADIENT * n for n in kept], s.pin_optimizer, f"{S3}:1338"),
+        s.item("moments", "host", MOMENTS * sum(kept), CPU_ADAM),
+    ]
+
+
+def _sub_groups(s: _Sizes) -> list[int]:
+    """Elements of each sub-group of one rank (stage3.py:1210): closed by the parameter that reaches the size.
+
+    The overshoot is unknown; a group is at least as large as the largest parameter's shard that it must hold.
+    """
+    size = s.zero["sub_group_size"]
+    if size <= 0 or size >= s.shard:
+        return [s.shard]
+    first = min(max(size, s.largest_shard), s.shard)
+    full, rest = divmod(s.shard - first, size)
+    return [first, *[size] * full, *([rest] if rest else [])]
+
+
+def _power_of_two(size: int) -> int:
+    """torch's CachingHostAllocator rounds every pinned allocation so (ATen/core/CachingHostAllocator.h:305)."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0

@@ -1,0 +1,175 @@
+"""`remat compare policies`: every policy on one model, counted op by op on meta tensors, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from remat.activation_checkpointing import apply
+from remat.activation_checkpointing.policy import without_engine
+from remat.config import compose, validation
+from remat.config.choices import PeftMethod
+from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
+from remat.model import build, layers, packed_inputs
+from remat.planning import strategy
+from remat.planning.simulation import simulate, zero3, zero3_events
+from remat.planning.simulation.zero3_events import Event, Parameters
+
+META = torch.device("meta")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One policy on one micro-batch. Bytes are means per layer; FLOPs are matrix products and attention.
+
+    `hidden_states` is kept bytes in units of one hidden state [micro batch, seq, hidden]; `zero3_gathers` the volume
+    that ZeRO-3 gathers in units of the model, without reuse (0: not known, with adapters). A policy that cannot work
+    here has only `refused`.
+    """
+
+    name: str
+    kept_bytes: float = 0.0
+    hidden_states: float = 0.0
+    moved_bytes: float = 0.0
+    discarded_bytes: float = 0.0
+    recomputed_of_forward: float = 0.0
+    zero3_gathers: float = 0.0
+    refused: str = ""
+
+
+def rows(overrides: list[str]) -> Iterator[PolicyRow]:
+    """One row per choice of `conf/checkpointing`, over the run that `overrides` ask for. Raises ConfigError."""
+    compose.compose_run(without_policy(overrides))  # a bad override is one message, not one per policy
+    for name in compose.group_choices()["checkpointing"]:
+        try:
+            chosen = compose.compose_run(
+                [*without_policy(overrides), f"checkpointing={name}"]
+            ).run.checkpointing
+            own = [word for word in overrides if _belongs(word, chosen)]
+            cfg = compose.compose_run([*without_policy(overrides), f"checkpointing={name}", *own]).run
+            yield count(cfg, name)
+        except ConfigError as error:
+            yield PolicyRow(name, refused=" ".join(str(error).split()))
+
+
+def without_policy(overrides: list[str]) -> list[str]:
+    """Without the choice of a policy and without what only some policies read."""
+    prefixes = ("checkpointing=", *(f"checkpointing.{name}" for name in validation.OPTIONS_OF))
+    return [word for word in overrides if not word.startswith(prefixes)]
+
+
+def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
+    owners = {
+        owner for name, owner in validation.OPTIONS_OF.items() if word.startswith(f"checkpointing.{name}")
+    }
+    return bool(owners & {chosen.policy, *chosen.layers.values()})
+
+
+def on_gpu(cfg: RunConfig) -> bool:
+    """Whether figures are those of a GPU: the options name one, or this machine has one. Else they are a CPU's."""
+    return cfg.hardware.gpu is not None or torch.cuda.is_available()
+
+
+def count(cfg: RunConfig, name: str) -> PolicyRow:
+    """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
+    config = build.shape_config(cfg.model)
+    if cfg.train.tensor_parallel_size > 1:
+        raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
+    adapted = cfg.peft.method is not PeftMethod.none
+    net = strategy.meta_model(cfg)
+    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    if not decided.decisions:
+        raise ConfigError(f"{type(net).__name__} has no repeated layers")
+    applied = apply.apply(
+        net, without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
+    )
+    watch, events = applied.watch(META), list[Event]()
+    try:
+        with (
+            simulate.explained(net),
+            simulate.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
+            zero3_events.recorded(net, events.append),
+            applied.micro_batch(),
+            watch,
+        ):
+            simulate.step(
+                net,
+                micro_batch_size=cfg.train.micro_batch_size,
+                seq_len=cfg.train.seq_len,
+                forward_done=watch.forward_done,
+                given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
+            )
+    finally:
+        applied.remove()
+    gathered = zero3.elements_without_reuse(Parameters.of(net), events)
+    depth = len(layers.decoder_layers(net))
+    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * build.hidden_size(config)
+    kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
+    return PolicyRow(
+        name,
+        kept_bytes=kept,
+        hidden_states=kept / (hidden * build.DTYPES[cfg.train.precision].itemsize),
+        moved_bytes=sum(c.moved_bytes for c in applied.counts) / depth,
+        discarded_bytes=sum(c.discarded_bytes for c in applied.counts) / depth,
+        recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),
+        zero3_gathers=0.0 if adapted else gathered / sum(p.numel() for p in net.parameters()),
+    )
+
+
+HEADINGS = [
+    "policy",
+    "kept MiB/layer",
+    "kept h",
+    "host MiB/layer",
+    "discarded MiB/layer",
+    "recomputed",
+    "gathers",
+]
+
+
+def cells(row: PolicyRow) -> list[str]:
+    """The figures of a row under HEADINGS; a policy that is refused has its reason instead."""
+    if row.refused:
+        return [row.name, f"refused: {row.refused}"]
+    return [
+        row.name,
+        f"{row.kept_bytes / MIB:.4g}",
+        f"{row.hidden_states:.2f}",
+        f"{row.moved_bytes / MIB:.4g}" if row.moved_bytes else "-",
+        f"{row.discarded_bytes / MIB:.4g}" if row.discarded_bytes else "-",
+        f"{row.recomputed_of_forward:.1%}",
+        f"{row.zero3_gathers:.2f}" if row.zero3_gathers else "-",
+    ]
+
+
+def lines(found: Iterator[PolicyRow]) -> Iterator[str]:
+    """A table that grows as policies are counted."""
+    widths = [max(20, len(HEADINGS[0])), *(len(heading) for heading in HEADINGS[1:])]
+    yield "  ".join(
+        h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(HEADINGS, widths, strict=True))
+    )
+    for row in found:
+        name, *figures = cells(row)
+        aligned = figures if row.refused else [f.rjust(w) for f, w in zip(figures, widths[1:], strict=True)]
+        yield "  ".join([name.ljust(widths[0]), *aligned])
+
+
+def _ranks(cfg: RunConfig) -> int:
+    return (cfg.hardware.gpus_per_node or 1) * cfg.hardware.num_nodes
+
+
+def caption(cfg: RunConfig) -> str:
+    """What the figures are of."""
+    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    train = cfg.train
+    adapters = {PeftMethod.none: "", PeftMethod.lora: ", LoRA", PeftMethod.qlora: ", QLoRA"}[cfg.peft.method]
+    return (
+        f"{decided.facts.class_name}{adapters}, {train.micro_batch_size} x {train.seq_len} tokens, {train.precision}, "
+        f"{cfg.model.attention}, ZeRO-{decided.zero_stage}, as on a {'GPU' if on_gpu(cfg) else 'CPU'}. Means per "
+        "layer, counted on the model's own operations, nothing measured.\n"
+        "h = one hidden state; recomputed = matrix products and attention that run again, of those of the forward;\n"
+        "gathers = volume that ZeRO-3 gathers per micro-batch in model sizes, without reuse."
+    )

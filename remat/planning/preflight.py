@@ -1,0 +1,298 @@
+"""Can this machine hold the run? Asked before any weight is read, answered with needed against found.
+
+Here: disks, locked memory, the number of GPUs, and a lower bound of memory from the model states alone. Where the run
+has a plan, `remat.launch_plan` puts the plan's memory in the place of that bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remat.config import ds_config, ds_defaults
+from remat.config.choices import ModelInit
+from remat.config.options import ModelConfig, RunConfig, SaveConfig
+from remat.machine.memory import GIB
+from remat.machine.node import Disk, Machine
+from remat.planning.model_states import Item
+from remat.saving import disk_space
+
+REHEARSED_FROM = 1e9  # parameters: where hours are at stake, and a save takes long enough to be found out late
+SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
+LOWER_BOUND = (
+    "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
+    "top of it."
+)
+
+
+class DoesNotFit(Exception):
+    """The machine lacks something the run needs. The text is a table of needed and found, and a remedy for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What the run allocates at least. Host, pinned and NVMe bytes are per node, GPU and locked bytes per rank.
+
+    `rounding_bytes` is the part of the host bytes that pinning the optimizer's buffers adds by rounding.
+    """
+
+    ranks_per_node: int
+    host_bytes: int
+    rounding_bytes: int
+    gpu_bytes: int
+    mlocked_bytes: int
+    nvme_bytes: int
+    saved_bytes: int
+    export_bytes: int
+    rehearsal_bytes: int  # of one state and one export, gone before the first of the saved ones
+    download_bytes: int
+    reading_bytes: int  # of host memory while weights are read, before the model states are there
+    gpu_remedy: str
+
+
+def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
+    """Whether pretrained weights go from their files right onto the GPU. Layers that are shared are cut on the host."""
+    return device_type == "cuda" and cfg.train.tensor_parallel_size == 1
+
+
+def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: int, ranks_per_node: int) -> int:
+    """Host memory of a node while the weights are read: below ZeRO-3 each rank that shares layers has the whole model.
+
+    Else there is nothing to add: a GPU's rank hands on one weight after another, a CPU's rank keeps what it reads.
+    `num_params` are those of the whole model, `width` their bytes.
+    """
+    whole = cfg.model.init is ModelInit.pretrained and zero_stage < 3 and cfg.train.tensor_parallel_size > 1
+    return ranks_per_node * num_params * width if whole else 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a resource, what is needed and found of it, and what to do when it is too little."""
+
+    name: str
+    needed_bytes: int
+    found_bytes: int
+    remedy: str
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.found_bytes
+
+
+def too_few_gpus(*, needed: int, found: int) -> str | None:
+    """What to say when a node has GPUs, but not one for each of its ranks."""
+    if not 0 < found < needed:
+        return None
+    return (
+        f"GPUs on this node: needed {needed} (one per rank), found {found}; start deepspeed with "
+        f"--num_gpus {found} or look at CUDA_VISIBLE_DEVICES"
+    )
+
+
+def required(
+    items: Sequence[Item],
+    *,
+    num_params: int,
+    ds: Mapping[str, Any],
+    ranks_per_node: int,
+    save: SaveConfig,
+    steps: int,
+    rehearse: bool = False,
+    download_bytes: int = 0,
+    reading_bytes: int = 0,
+) -> Needs:
+    """What a run with these model states needs of one node, and of the disk that all nodes share.
+
+    `num_params` are those that are saved and exported: the trained ones.
+    """
+    width = ds_defaults.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]
+    per_node = {
+        place: sum(i.bytes_per_node for i in items if i.place == place) for place in ("host", "pinned", "nvme")
+    }
+    rounding = sum(
+        item.bytes_per_rank - item.raw_bytes_per_rank
+        for item in items
+        if item.place == "pinned" and not item.name.startswith("parameters")
+    )
+    return Needs(
+        ranks_per_node=ranks_per_node,
+        host_bytes=per_node["host"] + per_node["pinned"],
+        rounding_bytes=rounding * ranks_per_node,
+        gpu_bytes=sum(i.bytes_per_rank for i in items if i.place == "gpu"),
+        mlocked_bytes=sum(i.bytes_per_rank for i in items if i.mlocked),
+        nvme_bytes=per_node["nvme"],
+        saved_bytes=states_on_disk(save, steps) * saved_state_bytes(num_params, ds),
+        export_bytes=width * num_params if save.export else 0,
+        rehearsal_bytes=saved_state_bytes(num_params, ds) + width * num_params if rehearse else 0,
+        download_bytes=download_bytes,
+        reading_bytes=reading_bytes,
+        gpu_remedy=_gpu_remedy(ds),
+    )
+
+
+def saved_state_bytes(num_params: int, ds: Mapping[str, Any]) -> int:
+    """One saved state of all ranks: master and moments, and below stage 3 the module once more."""
+    half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
+    return num_params * disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
+
+
+def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:
+    """Whether the run tries its save and export after the first step; `num_params` are those of the whole model."""
+    if save.rehearse is not None:
+        return save.rehearse
+    keeps = save.every > 0 or save.at_end or save.export
+    return keeps and num_params > REHEARSED_FROM and tensor_parallel_size == 1
+
+
+def states_on_disk(save: SaveConfig, steps: int) -> int:
+    """How many saved states exist at once at most: the kept ones, and the next, which is complete before one goes."""
+    regular = steps // save.every if save.every else 0
+    last = 1 if save.at_end and not (save.every and steps % save.every == 0) else 0
+    return min(regular + last, save.keep + 1)
+
+
+def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
+    """What fetching the weights takes in the hub's cache, at 2 bytes per parameter; 0 when nothing is fetched."""
+    if model.init is not ModelInit.pretrained or not model.path or Path(model.path).expanduser().exists():
+        return 0
+    snapshots = cache / f"models--{model.path.replace('/', '--')}" / "snapshots"
+    if any(snapshots.glob("*/*.safetensors")) or any(snapshots.glob("*/*.bin")):
+        return 0
+    return 2 * num_params
+
+
+def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
+    """Needed against found for each resource the run uses; `memory` are a plan's, else the model states stand there."""
+    lines = list(memory) or lower_bound(needs, machine)
+    if needs.reading_bytes:
+        remedy = "start fewer ranks on each node, or train.tensor_parallel_size=1, which reads onto the GPU"
+        name = f"host memory of this node while {needs.ranks_per_node} ranks read the whole model"
+        lines.append(Row(name, needs.reading_bytes, machine.host_available_bytes, remedy))
+    if needs.mlocked_bytes and machine.memlock_bytes is not None:
+        kib = -(-needs.mlocked_bytes // 1024)
+        remedy = (
+            f"raise it with ulimit -l {kib} (limits.conf: memlock), or lower sub_group_size and buffer_size"
+        )
+        lines.append(
+            Row("locked memory of each rank (ulimit -l)", needs.mlocked_bytes, machine.memlock_bytes, remedy)
+        )
+    return [*lines, *_shared_memory_rows(needs, machine), *_disk_rows(needs, machine)]
+
+
+def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
+    """Memory for the model states. Without a GPU its bytes are host bytes."""
+    host, ranks = needs.host_bytes, needs.ranks_per_node
+    if machine.gpu_bytes is None:
+        host += needs.gpu_bytes * ranks
+    lines = [host_row(needs, machine, host, machine.host_available_bytes)]
+    if machine.gpu_bytes is not None:
+        lines.append(gpu_row(needs, machine, needs.gpu_bytes))
+    return lines
+
+
+def host_row(needs: Needs, machine: Machine, needed_bytes: int, found_bytes: int) -> Row:
+    return Row(
+        f"host memory of this node ({needs.ranks_per_node} ranks)",
+        needed_bytes,
+        found_bytes,
+        _host_remedy(needs, machine),
+    )
+
+
+def gpu_row(needs: Needs, machine: Machine, needed_bytes: int) -> Row:
+    assert machine.gpu_bytes is not None
+    return Row("GPU memory of each rank", needed_bytes, machine.gpu_bytes, needs.gpu_remedy)
+
+
+def problems(lines: Sequence[Row]) -> list[str]:
+    """What is too small; each line names the resource, needed and found, and the remedy."""
+    return [
+        f"{row.name}: needed {_gib(row.needed_bytes)} GiB, found {_gib(row.found_bytes)} GiB; {row.remedy}"
+        for row in lines
+        if not row.fits
+    ]
+
+
+def refusal(lines: Sequence[Row]) -> str | None:
+    """The whole table and every problem, when anything is too small."""
+    found = problems(lines)
+    if not found:
+        return None
+    text = "\n".join(f"- {line}" for line in found)
+    return f"this machine cannot hold the run\n\n{table(lines)}\n\n{text}"
+
+
+def table(lines: Sequence[Row]) -> str:
+    """The rows in aligned columns, GiB."""
+    width = max(len(row.name) for row in lines)
+    head = f"{'GiB':<{width}}  {'needed':>10}  {'found':>10}"
+    body = [
+        f"{row.name:<{width}}  {_gib(row.needed_bytes):>10}  {_gib(row.found_bytes):>10}"
+        f"{'' if row.fits else '  too small'}"
+        for row in lines
+    ]
+    return "\n".join([head, *body])
+
+
+def _host_remedy(needs: Needs, machine: Machine) -> str:
+    remedy = "use more nodes, or deepspeed.config=zero3_nvme with hardware.nvme_path=FOLDER"
+    if machine.host_limit_bytes < machine.host_total_bytes:
+        remedy = f"a control group allows {_gib(machine.host_limit_bytes)} GiB in all: raise it, {remedy}"
+    if needs.rounding_bytes >= 0.01 * needs.host_bytes > 0:
+        remedy += (
+            ", or deepspeed.overrides.zero_optimization.offload_optimizer.pin_memory=false, which saves "
+            f"{_gib(needs.rounding_bytes)} GiB of rounding and costs speed"
+        )
+    return remedy
+
+
+def _shared_memory_rows(needs: Needs, machine: Machine) -> list[Row]:
+    """NCCL's segments between the GPUs of a node; 10 MB each, several per rank. CPU ranks use none (gloo)."""
+    if machine.gpu_bytes is None or machine.shm_bytes is None or needs.ranks_per_node < 2:
+        return []
+    remedy = (
+        "start the container with --shm-size=1g or --ipc=host, or remove what earlier runs left in /dev/shm"
+    )
+    return [Row("/dev/shm", SHM_PER_RANK * needs.ranks_per_node, machine.shm_bytes, remedy)]
+
+
+def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
+    """One row per filesystem that the run writes to."""
+    writes: list[tuple[Disk, int, str, str]] = [
+        (
+            machine.output,
+            max(needs.saved_bytes + needs.export_bytes, needs.rehearsal_bytes),
+            "output_dir",
+            "free some, choose another output_dir, lower save.keep or set save.export=false or save.rehearse=false",
+        ),
+        (machine.download, needs.download_bytes, "hub cache", "free some, or set HF_HOME to a larger disk"),
+    ]
+    if machine.nvme is not None:
+        remedy = "free some, or choose another hardware.nvme_path"
+        writes.append((machine.nvme, needs.nvme_bytes, "hardware.nvme_path", remedy))
+    lines = []
+    for filesystem in dict.fromkeys(place.filesystem for place, size, _, _ in writes if size):
+        mine = [write for write in writes if write[0].filesystem == filesystem and write[1]]
+        name = ", ".join(f"{option} {place.folder}" for place, _, option, _ in mine)
+        remedy = "; ".join(dict.fromkeys(text for _, _, _, text in mine))
+        lines.append(Row(f"disk: {name}", sum(size for _, size, _, _ in mine), mine[0][0].free_bytes, remedy))
+    return lines
+
+
+def _gpu_remedy(ds: Mapping[str, Any]) -> str:
+    """The next strategy that keeps less on the GPU."""
+    stage, optimizer = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
+    if ds_config.param_offload_device(ds):
+        return "a smaller deepspeed.overrides.zero_optimization.reduce_bucket_size, or a GPU with more memory"
+    if stage < 2 and optimizer is None:
+        return "choose deepspeed.config=zero2, or zero3 to shard the parameters too"
+    if stage < 3:
+        return "choose deepspeed.config=zero3, or zero3_offload_optimizer"
+    following = "zero3_offload_optimizer" if optimizer is None else "zero3_offload"
+    return f"choose deepspeed.config={following}, or use more GPUs"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"

@@ -1,0 +1,152 @@
+"""What a plan would say, at a fraction of its cost: a few layers are simulated, and the rest are taken to be alike.
+
+For a search among many candidates. What is shown to anyone is planned whole (remat.planning.planner).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from remat.config.choices import Policy
+from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
+from remat.model.build import ModelFacts
+from remat.planning import planner, strategy
+from remat.planning.planner import Planned
+from remat.planning.recording import Recordings
+from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
+
+FEW_LAYERS = 8  # a model of so many is simulated whole
+DEPTH_FIELDS = ("num_hidden_layers", "n_layer")
+LOW_LAYERS = 4
+
+
+class Screen:
+    """Estimates of plans. One object serves one search and remembers what it simulated."""
+
+    def __init__(self, recordings: Recordings) -> None:
+        self._recordings = recordings
+        self._facts: dict[str, ModelFacts] = {}
+
+    def estimate(self, cfg: RunConfig, *, hopeless_too: bool = False) -> Planned:
+        """Near the plan of `cfg`. Raises ConfigError.
+
+        When not even the model states fit it is those alone (its simulation is NOTHING), unless `hopeless_too`.
+        """
+        low, high = _depths(cfg)
+        ranks = planner.ranks_of(cfg)
+        try:
+            large = _with_depth(cfg, high) if high else cfg
+            decided = strategy.decide(large, world_size=ranks, can_pin=True)
+            if high:
+                facts = self._whole(cfg)
+                decided = replace(decided, facts=facts, held=facts)
+            bound = planner.priced(cfg, decided, NOTHING, world_size=ranks)
+            if not bound.plan.fits and not hopeless_too:
+                return bound
+            if high:
+                few, more = self._simulation(_with_depth(cfg, low), ranks), self._simulation(large, ranks)
+                whole = _stretched(few, more, (_depth(cfg) - high) / (high - low))
+                return planner.priced(cfg, decided, whole, world_size=ranks)
+        except ConfigError:
+            if not high:
+                raise  # else it may be that only the few layers are refused: layer ranges
+        return planner.make(cfg, recordings=self._recordings)
+
+    def _simulation(self, cfg: RunConfig, ranks: int) -> Simulation:
+        decided = strategy.decide(cfg, world_size=ranks, can_pin=True)
+        return self._recordings.get(cfg, decided).under(ZeroSettings.of(decided.ds, ranks))
+
+    def _whole(self, cfg: RunConfig) -> ModelFacts:
+        key = repr((cfg.model, cfg.peft))
+        if key not in self._facts:
+            ranks = planner.ranks_of(cfg)
+            self._facts[key] = strategy.decide(cfg, world_size=ranks, can_pin=True).facts
+        return self._facts[key]
+
+
+def _depth(cfg: RunConfig) -> int:
+    """Decoder layers as the options name them; 0: a folder does, and is planned whole."""
+    return next(
+        (int(cfg.model.architecture[name]) for name in DEPTH_FIELDS if name in cfg.model.architecture), 0
+    )
+
+
+def _depths(cfg: RunConfig) -> tuple[int, int]:
+    """Two depths between which a policy repeats; zeros when the model is hardly deeper than that."""
+    unit = max(1, _unit(cfg.checkpointing, _depth(cfg)))
+    low = unit * math.ceil(LOW_LAYERS / unit)
+    high = low + unit * math.ceil(2 / unit)
+    return (low, high) if _depth(cfg) > max(FEW_LAYERS, high + high // 2) else (0, 0)
+
+
+def _unit(cfg: CheckpointingConfig, depth: int) -> int:
+    """Layers after which the policy begins again. `block` differs only in its first ones."""
+    if cfg.policy is Policy.sqrt:
+        return _segment(depth)
+    units = {
+        Policy.interval: cfg.interval,
+        Policy.uniform: cfg.segment_layers,
+        Policy.block: cfg.block_layers + 1,
+    }
+    return max(1, units.get(cfg.policy, 1))
+
+
+def _segment(depth: int) -> int:
+    return math.ceil(depth / max(1, round(math.sqrt(depth))))
+
+
+def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
+    fields = {name: depth if name in DEPTH_FIELDS else value for name, value in cfg.model.architecture.items()}
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == _depth(cfg):  # one entry per layer
+            fields[name] = value[:depth]
+    checkpointing = cfg.checkpointing
+    if checkpointing.policy is Policy.sqrt:  # segments as long as those of the whole model
+        size = _segment(_depth(cfg))
+        checkpointing = replace(checkpointing, policy=Policy.uniform, segment_layers=size)
+    return replace(cfg, model=replace(cfg.model, architecture=fields), checkpointing=checkpointing)
+
+
+def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
+    """`high` with its difference from `low` added `repeats` times more."""
+
+    def grown(few: float, more: float) -> int:
+        return max(0, round(more + (more - few) * repeats))
+
+    few_ops, more_ops = Counter(low.ops), Counter(high.ops)
+    return replace(
+        high,
+        forward_peak=_stretched_moment(low.forward_peak, high.forward_peak, repeats),
+        backward_peak=_stretched_moment(low.backward_peak, high.backward_peak, repeats),
+        host_bytes=grown(low.host_bytes, high.host_bytes),
+        flops={phase: grown(low.flops[phase], high.flops[phase]) for phase in Phase},
+        ops=[op for op in more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
+        gathered_elements=grown(low.gathered_elements, high.gathered_elements),
+    )
+
+
+def _stretched_moment(low: Moment, high: Moment, repeats: float) -> Moment:
+    sizes: dict[Category, int] = {}
+    for name, size in high.by_category.items():
+        sizes[name] = round(size + (size - low.by_category.get(name, 0)) * repeats)
+    return replace(high, total_bytes=sum(sizes.values()), by_category=sizes)
+
+
+def _nothing(phase: Phase) -> Moment:
+    empty: Mapping[Category, int] = {}
+    return Moment(0, empty, phase, None, "nothing")
+
+
+NOTHING = Simulation(
+    forward_peak=_nothing(Phase.forward),
+    backward_peak=_nothing(Phase.backward),
+    kept_bytes=[],
+    host_bytes=0,
+    flops=dict.fromkeys(Phase, 0),
+    ops=[],
+    gathered_elements=0,
+    assumptions=[],
+)

@@ -1,0 +1,262 @@
+"""Live bytes of a forward and backward, operation by operation, in parts that ZeRO's bookkeeping can be laid over.
+
+The record knows nothing of ZeRO's settings. It is cut wherever ZeRO may act (a module fetches or releases its
+parameters, a gradient is ready): each `Part` has the bytes at the cut and the most until the next. `planning.peaks`
+adds what DeepSpeed holds meanwhile. Works on meta and CPU tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from remat.model import op_flops
+from remat.planning.simulation import op_costs
+from remat.planning.simulation.types import Category, OpCost, Phase
+from remat.planning.simulation.zero3_events import Event
+
+KINDS = (Category.activations, Category.recompute, Category.loss)
+ACTIVATIONS, RECOMPUTE, LOSS = range(3)
+
+
+class Scope(Protocol):
+    """Where the computation is: which decoder layer, and whether it runs for the second time."""
+
+    @property
+    def layer(self) -> int | None: ...
+    @property
+    def recomputing(self) -> bool: ...
+
+
+class Ready(NamedTuple):
+    """The gradient of a parameter, by its place in model.parameters(), is there."""
+
+    parameter: int
+
+
+class Snapshot(NamedTuple):
+    total: int
+    by_kind: tuple[int, int, int]  # of KINDS
+    phase: Phase
+    layer: int | None
+    operation: str
+
+
+@dataclass
+class Part:
+    """What cut the record (None: backward begins), bytes right then, and the most until the next cut."""
+
+    cut: Event | Ready | None
+    at_cut: Snapshot
+    peak: Snapshot
+
+
+class Timeline(TorchDispatchMode):
+    """`with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`.
+
+    Parameters are not counted. Gradients are, until autograd has finished them; the parameters' `grad` stays None.
+    `ignored` yields host memory. `workspaces`: count what attention kernels of a GPU allocate within, and not what
+    autograd allocates only because it is watched.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        scope: Scope,
+        model: nn.Module,
+        *,
+        ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+        workspaces: bool = True,
+    ) -> None:
+        super().__init__()
+        self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
+        self.host_bytes = 0  # same moment
+        self.flops: dict[Phase, int] = defaultdict(int)
+        self.ops: list[OpCost] = []
+        self._scope, self._model, self._ignored, self._workspaces = scope, model, ignored, workspaces
+        self._weights: dict[int, int | None] = {}  # layer that was seen to use a weight
+        self._backward_layer: int | None = None
+        self._backward = False
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int | None, int]] = {}
+        self._unsettled: list[tuple[weakref.ref[torch.UntypedStorage], int, int | None]] = []
+        self._not_ours: dict[int, StorageWeakRef] = {}  # keeps an address from being used again
+        self._by_kind = [0, 0, 0]
+        start = Snapshot(0, (0, 0, 0), Phase.forward, None, "start")
+        self.parts = [Part(None, start, start)]
+        self.backward_begins_at = 0  # index of a part
+
+    def __enter__(self) -> Timeline:
+        self._weights = {p.untyped_storage()._cdata: None for p in self._model.parameters()}
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._settle()
+        given = _tensors((args, kwargs))
+        for tensor in given:
+            self._see(tensor)
+        phase, layer = self._phase(), self._layer()
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
+        for tensor in made:
+            self._track(tensor, layer, late="empty" in name)
+        workspace = op_flops.dequantised_bytes(func, args)
+        if self._workspaces:
+            workspace += op_costs.workspace_bytes(func, args)
+            workspace -= op_costs.summed_in_place_bytes(func, args) if phase is Phase.backward else 0
+        self._bump(phase, layer, name, workspace)
+        costs = (
+            op_costs.cost(func, args, kwargs, result, given, made, phase),
+            op_costs.dequantisation(func, args, phase),
+        )
+        for cost in filter(None, costs):
+            self.ops.append(cost)
+            self.flops[phase] += cost.flops
+        return result
+
+    @property
+    def num_layers(self) -> int:
+        """That were seen to use weights of their own."""
+        return max((layer for layer in self._weights.values() if layer is not None), default=-1) + 1
+
+    def forward_done(self) -> None:
+        """Call it between forward and backward."""
+        self._settle()
+        kept: dict[int, int] = defaultdict(int)
+        for _, size, layer, _ in self._live.values():
+            if layer is not None:
+                kept[layer] += size
+        self.kept_bytes = dict(kept)
+        self.host_bytes = sum(storage.nbytes() for storage in self._ignored())
+        self._backward, self._backward_layer = True, None
+        self.backward_begins_at = len(self.parts)
+        self.cut(None)
+
+    def cut(self, event: Event | Ready | None, then: Callable[[], None] = lambda: None) -> None:
+        """ZeRO acts; `then` happens right after."""
+        self._settle()
+        where = self._phase(), self._layer(), "between operations"
+        before = self._snapshot(*where)
+        then()
+        self.parts.append(Part(event, before, self._snapshot(*where)))
+
+    @contextmanager
+    def gradients_taken(self) -> Iterator[None]:
+        """Cut the record at every gradient, and take it from its parameter."""
+        handles = []
+        for index, parameter in enumerate(self._model.parameters()):
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._taker(index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            def hand_over() -> None:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    storage = gradient.untyped_storage()
+                    self._forget(storage._cdata)
+                    self._not_ours[storage._cdata] = StorageWeakRef(storage)
+
+            self.cut(Ready(index), hand_over)
+
+        return take
+
+    def _phase(self) -> Phase:
+        if self._scope.recomputing:
+            return Phase.recompute
+        return Phase.backward if self._backward else Phase.forward
+
+    def _layer(self) -> int | None:
+        """In backward nobody says which layer it is: the one whose weight was read last."""
+        if self._scope.layer is not None:
+            self._backward_layer = self._scope.layer
+            return self._scope.layer
+        return self._backward_layer if self._backward else None
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._weights:
+            if self._scope.layer is not None and not self._backward:
+                self._weights[key] = self._scope.layer
+            elif self._backward and self._scope.layer is None:
+                self._backward_layer = self._weights[key]
+        elif key not in self._live and key not in self._not_ours:
+            self._not_ours[key] = StorageWeakRef(storage)
+
+    def _track(self, tensor: torch.Tensor, layer: int | None, *, late: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._not_ours or key in self._weights:
+            return
+        inside = RECOMPUTE if self._backward or self._scope.recomputing else ACTIVATIONS
+        kind = LOSS if layer is None else inside
+        if late:  # whether it is host memory is known when it has been given out
+            self._unsettled.append((weakref.ref(storage), kind, layer))
+        else:
+            self._count(storage, kind, layer)
+
+    def _settle(self) -> None:
+        if not self._unsettled:
+            return
+        host = {storage._cdata for storage in self._ignored()}
+        for ref, kind, layer in self._unsettled:
+            storage = ref()
+            if storage is None or storage._cdata in self._live:
+                continue
+            if storage._cdata in host:
+                self._not_ours[storage._cdata] = StorageWeakRef(storage)
+            else:
+                self._count(storage, kind, layer)
+        self._unsettled.clear()
+
+    def _count(self, storage: torch.UntypedStorage, kind: int, layer: int | None) -> None:
+        size = storage.nbytes()
+        self._live[storage._cdata] = weakref.ref(storage), size, layer, kind
+        self._by_kind[kind] += size
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def _forget(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is not None:
+            self._by_kind[entry[3]] -= entry[1]
+
+    def _bump(self, phase: Phase, layer: int | None, name: str, workspace: int) -> None:
+        part = self.parts[-1]
+        if sum(self._by_kind) + workspace > part.peak.total:
+            part.peak = self._snapshot(phase, layer, name, workspace)
+
+    def _snapshot(self, phase: Phase, layer: int | None, operation: str, workspace: int = 0) -> Snapshot:
+        activations, recompute, loss = self._by_kind
+        if workspace:
+            activations += workspace * (layer is not None and phase is Phase.forward)
+            recompute += workspace * (layer is not None and phase is not Phase.forward)
+            loss += workspace * (layer is None)
+        kinds = activations, recompute, loss
+        return Snapshot(sum(kinds), kinds, phase, layer, operation.removeprefix("aten::"))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,105 @@
+"""What a simulated micro-batch yields, and what it needs to know of ZeRO. Bytes, elements and FLOPs of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from remat.config import ds_config
+
+
+class Category(StrEnum):
+    """What bytes on the GPU are for; the rows of a plan."""
+
+    weights = "weights"
+    gradients = "gradients"
+    optimizer_state = "optimizer state"
+    gathered = "gathered and prefetched parameters"
+    buckets = "communication buckets"
+    activations = "kept activations"
+    recompute = "recompute transients"
+    loss = "logits and loss"
+    overhead = "allocator and context"
+
+
+class Phase(StrEnum):
+    forward = "forward"
+    recompute = "recompute"
+    backward = "backward"
+    step = "optimizer step"
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operation: multiply-adds count 2; `bytes` are read and written. `kind`: matmul, attention or elementwise."""
+
+    kind: str
+    flops: int
+    bytes: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An instant at which memory peaks: bytes by category on top of the model states, and where the run is then."""
+
+    total_bytes: int
+    by_category: Mapping[Category, int]
+    phase: Phase
+    layer: int | None  # None: outside of the decoder layers
+    operation: str
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One micro-batch on meta tensors. Bytes per layer are those that stay from forward to backward."""
+
+    forward_peak: Moment
+    backward_peak: Moment
+    kept_bytes: list[int]
+    host_bytes: int  # host memory that was allocated for activations, at the end of forward
+    flops: Mapping[Phase, int]
+    ops: list[OpCost] = field(repr=False)
+    gathered_elements: int  # by ZeRO-3, over forward and backward, with reuse as configured
+    assumptions: list[str]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.forward_peak, self.backward_peak, key=lambda moment: moment.total_bytes)
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """The part of a rendered DeepSpeed dict that decides what is on the GPU during a micro-batch. Sizes in elements."""
+
+    stage: int
+    world_size: int
+    reduce_bucket_size: int
+    overlap_comm: bool
+    prefetch_bucket_size: int = 0
+    param_persistence_threshold: int = 0
+    max_live_parameters: int = 0
+    max_reuse_distance: int = 0
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    accumulating: bool = False  # the gradients of an earlier micro-batch are there
+
+    @classmethod
+    def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
+        """From the dict that reaches the engine; `world_size` counts the ranks that share the model states."""
+        zero = ds["zero_optimization"]
+        return cls(
+            stage=ds_config.zero_stage(ds),
+            world_size=world_size,
+            reduce_bucket_size=int(zero.get("reduce_bucket_size", 0)),
+            overlap_comm=bool(zero.get("overlap_comm", False)),
+            prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 0)),
+            param_persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 0)),
+            max_live_parameters=int(zero.get("stage3_max_live_parameters", 0)),
+            max_reuse_distance=int(zero.get("stage3_max_reuse_distance", 0)),
+            offload_optimizer=ds_config.optimizer_offload_device(ds) is not None,
+            offload_param=ds_config.param_offload_device(ds) is not None,
+            accumulating=ds["gradient_accumulation_steps"] > 1,
+        )

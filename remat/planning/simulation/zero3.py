@@ -1,0 +1,287 @@
+"""What ZeRO-3 gathers and when it lets go: DeepSpeed 0.19.8's coordinator, replayed without an engine.
+
+It is what DeepSpeed's hooks call (runtime/zero/partitioned_param_coordinator.py): it learns the order of modules in a
+first micro-batch, and from the second on prefetches along it and keeps what is soon used again. One record of a
+micro-batch (`planning.zero3_events`) can be replayed under many settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from remat.planning.simulation.types import ZeroSettings
+from remat.planning.simulation.zero3_events import Event, Kind, Parameters
+
+NEVER = -(10**10)
+
+
+class _Bucket:
+    """Parameters gathered by one collective. `flat_bytes` live until the last of them was waited for."""
+
+    def __init__(self, members: list[int], flat_bytes: int) -> None:
+        self.members, self.flat_bytes = members, flat_bytes
+        self.waiting = set(members)
+        self.arrived = False
+
+
+class Trace(Enum):
+    invalid = 0
+    record = 1
+    complete = 2
+
+
+class Coordinator:
+    """Bytes of gathered parameters on one GPU. `elements` counts what was gathered, over all ranks.
+
+    `on_change(bytes)` is called whenever the bytes change. Feed it the events of a micro-batch, then again: with the
+    second, which knows the order, the steady state begins. Call `optimizer_step` where the engine steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        settings: ZeroSettings,
+        on_change: Callable[[int], None] = lambda gathered: None,
+    ) -> None:
+        self.bytes = 0
+        self.elements = 0
+        self._of, self._settings, self._on_change = parameters, settings, on_change
+        count = len(parameters.elements)
+        self._persistent = [n <= settings.param_persistence_threshold for n in parameters.elements]
+        self._gathered: dict[int, int] = {}  # available or in flight: bytes of the parameter itself
+        self._in_flight: dict[int, _Bucket] = {}
+        self._left_over: dict[int, int] = {}  # bytes that autograd held on to when their parameter was released
+        self._pinned: frozenset[int] = frozenset()
+        self._users: list[set[int]] = [set() for _ in range(count)]
+        self._in_backward: dict[int, None] = {}  # modules, in the order their backward began
+        self._left_by_recompute: dict[int, set[int]] = defaultdict(set)
+        self._trace = Trace.invalid
+        self._order: list[int] = []
+        self._uses: list[tuple[int, int]] = []  # (parameter, step)
+        self._queue: deque[tuple[int, int]] = deque()
+        self._fetched_for: dict[int, int] = defaultdict(lambda: NEVER)
+        self._releasable: dict[tuple[int, int], set[int]] = {}
+        self._step = 0
+        self._available = 0  # elements, as DeepSpeed counts them
+
+    def handle(self, event: Event) -> None:
+        self._pinned = event.pinned
+        for p in [p for p in self._left_over if p not in event.pinned]:
+            self._change(-self._left_over.pop(p))
+        if event.kind is Kind.start:
+            self._reset()
+        elif event.kind is Kind.fetch:
+            self._fetch(event)
+        elif event.kind is Kind.release:
+            self._release(event.module, event.forward)
+        else:
+            while self._in_backward:
+                module, _ = self._in_backward.popitem()
+                for p in {*self._of.owned[module], *self._left_by_recompute.pop(module, ())}:
+                    self._users[p].discard(module)
+                    if not self._persistent[p]:
+                        self._free(p)
+
+    def optimizer_step(self) -> None:
+        """Everything is partitioned, then persistent parameters are gathered again (stage3.py:2840)."""
+        for p in list(self._gathered):
+            self._wait(p)
+            self._users[p].clear()
+            self._free(p)
+        for p, persistent in enumerate(self._persistent):
+            if persistent:
+                self._hold(p, self._padded_bytes(p))
+
+    # The order of modules
+
+    def _reset(self) -> None:
+        self._let_flights_land()
+        if self._trace is Trace.record:
+            self._uses = [(p, step) for step, module in enumerate(self._order) for p in self._of.owned[module]]
+            self._trace = Trace.complete
+        elif self._trace is Trace.invalid:
+            self._trace = Trace.record
+        self._queue = deque(self._uses)
+        self._fetched_for.clear()
+        self._step = self._available = 0
+
+    def _let_flights_land(self) -> None:
+        for p in list(self._in_flight):
+            self._wait(p)
+            self._free(p)
+
+    def _follow(self, module: int) -> None:
+        """Compare with the order that was learnt, or learn it (trace_prologue, record_module)."""
+        if self._trace is Trace.complete and self._order[self._step : self._step + 1] != [module]:
+            self._trace, self._order, self._uses = Trace.invalid, [], []
+            self._fetched_for.clear()
+            self._let_flights_land()
+        elif self._trace is Trace.record:
+            self._order.append(module)
+
+    # Fetch and prefetch
+
+    def _fetch(self, event: Event) -> None:
+        module = event.module
+        self._follow(module)
+        if not event.forward:
+            self._in_backward[module] = None
+        wanted = self._of.owned[module]
+        self._gather([p for p in wanted if p not in self._gathered])
+        for p in wanted:
+            self._users[p].add(module)
+            if event.again and self._in_backward and not self._of.trained[p]:
+                # A frozen parameter has no backward of its own to release it after a recomputation.
+                owner = next(reversed(self._in_backward))
+                self._left_by_recompute[owner].add(p)
+                self._users[p].add(owner)
+            self._wait(p)
+        if self._trace is Trace.complete:
+            self._pass_in_queue(wanted)
+            self._prefetch()
+        self._step += 1
+
+    def _pass_in_queue(self, wanted: Sequence[int]) -> None:
+        missing = {p for p in wanted if self._fetched_for[p] < self._step}
+        found: set[int] = set()
+        while self._queue and len(found) < len(missing):
+            p, step = self._queue.popleft()
+            self._fetched_for[p] = step
+            found.add(p)
+        if found != missing:
+            raise RuntimeError("modules use their parameters in another order than in the recorded micro-batch")
+
+    def _prefetch(self) -> None:
+        if self._settings.prefetch_bucket_size <= 0:
+            return
+        room = min(self._settings.max_live_parameters - self._available, self._settings.prefetch_bucket_size)
+        chosen: dict[int, None] = {}
+        elements = 0
+        while self._queue and elements < room:
+            p, step = self._queue.popleft()
+            self._fetched_for[p] = max(self._fetched_for[p], step)
+            if p not in self._gathered and p not in chosen:
+                chosen[p] = None
+                elements += self._of.elements[p]
+        if elements:
+            self._gather(sorted(chosen))
+
+    # Release
+
+    def _release(self, module: int, forward: bool) -> None:
+        going = self._may_go(module) if self._trace is Trace.complete else set(self._of.owned[module])
+        touched = set(self._of.owned[module])
+        if not forward:
+            again = self._left_by_recompute.pop(module, set())
+            going |= {p for p in again if not self._persistent[p]}
+            touched |= again
+            self._in_backward.pop(module, None)
+        for p in touched:
+            self._users[p].discard(module)
+            if p in going:
+                self._free(p)
+
+    def _may_go(self, module: int) -> set[int]:
+        """What of `module` is not used again soon. DeepSpeed keeps the answer for ever, and so do we."""
+        key = module, self._step
+        if key in self._releasable:
+            return self._releasable[key]
+        going = {
+            p for p in self._of.owned[module] if not self._persistent[p] and self._fetched_for[p] <= self._step
+        }
+        traversed = 0
+        for step in range(self._step, len(self._order)):
+            if traversed >= self._settings.max_reuse_distance or not going:
+                break
+            for p in self._of.owned[self._order[step]]:
+                going.discard(p)
+                traversed += self._of.elements[p]
+        self._releasable[key] = going
+        return going
+
+    # Memory (partition_parameters.py:703-800, 1329-1440)
+
+    def _padded_bytes(self, p: int) -> int:
+        world = self._settings.world_size
+        if world == 1:  # a reference to the only partition, unless that is on the host
+            return self._of.elements[p] * self._of.item_bytes[p] if self._settings.offload_param else 0
+        return math.ceil(self._of.elements[p] / world) * world * self._of.item_bytes[p]
+
+    def _gather(self, wanted: list[int]) -> None:
+        if not wanted:
+            return
+        elements = sum(self._of.elements[p] for p in wanted)
+        self.elements += elements
+        self._available += elements
+        alone = len(wanted) == 1 or self._settings.world_size == 1
+        flat = 0 if alone else sum(self._padded_bytes(p) for p in wanted)
+        self._change(flat)
+        bucket = _Bucket(wanted, flat)
+        for p in wanted:
+            self._in_flight[p] = bucket
+            self._hold(p, self._padded_bytes(p) if alone else 0)
+        if self._settings.offload_param and self._settings.world_size > 1:
+            shards = sum(self._padded_bytes(p) for p in wanted) // self._settings.world_size
+            self._change(shards)  # this rank's part on its way from host memory into the collective
+            self._change(-shards)
+
+    def _wait(self, p: int) -> None:
+        bucket = self._in_flight.pop(p, None)
+        if bucket is None:
+            return
+        if not bucket.arrived and bucket.flat_bytes:
+            for member in bucket.members:  # each parameter is put together in memory of its own
+                self._hold(member, self._of.elements[member] * self._of.item_bytes[member])
+        bucket.arrived = True
+        bucket.waiting.discard(p)
+        if not bucket.waiting:
+            self._change(-bucket.flat_bytes)
+
+    def _hold(self, p: int, size: int) -> None:
+        self._gathered[p] = size
+        self._change(size)
+
+    def _free(self, p: int) -> None:
+        bucket = self._in_flight.get(p)
+        if p in self._gathered and not self._users[p] and (bucket is None or bucket.arrived):
+            size = self._gathered.pop(p)
+            if p in self._pinned and p not in self._left_over:
+                self._left_over[p] = size
+            else:
+                self._change(-size)
+            self._available -= self._of.elements[p]
+
+    def _change(self, size: int) -> None:
+        if size:
+            self.bytes += size
+            self._on_change(self.bytes)
+
+
+def steady(
+    parameters: Parameters,
+    events: Sequence[Event],
+    settings: ZeroSettings,
+    on_change: Callable[[int], None] = lambda gathered: None,
+) -> Coordinator:
+    """A coordinator that has seen the micro-batch `events` twice and stands before the third."""
+    coordinator = Coordinator(parameters, settings)
+    for _ in range(2):
+        for event in events:
+            coordinator.handle(event)
+        if not settings.accumulating:
+            coordinator.optimizer_step()
+    coordinator.elements = 0
+    coordinator._on_change = on_change
+    return coordinator
+
+
+def elements_without_reuse(parameters: Parameters, events: Sequence[Event]) -> int:
+    """The most that ZeRO-3 gathers in a micro-batch: nothing prefetched, nothing kept from one use to the next."""
+    off = ZeroSettings(stage=3, world_size=1, reduce_bucket_size=0, overlap_comm=False)
+    coordinator = steady(parameters, events, off)
+    for event in events:
+        coordinator.handle(event)
+    return coordinator.elements

@@ -1,0 +1,259 @@
+"""How long one optimizer step takes: a roofline of the simulated operations, plus what of the traffic is not hidden.
+
+A term whose rate is not known is left out and named in `StepTime.unknown`: the total is then a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from remat.config.choices import Precision
+from remat.machine.gpus import ADAM_BYTES, Machine
+from remat.planning.simulation.types import OpCost, Phase, Simulation, ZeroSettings
+
+GB, TERA = 1e9, 1e12
+STATE_BYTES = (
+    16  # fp32 parameter, two moments and gradient: what goes to NVMe and back for each trained parameter
+)
+CAUSAL = (
+    0.5  # a causal kernel computes half of the square that is counted (Dao 2023, FlashAttention-2, section 4.1)
+)
+ROOFLINE = (
+    "each operation takes the longer of its FLOPs and its bytes at achievable rates, plus a launch; the host launches "
+    "ahead of the GPU and nothing else delays it: a best case"
+)
+OVERLAP = (
+    "reductions{gathers} run beside the compute and the copies of their micro-batch, on links of their own, and cost "
+    "only what is longer than both"
+)
+NO_OVERLAP = "overlap_comm=false: collectives wait for compute and compute for them"
+PCIE = (
+    "copies over PCIe go both ways at once, beside compute; a third of the gathered weights (half without "
+    "recomputation) comes in forward, activations leave in forward and return in backward, gradients leave in backward"
+)
+AFTER = (
+    "the optimizer, its NVMe traffic, and the return of the weights follow one another after the last backward"
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on each rank: what it waits for, by cause. They add up to `total_s`.
+
+    `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing.
+    """
+
+    compute_s: float
+    recompute_s: float
+    pcie_s: float
+    optimizer_s: float
+    collectives_s: float
+    nvme_s: float
+    tokens: int
+    hidden_s: Mapping[str, float]
+    unknown: list[str]
+    assumptions: list[str]
+
+    @property
+    def total_s(self) -> float:
+        """A lower bound when something is unknown."""
+        exposed = self.pcie_s + self.optimizer_s + self.collectives_s + self.nvme_s
+        return self.compute_s + self.recompute_s + exposed
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; an upper bound when something is unknown, None when no time is known."""
+        return self.tokens / self.total_s if self.total_s > 0 else None
+
+
+def step_time(
+    simulation: Simulation,
+    *,
+    machine: Machine,
+    zero: ZeroSettings,
+    num_params: int,
+    num_trained: int,
+    accumulation: int,
+    moved_bytes: int,
+    tokens: int,
+    precision: Precision = Precision.bf16,
+    attention_share: float = CAUSAL,
+    optimizer_on_nvme: bool = False,
+    params_on_nvme: bool = False,
+) -> StepTime:
+    """Time of an optimizer step of `accumulation` micro-batches like the simulated one, of `tokens` tokens a rank.
+
+    `moved_bytes` is what activation offload takes to the host in one micro-batch (and brings back); `attention_share`
+    the part of the counted square that the attention kernel computes. `num_params` may hold frozen ones. The optimizer
+    is Adam. Sources of the formulas stand with the terms.
+    """
+    terms = _Terms(machine, zero, precision, num_params, num_trained)
+    times = dict.fromkeys(Phase, 0.0)
+    for op in simulation.ops:
+        times[op.phase] += terms.op(op, attention_share)
+    forward = times[Phase.forward]
+    backward = times[Phase.recompute] + times[Phase.backward]
+    early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
+    inside, boundary = terms.collectives(simulation.gathered_elements)
+    can_hide = zero.overlap_comm
+    copied, exposed_copies = terms.copies(simulation.gathered_elements, early, moved_bytes, forward, backward)
+    exposed_inside = inside
+    if can_hide:  # links of their own: the slower of the two is waited for, the other runs beside it
+        exposed_inside = max(0.0, inside - forward - backward)
+        if exposed_inside > exposed_copies:
+            exposed_copies = 0.0
+        else:
+            exposed_inside = 0.0
+    hidden = {
+        "collectives": accumulation * (inside - exposed_inside),
+        "pcie": accumulation * (copied - exposed_copies),
+    }
+    nvme = terms.nvme(simulation.gathered_elements, optimizer_on_nvme, params_on_nvme, accumulation)
+    gathers = " and gathers" if zero.stage == 3 else ""
+    assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if can_hide else NO_OVERLAP]
+    if zero.offload_optimizer or zero.offload_param or moved_bytes:
+        assumptions.append(PCIE)
+    return StepTime(
+        compute_s=accumulation * (forward + times[Phase.backward]),
+        recompute_s=accumulation * times[Phase.recompute],
+        pcie_s=accumulation * exposed_copies + terms.weights_back(),
+        optimizer_s=terms.optimizer(),
+        collectives_s=accumulation * exposed_inside + boundary,
+        nvme_s=nvme,
+        tokens=tokens * accumulation * zero.world_size,
+        hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
+        unknown=sorted(terms.unknown),
+        assumptions=[*assumptions, AFTER],
+    )
+
+
+class _Terms:
+    """The single terms, in seconds. A rate that is needed and not known is put into `unknown` and costs nothing."""
+
+    def __init__(
+        self, machine: Machine, zero: ZeroSettings, precision: Precision, num_params: int, num_trained: int
+    ) -> None:
+        self.machine, self.zero, self.trained, self.unknown = machine, zero, num_trained, set[str]()
+        self.precision = precision
+        self.width = 4 if precision is Precision.fp32 else 2
+        self.ranks = zero.world_size
+        self.per_node = min(machine.gpus_per_node, self.ranks)
+        self.nodes = math.ceil(self.ranks / self.per_node)
+        shards = self.ranks if zero.stage else 1
+        self.shard = num_trained / shards
+        self.param_shard = num_params / (self.ranks if zero.stage == 3 else 1)
+
+    def op(self, op: OpCost, attention_share: float) -> float:
+        """Roofline (Williams et al. 2009): the longer of arithmetic and traffic. The step's operations count apart."""
+        if op.phase is Phase.step or not (op.flops or op.bytes):
+            return 0.0
+        flops = op.flops * (attention_share if op.kind == "attention" else 1.0)
+        seconds = self._over(op.bytes, "memory_gbs", GB)
+        if op.kind == "matmul":
+            seconds = max(seconds, self._arithmetic(flops, "matmul_tflops"))
+        elif op.kind == "attention":
+            seconds = max(seconds, self._arithmetic(flops, "attention_tflops"))
+        return seconds + self._launch()
+
+    def collectives(self, gathered_elements: int) -> tuple[float, float]:
+        """Seconds inside a micro-batch, and at the boundary of the accumulation.
+
+        ZeRO-3: its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. ZeRO-2: the
+        reduce-scatter in every micro-batch, an all-gather of the new weights after the step (Rajbhandari et al. 2020,
+        ZeRO, section 7). ZeRO-1 and 0 reduce once; 0 all-reduces.
+        """
+        if self.ranks == 1:
+            return 0.0, 0.0
+        gradients = self._ring(self.width * self.trained)
+        if self.zero.stage == 3:
+            return self._ring(self.width * gathered_elements) + gradients, 0.0
+        if self.zero.stage == 2:
+            return gradients, gradients
+        return 0.0, 2 * gradients  # an all-reduce is a reduce-scatter and an all-gather
+
+    def copies(
+        self, gathered: int, early: float, moved_bytes: int, forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Seconds of PCIe traffic in one micro-batch, and those of them that compute does not cover.
+
+        Offloaded weights come with every gather, each rank its part, and the share `early` of them in forward;
+        gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
+        """
+        weights = self._host_to_gpu(self.width * gathered / self.ranks if self.zero.offload_param else 0)
+        gradients = self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
+        leaving, returning = self._gpu_to_host(moved_bytes), self._host_to_gpu(moved_bytes)
+        first = max(weights * early, leaving)
+        second = max(weights * (1 - early) + returning, gradients)
+        return first + second, max(0.0, first - forward) + max(0.0, second - backward)
+
+    def weights_back(self) -> float:
+        """After a CPU step the new 16-bit weights return to the GPU, unless they stay on the host."""
+        if not self.zero.offload_optimizer or self.zero.offload_param:
+            return 0.0
+        return self._host_to_gpu(self.width * self.shard)
+
+    def optimizer(self) -> float:
+        """Adam streams its state: on the CPU at the node's rate, shared by its ranks; on the GPU through memory."""
+        if self.zero.offload_optimizer:
+            return self._over(self.shard * self.per_node, "cpu_adam_gparams_s", GB)
+        return self._over(self.shard * (ADAM_BYTES + self.width), "memory_gbs", GB)
+
+    def nvme(self, gathered: int, optimizer: bool, params: bool, accumulation: int) -> float:
+        """State read and written once per step, weights read with every gather; read, then computed, then written
+        (pipeline_read and pipeline_write are off). Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
+        """
+        read = STATE_BYTES * self.shard if optimizer else 0.0
+        written = read
+        if params:
+            read += accumulation * self.width * gathered / self.ranks
+            written += self.width * self.param_shard * (self.trained > 0)
+        reading = self._over(self.per_node * read, "nvme_read_gbs", GB)
+        return reading + self._over(self.per_node * written, "nvme_write_gbs", GB)
+
+    def _ring(self, size: float) -> float:
+        """Reduce-scatter or all-gather of `size` bytes over n ranks: (n - 1) / n of them at the bus bandwidth.
+
+        NCCL tests, doc/PERFORMANCE.md. Between nodes all ports work together, so the slower of a GPU's link and a
+        node's network is the bus.
+        """
+        rates = [self._rate("gpu_link_gbs")] if self.per_node > 1 else []
+        if self.nodes > 1:
+            rates.append(self._rate("nic_gbs"))
+        if None in rates:
+            return 0.0
+        slowest = min(rate for rate in rates if rate is not None)
+        return size * (self.ranks - 1) / self.ranks / (slowest * GB)
+
+    def _host_to_gpu(self, size: float) -> float:
+        return self._over(size * self._sharing(), "pcie_h2d_gbs", GB)
+
+    def _gpu_to_host(self, size: float) -> float:
+        return self._over(size * self._sharing(), "pcie_d2h_gbs", GB)
+
+    def _sharing(self) -> int:
+        return min(self.machine.gpus_per_pcie_link, self.per_node)
+
+    def _arithmetic(self, flops: float, name: str) -> float:
+        if flops and self.precision is Precision.fp32:
+            self.unknown.add(f"{name} in fp32: it depends on whether TF32 is allowed")
+            return 0.0
+        return self._over(flops, name, TERA)
+
+    def _launch(self) -> float:
+        rate = self._rate("launch_us")
+        return 0.0 if rate is None else rate / 1e6
+
+    def _over(self, amount: float, name: str, unit: float) -> float:
+        """`amount` at the machine's rate `name`."""
+        if not amount:
+            return 0.0
+        rate = self._rate(name)
+        return 0.0 if rate is None else amount / (rate * unit)
+
+    def _rate(self, name: str) -> float | None:
+        value: float | None = getattr(self.machine, name)
+        if value is None:
+            self.unknown.add(f"{name} of {self.machine.name}")
+        return value

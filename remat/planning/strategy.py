@@ -1,0 +1,241 @@
+"""What a run will be, known before any weight is read: its size, its DeepSpeed config, and whether it can fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from remat.activation_checkpointing import dry_run, policy, validation
+from remat.activation_checkpointing.policy import LayerDecision
+from remat.config import compose, ds_config
+from remat.config.choices import Attention, LossKind, PeftMethod, Precision
+from remat.config.options import ConfigError, RunConfig
+from remat.machine import gpus, versions
+from remat.model import build, flops, layers, lora, loss, packing, qlora
+from remat.model.packed_inputs import Packed
+from remat.parallel import tensor_parallel
+from remat.planning import model_states as states
+from remat.planning import preflight
+from remat.planning.simulation import simulate
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`facts` is the whole model, `held` what one rank has of it before ZeRO shards that.
+
+    `ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without).
+    `stacks` says which layers these are, and which are not treated; empty for a model that is one stack.
+    """
+
+    facts: build.ModelFacts
+    held: build.ModelFacts
+    fields: dict[str, Any]  # the transformers config as plain data
+    ds: dict[str, Any]
+    zero_stage: int
+    decisions: list[LayerDecision]
+    packed: Packed
+    stacks: str = ""  # the stacks of layers in words, where there is more than one
+    decided_because: str = ""  # where the decisions are not the usual ones of the policy
+
+    def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
+        """Of one rank; `data_ranks` share them."""
+        return states.model_states(
+            num_params=self.held.num_params,
+            largest_param=self.held.largest_param,
+            num_trainable_params=self.held.num_trainable_params,
+            largest_trainable_param=self.held.largest_trainable_param,
+            quantised_weights=self.held.quantised_weights,
+            ds=self.ds,
+            world_size=data_ranks,
+            ranks_per_node=ranks_per_node,
+            gas=self.ds["gradient_accumulation_steps"],
+            can_pin=can_pin,
+        )
+
+
+def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
+    """From options alone: no weight, no GPU, no network where the recipe names the model's shape.
+
+    `can_pin`: the run will have CUDA, without which torch pins no host memory. Raises ConfigError.
+    """
+    config = build.shape_config(cfg.model)
+    skeleton = build.skeleton(config, cfg.model)
+    shared_by = cfg.train.tensor_parallel_size
+    packed = packing.decide(cfg, config, skeleton)
+    facts = _facts(cfg, skeleton)
+    rendered = ds_config.render(
+        ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
+        cfg.deepspeed.overrides,
+        ds_config.RunValues(
+            world_size=tensor_parallel.data_ranks(shared_by, world_size),
+            micro_batch_size=cfg.train.micro_batch_size,
+            global_batch_size=cfg.train.global_batch_size,
+            gradient_clipping=cfg.optim.gradient_clipping,
+            precision=cfg.train.precision,
+            hidden_size=build.hidden_size(config),
+            nvme_path=cfg.hardware.nvme_path,
+            pin_memory_possible=can_pin,
+            largest_param=facts.largest_param,
+        ),
+    )
+    fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
+    if cfg.peft.method is PeftMethod.lora:
+        lora.check_offload(ds_config.param_offload_device(rendered))
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.check(zero_stage)
+    tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
+    decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
+    return Strategy(
+        facts=facts,
+        held=_held(facts, skeleton, shared_by),
+        fields=fields,
+        ds=tensor_parallel.rendered(rendered, shared_by),
+        zero_stage=zero_stage,
+        decisions=decisions,
+        packed=packed,
+        stacks=stacks,
+        decided_because=because,
+    )
+
+
+def _decisions(
+    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
+) -> tuple[list[LayerDecision], str, str]:
+    """What becomes of each layer, the stacks in words, and why the decisions are not the usual ones of the policy.
+
+    Raises ConfigError with everything that cannot work.
+    """
+    try:
+        found = layers.find_stacks(skeleton)
+    except ConfigError:
+        if policy.needs_layers(cfg.checkpointing):
+            raise
+        return [], "", ""
+    setting = validation.Setting(
+        zero_stage=zero_stage,
+        tensor_parallel_size=cfg.train.tensor_parallel_size,
+        has_gpu=has_gpu,
+        attention=cfg.model.attention,
+        lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
+        fields=skeleton.config.to_dict(),
+        activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * build.hidden_size(skeleton.config),
+        element_bytes=build.DTYPES[cfg.train.precision].itemsize,
+        stacks=found.depths,
+    )
+    problems = validation.problems(cfg.checkpointing, list(found.layers()), setting)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    decisions, because = dry_run.choose(
+        skeleton,
+        cfg.checkpointing,
+        found.depths,
+        zero_stage=zero_stage,
+        around=lambda: simulate.as_in_a_run(0, on_gpu=has_gpu),
+    )
+    return decisions, found.describe(), because
+
+
+def _facts(cfg: RunConfig, skeleton: Any) -> build.ModelFacts:
+    """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
+    quantised: tuple[int, ...] = ()
+    if cfg.peft.method is PeftMethod.qlora:
+        quantised = qlora.weights(layers.decoder_layers(skeleton))
+    facts = build.facts(_with_adapters(cfg, skeleton))
+    return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
+
+
+def meta_model(cfg: RunConfig) -> Any:
+    """The model as it will be trained, adapters, precision and quantisation included, on the meta device."""
+    dtype = build.DTYPES[cfg.train.precision]
+    net: Any = build.skeleton(build.shape_config(cfg.model), cfg.model)
+    net = net.to(dtype).train()
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
+    return _with_adapters(cfg, net).to(dtype).train()
+
+
+def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
+    if cfg.peft.method is PeftMethod.none:
+        return skeleton
+    with torch.device("meta"):
+        return lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
+
+
+def _held(facts: build.ModelFacts, skeleton: Any, shared_by: int) -> build.ModelFacts:
+    """Where layers are shared, every parameter is trained: no adapters."""
+    if shared_by == 1:
+        return facts
+    sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
+    total, largest = sum(sizes), max(sizes)
+    return replace(
+        facts,
+        num_params=total,
+        largest_param=largest,
+        num_trainable_params=total,
+        largest_trainable_param=largest,
+    )
+
+
+def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
+    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` a warning).
+
+    Raises ConfigError for a precision that the machine has not.
+
+    Memory and disks are looked at with the plan, when the ranks can speak to each other.
+    """
+    if old := versions.too_old():
+        raise preflight.DoesNotFit("\n".join(old))
+    lacking = preflight.too_few_gpus(needed=local_size, found=torch.cuda.device_count())
+    if lacking and not cfg.force:
+        raise preflight.DoesNotFit(f"{lacking}. Start anyway with force=true")
+    if lacking:
+        warn(f"force=true: starting although {lacking}")
+    _check_precision(cfg.train.precision)
+
+
+def counted_model(cfg: RunConfig) -> Any:
+    """The model whose FLOPs are counted: with its adapters, weights that are held in 4 bits in their own shapes."""
+    plain = replace(cfg.model, attention=Attention.eager)
+    return _with_adapters(cfg, build.skeleton(build.shape_config(cfg.model), plain))
+
+
+def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
+    """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
+    if not torch.cuda.is_available():
+        return {}
+    try:
+        counted = flops.count(counted_model(cfg), cfg.train.seq_len)
+    except Exception as error:  # a figure that cannot be had must not end a run that would work
+        warn(f"no TFLOP/s, MFU and HFU: {error}")
+        return {}
+    again = 0.0
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
+        again = counted.output_layer
+    gpu = gpus.find_gpu(torch.cuda.get_device_name())
+    return {
+        "model_flops_per_token": counted.model_flops_per_token,
+        "hardware_flops_per_token": counted.model_flops_per_token + again,
+        "layers_forward_flops_per_token": counted.layers_forward_flops_per_token,
+        "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
+    }
+
+
+def _check_precision(precision: Precision) -> None:
+    """DeepSpeed's own refusal comes after the model is built, so ask first."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {
+        Precision.fp16: accelerator.is_fp16_supported,
+        Precision.bf16: accelerator.is_bf16_supported,
+        Precision.fp32: lambda: True,
+    }
+    if not supported[precision]():
+        others = ", ".join(str(other) for other in Precision if other is not precision and supported[other]())
+        raise ConfigError(
+            f"train.precision={precision} is not supported on this {accelerator.device_name()}: use {others}"
+        )

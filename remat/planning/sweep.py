@@ -1,0 +1,135 @@
+"""`remat plan --sweep`: every combination of the values that words with commas list, each planned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.planning import planner
+from remat.planning.planner import Planned
+from remat.planning.recording import Recordings
+
+MOST_POINTS = 500
+OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination: its plan, or why it is refused. `on_front`: none that fits is better in memory and in time."""
+
+    overrides: tuple[str, ...]
+    planned: Planned | None
+    refused: str = ""
+    on_front: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.planned is not None and self.planned.plan.fits
+
+
+def values(word: str) -> list[str]:
+    """`a=1,2` -> [1, 2]. Commas inside brackets, braces, parentheses or quotes belong to one value."""
+    found, depth, quote, start = list[str](), 0, "", word.find("=") + 1
+    for place, letter in enumerate(word):
+        if place < start:
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in QUOTES:
+            quote = letter
+        elif letter in OPENING:
+            depth += 1
+        elif letter in CLOSING:
+            depth -= 1
+        elif letter == "," and not depth:
+            found.append(word[start:place])
+            start = place + 1
+    return [*found, word[start:]]
+
+
+def split(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
+    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept.
+
+    Errors begin with the name of the command, `asker`.
+    """
+    fixed: list[str] = []
+    axes: list[list[str]] = []
+    for word in args:
+        option, sign, _ = word.partition("=")
+        if sign and len(values(word)) > 1:
+            axes.append([f"{option}={value}" for value in values(word)])
+        else:
+            fixed.append(word)
+    if not axes:
+        raise ConfigError(f"{asker}: no word lists values; write for example train.micro_batch_size=1,2,4")
+    empty = [word for axis in axes for word in axis if word.endswith("=")]
+    if empty:
+        raise ConfigError(f"{asker}: {empty[0]} has an empty value between commas; leave the comma out")
+    points = list(itertools.product(*axes))
+    if len(points) > MOST_POINTS:
+        raise ConfigError(f"{asker}: {len(points)} combinations; sweep fewer values, at most {MOST_POINTS}")
+    return fixed, points
+
+
+def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
+    """Plan every combination. One that is refused is a point with the reason. Raises ConfigError when all are."""
+    fixed, points = split(args)
+    recordings = Recordings()
+    found = []
+    for done, overrides in enumerate(points):
+        progress(done, len(points))
+        try:
+            cfg = compose.from_command_line([*fixed, *overrides]).run
+            found.append(Point(overrides, planner.make(cfg, recordings=recordings)))
+        except ConfigError as error:
+            found.append(Point(overrides, None, refused=" ".join(str(error).split())))
+    progress(len(points), len(points))
+    if all(point.planned is None for point in found):
+        reasons = dict.fromkeys(point.refused for point in found)
+        raise ConfigError("--sweep: every combination is refused\n" + "\n".join(reasons))
+    return list(_with_front(found))
+
+
+def gpu_bytes(planned: Planned) -> int:
+    return planner.needed_bytes(planned, "GPU memory")
+
+
+def is_timed(planned: Planned) -> bool:
+    """Whether its time may be compared."""
+    return planned.time.total_s > 0 and not planned.time.unknown
+
+
+def _with_front(points: Sequence[Point]) -> Iterator[Point]:
+    """Of those that fit: no other needs less GPU memory and less time for a token."""
+    costs = {
+        index: (gpu_bytes(p.planned), 1 / p.planned.time.tokens_per_s)
+        for index, p in enumerate(points)
+        if p.planned and p.fits and is_timed(p.planned) and p.planned.time.tokens_per_s
+    }
+    for index, point in enumerate(points):
+        mine = costs.get(index)
+        on_front = mine is not None and not is_beaten(mine, costs.values())
+        yield Point(point.overrides, point.planned, point.refused, on_front=on_front)
+
+
+def is_beaten(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+    """Whether one of `others` costs no more in memory and in time, and less in one of them."""
+    return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in others)
+
+
+def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """One entry per point, in the order of the command line."""
+    return [
+        {
+            "overrides": list(point.overrides),
+            "fits": point.fits,
+            "refused": point.refused or None,
+            "on_front": point.on_front,
+            "plan": planner.as_json(point.planned) if point.planned else None,
+        }
+        for point in points
+    ]

@@ -1,0 +1,314 @@
+"""What a person sees while a run goes on: a header, one line per logged step, a bar with the time left, a summary.
+
+On a terminal the bar stays at the bottom and lines scroll above it. Into a file or a CI log go plain lines without
+control characters. Only rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+import rich.console
+from rich import box
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from remat.config.redact import redact_text
+
+PLAIN_WIDTH = 80
+PANEL_WIDTH = 96
+WIDE = 104  # columns from which the optional figures are shown too
+HEADING_EVERY = 20  # lines between two headings of the step table
+PHASES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|accelerate|peft)(\.|$)"
+
+
+class Console:
+    """The terminal of rank 0; on other ranks (`is_main=False`) every method does nothing.
+
+    Call `close` whatever happens, so that the bar leaves the terminal whole.
+    """
+
+    def __init__(self, is_main: bool, *, file: TextIO | None = None) -> None:
+        self._file = file or sys.stdout
+        self._is_main = is_main
+        live = self._file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self._rich = rich.console.Console(file=self._file, highlight=False) if live else None
+        self._progress: Progress | None = None
+        self._lines = 0
+
+    @property
+    def width(self) -> int:
+        return self._rich.width if self._rich else PLAIN_WIDTH
+
+    def header(self, title: str, rows: Mapping[str, str]) -> None:
+        """The run at a glance: label and value, in the order given."""
+        self._box(title, rows, style="cyan")
+
+    def line(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """One logged step, from the metrics of `metrics.jsonl`; figures that are absent are left out."""
+        if not self._is_main:
+            return
+        left_s = (total - step) * metrics.get("time/step_s", math.nan)
+        cells = _cells(step, total, metrics, left_s=None if self._rich else left_s, width=self.width)
+        gap = "  " if sum(cell.width + 2 for cell in cells) <= self.width else " "
+        if self._lines % HEADING_EVERY == 0:
+            self._print(Text(gap.join(cell.heading.rjust(cell.width) for cell in cells), style="dim"))
+        self._lines += 1
+        self._print(Text(gap).join(Text(cell.text.rjust(cell.width), style=cell.style) for cell in cells))
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], left_s=left_s, left_at=time.monotonic())
+
+    def progress(self, step: int, total: int, doing: str = "training") -> None:
+        """Move the bar (terminal only); call it every step and when evaluation or saving begins."""
+        if not self._is_main or not self._rich:
+            return
+        if self._progress is None:
+            self._progress = _bar(self._rich)
+            self._progress.add_task(doing, total=total, completed=step, left_s=math.nan, left_at=0.0)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=step, total=total, description=doing)
+
+    def eval_line(self, step: int, loss: float, seconds: float | None = None) -> None:
+        """The result of an evaluation; loss in nats per token."""
+        took = "" if seconds is None else f" in {_short(seconds)} s"
+        perplexity = f"{math.exp(loss):.4g}" if loss < 700 else "inf"
+        self._say(f"eval at step {step}: loss {loss:.4f}, perplexity {perplexity}{took}", style="bold magenta")
+
+    def note(self, text: str) -> None:
+        self._say(text, style="")
+
+    def warning(self, text: str) -> None:
+        self._say(f"warning: {text}", style="yellow")
+
+    def final_table(self, title: str, rows: Mapping[str, str]) -> None:
+        """The end of a run; takes the bar away first."""
+        self.close()
+        self._box(title, rows, style="green")
+
+    def close(self) -> None:
+        """Take the bar away. May be called more than once."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str, style: str) -> None:
+        if self._is_main:
+            self._print(Text(redact_text(text), style=style))
+
+    def _print(self, text: Text) -> None:
+        if self._rich:
+            self._rich.print(text, soft_wrap=True)
+        else:
+            print(text.plain.rstrip(), file=self._file, flush=True)
+
+    def _box(self, title: str, rows: Mapping[str, str], style: str) -> None:
+        if not self._is_main:
+            return
+        rows = {label: redact_text(value) for label, value in rows.items()}
+        if self._rich:
+            self._rich.print(_panel(title, rows, style, self._rich.width))
+            return
+        label_width = max(map(len, rows), default=0)
+        lines = [f"  {label:<{label_width}}  {value}" for label, value in rows.items()]
+        print("\n".join([title, *lines]), file=self._file, flush=True)
+
+
+def final_rows(
+    summary: Mapping[str, float], peaks: Mapping[str, float], files: Mapping[str, str]
+) -> dict[str, str]:
+    """Rows for `final_table`: speed and step split from `Window.summary()`, memory peaks over the run, and files."""
+    rows: dict[str, str] = {}
+    if "throughput/tokens_per_s" in summary:
+        rows["tokens/s"] = f"{summary['throughput/tokens_per_s']:,.0f}"
+        if "throughput/mfu" in summary:
+            rows["tokens/s"] += f"  (MFU {summary['throughput/mfu']:.1%}"
+            rows["tokens/s"] += (
+                f", HFU {summary['throughput/hfu']:.1%})" if "throughput/hfu" in summary else ")"
+            )
+    if "time/step_s" in summary:
+        split = ", ".join(f"{name} {part:.0%}" for name, part in _split(summary).items())
+        rows["step time"] = f"{_short(summary['time/step_s'])} s  ({split})"
+    for label, name in (
+        ("peak GPU", "memory/gpu_allocated_peak_gib"),
+        ("reserved GPU", "memory/gpu_reserved_peak_gib"),
+        ("peak host", "memory/host_rss_peak_gib"),
+        ("pinned host", "memory/host_pinned_gib"),
+    ):
+        if name in peaks:
+            low = peaks.get(f"{name}_min", peaks[name])
+            spread = f"  ({low:.2f} on the lowest rank)" if f"{low:.2f}" != f"{peaks[name]:.2f}" else ""
+            rows[label] = f"{peaks[name]:.2f} GiB per rank{spread}"
+    return rows | dict(files)
+
+
+def quiet_libraries(debug: bool, is_main: bool = True) -> None:
+    """Silence what libraries say on every healthy start; with `debug` they say it all. Imports none of them.
+
+    Call it before importing them. Errors always pass. Progress bars stay where a person watches: rank 0, a terminal.
+    """
+    if debug:
+        return
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=category, module=NOISY_MODULES)
+    for name in ("compilers", "distutils", "py.warnings", "torch.distributed", "filelock", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # A filter, not a level: DeepSpeed sets its logger's level while it is imported, and warns right then.
+    logger = logging.getLogger("DeepSpeed")
+    if _errors_only not in logger.filters:
+        logger.addFilter(_errors_only)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store or socket that closes prints 30 lines each
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    for name in ("transformers", "datasets"):
+        if name in sys.modules:
+            logging.getLogger(name).setLevel(logging.ERROR)
+    if not (is_main and sys.stderr.isatty()):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@dataclass(frozen=True)
+class _Cell:
+    heading: str
+    text: str
+    width: int
+    style: str = ""
+
+
+def _cells(
+    step: int, total: int, metrics: Mapping[str, float], *, left_s: float | None, width: int
+) -> list[_Cell]:
+    """The figures of one row; the total is dropped from the first where `width` columns cannot hold it."""
+    loss, norm = metrics.get("loss/train", math.nan), metrics.get("optim/grad_norm", math.nan)
+    digits = len(str(total))
+    cells = [
+        _Cell("step", f"{step}/{total}", max(4, 2 * digits + 1), "cyan"),
+        _Cell("loss", _loss(loss), 7, "bold" if math.isfinite(loss) else "bold red"),
+        _Cell("lr", _exponent(metrics.get("optim/lr", math.nan)), 6),
+        _Cell("grad", _short(norm), 6, "" if math.isfinite(norm) else "red"),
+        _Cell("tok/s", _count(metrics.get("throughput/tokens_per_s", math.nan)), 6, "green"),
+        _Cell("s/step", _short(metrics.get("time/step_s", math.nan)), 6),
+        *(_Cell(name, f"{100 * part:.0f}%", 4, "dim") for name, part in _split(metrics).items()),
+    ]
+    memory = [
+        _Cell(heading, f"{metrics[name]:.{2 if metrics[name] < 100 else 1}f}", 7)
+        for heading, name in (("GPU GiB", "memory/gpu_allocated_peak_gib"), ("RSS GiB", "memory/host_rss_gib"))
+        if name in metrics
+    ]
+    if width >= WIDE:
+        cells += memory
+        if "throughput/mfu" in metrics:
+            cells.append(_Cell("MFU", f"{100 * metrics['throughput/mfu']:.1f}%", 5))
+    else:
+        cells += memory[:1]
+    if left_s is not None:
+        cells.append(_Cell("left", _duration(left_s), 7))
+    if sum(cell.width + 1 for cell in cells) > width:
+        cells[0] = _Cell("step", str(step), max(4, digits), "cyan")
+    return cells
+
+
+def _split(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Each phase as a part of the step. Maxima over ranks can sum to more than the step; the parts then sum to 1."""
+    seconds = {
+        short: metrics[f"time/{name}_s"] for name, short in PHASES.items() if f"time/{name}_s" in metrics
+    }
+    whole = max(metrics.get("time/step_s", 0.0), sum(seconds.values()))
+    return {short: value / whole for short, value in seconds.items()} if whole > 0 else {}
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def _exponent(value: float) -> str:
+    """3.0e-4: two digits shorter than Python's own."""
+    if not math.isfinite(value) or value == 0:
+        return "-" if math.isnan(value) else f"{value:g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _short(value: float) -> str:
+    """Three significant digits in at most six columns."""
+    if math.isnan(value):
+        return "-"
+    if abs(value) >= 1e5 or 0 < abs(value) < 1e-3:
+        return _exponent(value)
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{min(4, max(0, 3 - whole))}f}" if abs(value) >= 0.1 else f"{value:.4f}"
+
+
+def _count(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.{1 if value >= 100 * size else 2}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, s = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}:{minutes:02d}:{s:02d}"
+
+
+class _TimeLeft(ProgressColumn):
+    """Steps left times the mean step of the last row, counted down between rows; rich's own guess jumps."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["left_s"] - (time.monotonic() - task.fields["left_at"])
+        return Text(f"{_duration(left)} left", style="cyan")
+
+
+def _bar(console: rich.console.Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", style="bold"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.percentage:.0f}%"),
+        TimeElapsedColumn(),
+        _TimeLeft(),
+        console=console,
+        expand=True,
+        refresh_per_second=4,
+        transient=True,
+    )
+
+
+def _panel(title: str, rows: Mapping[str, str], style: str, width: int) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in rows.items():
+        grid.add_row(Text(label), Text(value))
+    heading = Text(f" {title} ", style=f"bold {style}")
+    return Panel(
+        grid,
+        title=heading,
+        title_align="left",
+        border_style=style,
+        box=box.ROUNDED,
+        padding=(0, 1),
+        width=min(width, PANEL_WIDTH),
+    )

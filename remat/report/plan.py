@@ -1,0 +1,162 @@
+"""Plans on a terminal: where every GiB goes, when the peak is, whether it fits, what would make it fit, and sweeps."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from remat.planning.advice import Advice, Change, missing_bytes
+from remat.planning.plan import Resource
+from remat.planning.planner import GIB, Planned, needed_bytes
+from remat.planning.sweep import Point
+
+
+def show(planned: Planned, console: Console) -> None:
+    """Print the plan."""
+    plan, cfg = planned.plan, planned.cfg
+    machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
+    console.print(
+        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {planned.world_size} rank(s)", style="bold"
+    )
+    gpu = {str(name): size for name, size in plan.gpu.items()}
+    _table("GPU memory at its peak", gpu, plan.ranks_per_node, console)
+    where = f"layer {plan.peak.layer}" if plan.peak.layer is not None else "outside the layers"
+    console.print(f"peak in {plan.peak.phase}, {where}, {plan.peak.operation}")
+    for title, rows in (("pinned host memory", plan.pinned), ("host memory", plan.host), ("NVMe", plan.nvme)):
+        if sum(rows.values()):
+            _table(title, rows, plan.ranks_per_node, console)
+    console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
+    _show_time(planned, console)
+    for text in [*plan.assumptions, *planned.time.assumptions]:
+        console.print(f"assumed: {text}", style="dim", highlight=False)
+    for resource in plan.resources:
+        console.print(verdict(resource), style="green" if resource.fits else "red")
+
+
+def verdict(resource: Resource) -> str:
+    """`GPU memory: needs 61.2 GiB of 79.1: fits with 17.9 GiB to spare`."""
+    needs = f"{resource.name}: needs {resource.needed_bytes / GIB:.1f} GiB"
+    if resource.found_bytes is None or resource.spare_bytes is None:
+        return f"{needs}; the machine's is not known (hardware=NAME)"
+    spare = resource.spare_bytes / GIB
+    ending = f"fits with {spare:.1f} GiB to spare" if resource.fits else f"does not fit, by {-spare:.1f} GiB"
+    return f"{needs} of {resource.found_bytes / GIB:.1f}: {ending}"
+
+
+def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
+    """What to add to the command line of `planned`, one set of overrides on a line of its own."""
+    groups = {
+        "what is trained stays the same": [c for c in advice.changes if not (c.changes_training or _moves(c))],
+        "changes what is trained": [c for c in advice.changes if c.changes_training],
+        "another machine, nothing else changed": [c for c in advice.changes if _moves(c)],
+    }
+    console.print(
+        "\nthe nearest changes that make it fit, each planned; add one line to the command", style="bold"
+    )
+    if any(change.planned.time.unknown for change in advice.changes):
+        console.print("(some times are not known on this machine: those are sorted by bytes, and come last)")
+    for title, changes in groups.items():
+        if changes:
+            console.print(f"  {title}:")
+        for change in changes:
+            _show_change(change, planned, console)
+    if advice.closest is not None:
+        console.print("  nothing found that fits on this machine; closest:", style="red")
+        _show_change(advice.closest, planned, console)
+
+
+def _show_change(change: Change, planned: Planned, console: Console) -> None:
+    words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
+    console.print(f"    {words}", style="cyan", highlight=False, soft_wrap=True)
+    time, before = change.planned.time, planned.time
+    seconds = f"{time.total_s:.3g} s" if not time.unknown else "time not known"
+    if before.tokens_per_s and time.tokens_per_s and not (time.unknown or before.unknown):
+        seconds += f", {time.tokens_per_s:,.0f} tokens/s ({time.tokens_per_s / before.tokens_per_s - 1:+.0%})"
+    missing = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(change.planned).items()]
+    needs = ", ".join(f"{r.name} {r.needed_bytes / GIB:.1f} GiB" for r in change.planned.plan.resources)
+    console.print(f"      step {seconds}; {needs}", highlight=False, soft_wrap=True)
+    if missing:
+        console.print(f"      {'; '.join(missing)}", style="red", highlight=False, soft_wrap=True)
+
+
+def _moves(change: Change) -> bool:
+    return any(word.startswith("hardware=") for word in change.overrides)
+
+
+def show_sweep(points: Sequence[Point], console: Console) -> None:
+    """A row for each point; those on the front of memory and time are marked."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("overrides", overflow="fold")
+    for title in ("GPU GiB", "host GiB", "s/step", "tokens/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    reasons = list(dict.fromkeys(point.refused for point in points if point.refused))
+    for point in points:
+        words = " ".join(point.overrides)
+        if point.planned is None:
+            table.add_row(words, "", "", "", "", f"refused ({reasons.index(point.refused) + 1})", style="dim")
+            continue
+        time = point.planned.time
+        marks = "~" if time.unknown else ""
+        missing = missing_bytes(point.planned)
+        lacks = ", ".join(f"{name.split()[0]} lacks {size / GIB:.1f}" for name, size in missing.items())
+        table.add_row(
+            words,
+            f"{needed_bytes(point.planned, 'GPU memory') / GIB:.1f}",
+            f"{needed_bytes(point.planned, 'host memory per node') / GIB:.1f}",
+            f"{marks}{time.total_s:.3g}" if time.total_s else "not known",
+            f"{marks}{time.tokens_per_s:,.0f}" if time.tokens_per_s else "not known",
+            lacks or ("fits, on the front" if point.on_front else "fits"),
+            style="bold" if point.on_front else None,
+        )
+    console.print(table)
+    for number, reason in enumerate(reasons, start=1):
+        console.print(f"({number}) {reason}", highlight=False)
+    console.print("on the front: nothing else that fits needs less GPU memory and less time for a token")
+    unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
+    if unknown:
+        console.print(f"~ without what is not known, and so not on the front: {', '.join(unknown)}")
+
+
+def _table(title: str, rows: Mapping[str, int], ranks_per_node: int, console: Console) -> None:
+    console.print(f"\n{title}")
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
+    total = sum(rows.values())
+    table.add_column("what", footer="sum")
+    table.add_column("GiB per rank", justify="right", footer=f"{total / GIB:.2f}")
+    table.add_column("GiB per node", justify="right", footer=f"{ranks_per_node * total / GIB:.2f}")
+    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
+        if size:
+            table.add_row(name, f"{size / GIB:.2f}", f"{ranks_per_node * size / GIB:.2f}")
+    console.print(table)
+
+
+def _show_time(planned: Planned, console: Console) -> None:
+    """Seconds of an optimizer step by cause; a best case, and unknown terms are named."""
+    time = planned.time
+    title = "\nstep time: not known"
+    if time.tokens_per_s:
+        title = f"\nstep time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
+    if time.unknown:
+        title += f" (what is not known counts nothing: {', '.join(time.unknown)})"
+    console.print(title)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("what")
+    table.add_column("s", justify="right")
+    rows = {
+        "compute": time.compute_s,
+        "recompute": time.recompute_s,
+        "PCIe": time.pcie_s,
+        "optimizer": time.optimizer_s,
+        "collectives": time.collectives_s,
+        "NVMe": time.nvme_s,
+    }
+    for name, seconds in rows.items():
+        if seconds:
+            table.add_row(name, f"{seconds:.3g}")
+    if table.row_count:
+        console.print(table)

@@ -1,0 +1,339 @@
+"""`remat report`: the pictures, tables and one page of a run, from the files in its run directory."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from remat.config.options import ConfigError
+from remat.config.redact import redact
+from remat.report import report_snapshots
+from remat.report.charts import DARK, LIGHT, PHASES, Rows, charts, series
+from remat.report.page import Page, Picture, Table, render
+from remat.report.tracking import RECORD, read_metrics
+
+ALT = {
+    "loss": "Training and evaluation loss, gradient norm and learning rate over steps",
+    "step_time": "Seconds per step, split into data, forward, backward, optimizer and the rest",
+    "memory": "Peak GPU and host memory over steps, highest and lowest rank",
+    "throughput": "Tokens per second and FLOPs utilisation over steps",
+}
+MEMORY_ROWS = {
+    "memory/gpu_allocated_peak_gib": "GPU allocated, peak",
+    "memory/gpu_reserved_peak_gib": "GPU reserved, peak",
+    "memory/host_rss_peak_gib": "host resident, peak",
+    "memory/host_rss_gib": "host resident, while training",
+    "memory/host_pinned_gib": "host pinned",
+}
+
+
+def draw(run_dir: Path) -> list[Path]:
+    """Write `run_dir/report/`: one PNG per chart and `index.html`, which holds everything. Returns their paths.
+
+    Metrics that were not logged (no GPU, no evaluation) leave out what shows them. Raises ConfigError when the
+    folder has no record or an empty one.
+    """
+    rows = _record(run_dir)
+    light, dark = (charts(rows, theme) | report_snapshots.pictures(run_dir, theme) for theme in (LIGHT, DARK))
+    folder = run_dir / "report"
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for name, image in light.items():
+        paths.append(folder / f"{name}.png")
+        paths[-1].write_bytes(image)
+    alt = ALT | report_snapshots.ALT
+    pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
+    paths.append(folder / "index.html")
+    paths[-1].write_text(render(_page(run_dir, rows, pictures)), encoding="utf-8")
+    return paths
+
+
+def _record(run_dir: Path) -> Rows:
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a folder; give a run directory such as outputs/NAME/RUN_ID")
+    try:
+        rows = read_metrics(run_dir)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{run_dir} has no {RECORD}: it is not a run directory, or its run never started"
+        ) from error
+    if not rows:
+        raise ConfigError(
+            f"{run_dir / RECORD} is empty: the run ended before its first logged step (train.log_every)"
+        )
+    return rows
+
+
+def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
+    config = _read(run_dir / "config.yaml")
+    env = _read(run_dir / "env.json")
+    totals = _totals(rows)
+    return Page(
+        title=str(config.get("name") or run_dir.resolve().parent.name),
+        subtitle=_subtitle(run_dir, rows, config),
+        summary=str(_at(config, "meta", "summary") or ""),
+        facts=_facts(config, env),
+        figures=_figures(rows, totals),
+        pictures=pictures,
+        absent=_absent(rows),
+        tables=[
+            table
+            for table in (
+                _final_table(rows, totals),
+                _split_table(rows, totals),
+                _memory_table(rows),
+                _ledger_table(run_dir),
+                _saved_table(run_dir),
+            )
+            if table and table.rows
+        ],
+        sources=_sources(run_dir),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON or YAML file as a dict; {} when it is not there. Raises ConfigError when it cannot be parsed."""
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _at(tree: dict[str, Any], *names: str) -> Any:
+    value: Any = tree
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any]) -> str:
+    last, planned = int(rows[-1]["step"]), _at(config, "train", "steps")
+    steps = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
+    ended = datetime.datetime.fromtimestamp(rows[-1]["time_unix_s"], datetime.UTC)
+    return f"run {run_dir.resolve().name}, {steps}, last row {ended:%Y-%m-%d %H:%M} UTC"
+
+
+def _facts(config: dict[str, Any], env: dict[str, Any]) -> list[tuple[str, str]]:
+    train = config.get("train") or {}
+    architecture = _at(config, "model", "architecture") or {}
+    shape = ", ".join(
+        f"{architecture[name]:,} {label}"
+        for name, label in (
+            ("num_hidden_layers", "layers"),
+            ("hidden_size", "hidden"),
+            ("vocab_size", "vocabulary"),
+        )
+        if isinstance(architecture.get(name), int)
+    )
+    model = ", ".join(
+        str(part) for part in (_at(config, "model", "path") or architecture.get("model_type"), shape) if part
+    )
+    ranks = env.get("world_size")
+    device = env.get("gpu") or env.get("cpu")
+    batch = _join(
+        (train.get("global_batch_size"), "blocks per step"),
+        (train.get("micro_batch_size"), "per rank and pass"),
+        (train.get("seq_len"), "tokens each"),
+    )
+    versions = ", ".join(
+        f"{name} {env[name]}" for name in ("torch", "deepspeed", "transformers", "python") if name in env
+    )
+    facts = {
+        "model": model,
+        "ranks": f"{ranks} x {device}" if ranks and device else "",
+        "memory strategy": _at(config, "deepspeed", "config"),
+        "checkpointing": _at(config, "checkpointing", "policy"),
+        "precision": train.get("precision"),
+        "batch": batch,
+        "optimizer": _join(
+            (_at(config, "optim", "lr"), "peak lr"), (_at(config, "optim", "schedule"), "schedule")
+        ),
+        "versions": versions,
+        "commit": env.get("commit"),
+        "started": env.get("started"),
+    }
+    return [(label, str(value)) for label, value in facts.items() if value]
+
+
+def _join(*parts: tuple[Any, str]) -> str:
+    return ", ".join(f"{value} {label}" for value, label in parts if value is not None)
+
+
+def _totals(rows: Rows) -> dict[str, float]:
+    """Means per step over the record without its first row, which holds the warm-up; steps are the weights.
+
+    A row's means cover the steps since the timed row before it.
+    """
+    timed = [row for row in rows if "time/step_s" in row]
+    counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)]
+    if counts:
+        timed = timed[1:]
+    else:
+        counts = [1.0] * len(timed)
+    means: dict[str, float] = {}
+    for name in [key for key in (timed[-1] if timed else {}) if key.startswith("time/")]:
+        means[name] = sum(row.get(name, 0.0) * n for row, n in zip(timed, counts, strict=True)) / sum(counts)
+    # Rates average over time, not over rows.
+    weights = [row["time/step_s"] * n for row, n in zip(timed, counts, strict=True)]
+    for name in [key for key in (timed[-1] if timed else {}) if key.startswith("throughput/")]:
+        means[name] = sum(row.get(name, 0.0) * w for row, w in zip(timed, weights, strict=True)) / sum(weights)
+    return means
+
+
+def _figures(rows: Rows, totals: dict[str, float]) -> list[tuple[str, str, str]]:
+    figures = []
+    for label, name in (("train loss", "loss/train"), ("eval loss", "loss/eval")):
+        values = series(rows, name)[1]
+        if values:
+            detail = (
+                f"from {values[0]:.3f}" if name == "loss/train" else f"perplexity {_perplexity(values[-1])}"
+            )
+            figures.append((label, f"{values[-1]:.3f}", detail))
+    if "throughput/tokens_per_s" in totals:
+        per_gpu = totals.get("throughput/tokens_per_s_per_gpu", math.nan)
+        figures.append(("tokens/s", f"{totals['throughput/tokens_per_s']:,.0f}", f"{per_gpu:,.0f} per rank"))
+    if "time/step_s" in totals:
+        figures.append(("step time", f"{totals['time/step_s']:.3g} s", "mean after warm-up"))
+    if "throughput/mfu" in totals:
+        detail = f"HFU {totals['throughput/hfu']:.1%}" if "throughput/hfu" in totals else ""
+        figures.append(("MFU", f"{totals['throughput/mfu']:.1%}", detail))
+    gpu = series(rows, "memory/gpu_allocated_peak_gib")[1]
+    host = series(rows, "memory/host_rss_peak_gib")[1] or series(rows, "memory/host_rss_gib")[1]
+    for label, values in (("peak GPU memory", gpu), ("peak host memory", host)):
+        if values:
+            figures.append((label, f"{max(values):.2f} GiB", "highest rank"))
+    return figures
+
+
+def _absent(rows: Rows) -> list[str]:
+    names = {name for row in rows for name in row}
+    texts = []
+    if "memory/gpu_allocated_peak_gib" not in names:
+        texts.append("No GPU memory and no MFU were logged: this run had no GPU.")
+    elif "throughput/mfu" not in names:
+        texts.append("No MFU: the peak of this GPU is not known.")
+    if "loss/eval" not in names:
+        texts.append("No evaluation was run (train.eval_every).")
+    return texts
+
+
+def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
+    def last(name: str, form: str = ",.0f") -> str:
+        values = series(rows, name)[1]
+        return format(values[-1], form) if values else ""
+
+    evals = series(rows, "loss/eval")[1]
+    logged = datetime.timedelta(seconds=round(rows[-1]["time_unix_s"] - rows[0]["time_unix_s"]))
+    cells = {
+        "last step": f"{rows[-1]['step']:,.0f}",
+        "train loss, nats per token": last("loss/train", ".4f"),
+        "eval loss, last": last("loss/eval", ".4f"),
+        "eval loss, best": f"{min(evals):.4f}" if evals else "",
+        "tokens seen": last("tokens/seen"),
+        "tokens trained on": last("tokens/trained"),
+        "tokens/s, all ranks": _form(totals, "throughput/tokens_per_s", ",.0f"),
+        "tokens/s per rank": _form(totals, "throughput/tokens_per_s_per_gpu", ",.0f"),
+        "trained tokens/s": _form(totals, "throughput/trained_tokens_per_s", ",.0f"),
+        "TFLOP/s per GPU": _form(totals, "throughput/tflops_per_gpu", ".1f"),
+        "MFU": _form(totals, "throughput/mfu", ".1%"),
+        "HFU": _form(totals, "throughput/hfu", ".1%"),
+        "skipped steps": last("optim/skipped_steps"),
+        "first to last row, h:mm:ss": str(logged),
+    }
+    return Table(
+        "Final figures",
+        ("", "value"),
+        [(label, value) for label, value in cells.items() if value],
+        note="Rates and times are means over the record without its first row (warm-up).",
+    )
+
+
+def _form(values: dict[str, float], name: str, form: str) -> str:
+    return format(values[name], form) if name in values else ""
+
+
+def _split_table(rows: Rows, totals: dict[str, float]) -> Table | None:
+    if "time/step_s" not in totals:
+        return None
+    step = totals["time/step_s"]
+    parts = {phase: totals.get(f"time/{phase}_s", 0.0) for phase in PHASES}
+    lows = {phase: _form(totals, f"time/{phase}_s_min", ".3g") for phase in PHASES}
+    cells = [
+        (phase, f"{seconds:.3g}", lows[phase], f"{seconds / step:.1%}") for phase, seconds in parts.items()
+    ]
+    other = max(0.0, step - sum(parts.values()))
+    cells.append(("other", f"{other:.3g}", "", f"{other / step:.1%}"))
+    cells.append(("step", f"{step:.3g}", _form(totals, "time/step_s_min", ".3g"), "100%"))
+    return Table("Step time", ("", "s, slowest rank", "s, fastest", "share"), cells)
+
+
+def _memory_table(rows: Rows) -> Table:
+    cells = []
+    for name, label in MEMORY_ROWS.items():
+        highs, lows = series(rows, name)[1], series(rows, f"{name}_min")[1]
+        if highs:
+            cells.append((label, f"{max(highs):.2f}", f"{max(lows):.2f}" if lows else ""))
+    available = series(rows, "memory/host_available_gib_min")[1] or series(rows, "memory/host_available_gib")[1]
+    if available:
+        cells.append(("host available, least", "", f"{min(available):.2f}"))
+    retries = series(rows, "memory/gpu_alloc_retries")[1]
+    note = "Host figures are per process; a node holds one process per rank."
+    if retries and max(retries) > 0:
+        note += (
+            f" The GPU allocator ran full and retried {max(retries):,.0f} times: memory was nearly exhausted."
+        )
+    return Table("Memory, GiB", ("maximum over the run", "highest rank", "lowest rank"), cells, note)
+
+
+def _ledger_table(run_dir: Path) -> Table | None:
+    """`ledger.json`: {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}; a
+    figure may be null.
+    """
+    cells, ledger = [], _read(run_dir / "ledger.json")
+    for row in ledger.get("rows", []):
+        planned, measured, unit = row.get("planned"), row.get("measured"), row.get("unit", "GiB")
+        error = f"{measured / planned - 1:+.1%}" if planned and measured is not None else ""
+        cells.append((f"{row['category']}, {unit}", _number(planned), _number(measured), error))
+    reason = ledger.get("no_plan")
+    note = f"no plan: {reason}" if reason else ""
+    return Table("Planned against measured", ("", "planned", "measured", "error"), cells, note)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}"
+
+
+def _saved_table(run_dir: Path) -> Table:
+    cells = []
+    for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
+        files = [path for path in manifest.parent.rglob("*") if path.is_file()]
+        size_gib = sum(path.stat().st_size for path in files) / 1024**3
+        ranks = _read(manifest).get("world_size", "")
+        cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
+    return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
+
+
+def _sources(run_dir: Path) -> list[tuple[str, str]]:
+    sources = []
+    for name in ("config.yaml", "ds_config.json", "env.json", "proof.json", "plan.json"):
+        content = redact(_read(run_dir / name))
+        if content:
+            as_yaml = name.endswith(".yaml")
+            sources.append(
+                (name, yaml.safe_dump(content, sort_keys=False) if as_yaml else json.dumps(content, indent=2))
+            )
+    return sources
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.4g}" if loss < 700 else "inf"

@@ -1,0 +1,115 @@
+"""What a run is, in a few rows: the header before the first step, and where the files are after the last."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from remat.activation_checkpointing import policy
+from remat.config import ds_config
+from remat.config.choices import PeftMethod
+from remat.config.options import RunConfig
+from remat.data import cache
+from remat.data.cache import Splits
+from remat.machine.distributed import World
+from remat.model import lora, qlora
+from remat.planning.launch_plan import LaunchPlan, rehearses
+from remat.planning.strategy import Strategy
+
+
+class Described(Protocol):
+    """The parts of a run that the header needs."""
+
+    cfg: RunConfig
+    strategy: Strategy
+    plan: LaunchPlan
+    world: World
+    folder: Path
+    splits: Splits
+    resumed: dict[str, Any] | None
+
+
+def rows(parts: Described) -> dict[str, str]:
+    """Label and value, in reading order."""
+    cfg, train = parts.cfg, parts.cfg.train
+    decided, splits = parts.strategy, parts.splits
+    facts, ds = decided.facts, decided.ds
+    accumulation = ds["gradient_accumulation_steps"]
+    tokens = train.steps * train.global_batch_size * train.seq_len
+    held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
+    notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
+    found = {
+        "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
+        "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
+        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "packing": parts.strategy.packed.line(),
+        "ranks": _ranks(parts.world),
+        "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
+        "activations": "; ".join(
+            filter(None, [policy.describe(decided.decisions), decided.stacks, decided.decided_because])
+        ),
+        "loss": str(train.loss),
+        "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
+        f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",
+        "steps": f"{train.steps}, {_count(tokens)} tokens",
+        "plan": parts.plan.line(),
+        "run": str(parts.folder),
+    }
+    if cfg.peft.method is not PeftMethod.none:
+        found["trained"] = lora.describe(cfg.peft, facts.num_trainable_params, facts.num_params)
+    if facts.quantised_weights:
+        found["frozen"] = qlora.describe(facts.quantised_weights)
+    if rehearses(cfg, parts.strategy):
+        found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
+    if parts.resumed is not None:
+        found["resumed"] = f"at step {parts.resumed['step']}"
+    return found
+
+
+def seconds_since_launch() -> float:
+    """Since this process began, or since the launcher above it did."""
+    process = psutil.Process()
+    begun = process.create_time()
+    with contextlib.suppress(psutil.Error):  # other users' processes may be hidden
+        for parent in process.parents():
+            if any(name in " ".join(parent.cmdline()[:4]) for name in ("deepspeed", "torch.distributed")):
+                begun = parent.create_time()
+    return time.time() - begun
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Where everything is, and how to look at it."""
+    found = {"run": str(folder), "metrics": "metrics.jsonl"}
+    states = sorted((folder / "saved").glob("step-*"))
+    if states:
+        found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
+    if (folder / "export").is_dir():
+        found["exported model"] = "export/"
+    found["look at it"] = f"remat report {folder}"
+    return found
+
+
+def _ranks(world: World) -> str:
+    shared = world.tensor_parallel_size
+    groups = "" if shared == 1 else f", each layer shared by {shared}"
+    return f"{world.size} on {world.device.type}, {world.local_size} per node{groups}"
+
+
+def _offload(ds: dict[str, Any]) -> str:
+    places = {
+        "optimizer state": ds_config.optimizer_offload_device(ds),
+        "parameters": ds_config.param_offload_device(ds),
+    }
+    moved = [f"{what} on {place}" for what, place in places.items() if place]
+    return ", ".join(moved) or "no offload"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:g}"

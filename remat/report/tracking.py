@@ -1,0 +1,265 @@
+"""The record of a run, `metrics.jsonl`, and Weights & Biases as a view of it. The only importer of wandb.
+
+The record is written first and by rank 0 alone. W&B then gets the same numbers in a thread of its own that may fail,
+hang or be absent: training neither stops nor waits for it. The mode is chosen before `wandb.init`, so an offline run
+opens no connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from remat.config.choices import WandbMode
+from remat.config.options import TrackingConfig
+from remat.config.redact import redact, redact_text
+
+FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B
+LAST_WAIT_S = 1.0  # for W&B to notice that its helper process was ended
+QUEUE_ROWS = 4096  # rows kept while W&B is slow; beyond it rows reach metrics.jsonl only
+RECORD = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes rows to `run_dir/metrics.jsonl` and hands them to W&B. On other ranks than 0 every method is a no-op.
+
+    `wandb_run_id` continues a W&B run across resumes (offline too: `wandb sync` joins the parts). `warn` receives
+    at most one line about W&B and one about the record.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        cfg: TrackingConfig,
+        *,
+        run_config: dict[str, Any],
+        name: str,
+        run_id: str,
+        wandb_run_id: str | None,
+        is_main: bool,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._path = run_dir / RECORD
+        self._is_main = is_main
+        self._warn: Callable[[str], None] | None = warn
+        self._wandb: _WandbThread | None = None
+        if not is_main:
+            return
+        self._file = self._path.open("a", encoding="utf-8")
+        if cfg.wandb is not WandbMode.disabled:
+            init = {
+                "dir": str(run_dir),
+                "mode": str(cfg.wandb),
+                "project": cfg.project,
+                "entity": cfg.entity,
+                "tags": list(cfg.tags),
+                "name": f"{name}/{run_id}",
+                "group": name,
+                "id": wandb_run_id or secrets.token_hex(4),
+                "resume": "allow",
+                "config": run_config,
+            }
+            self._wandb = _WandbThread({**redact(init), "dir": str(run_dir)}, warn)
+            self._wandb.start()
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        """The W&B run to continue after a resume; None when W&B is disabled or on other ranks than 0."""
+        return self._wandb.run_id if self._wandb else None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one row. Numbers that are not finite are written as "NaN", "Infinity", "-Infinity"."""
+        if not self._is_main:
+            return
+        row: dict[str, float | str] = {"step": step, "time_unix_s": round(time.time(), 3)}
+        row |= {name: _jsonable(value) for name, value in metrics.items()}
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._warn_once(f"{self._path} cannot be written ({error}); rows are lost until it can be")
+        if self._wandb:
+            self._wandb.put(step, dict(metrics))
+
+    def summarise(self, figures: dict[str, float]) -> None:
+        """Figures of the whole run for the summary of W&B. They are no row of the record."""
+        if self._wandb:
+            self._wandb.put(None, dict(figures))
+
+    def rewind(self, step: int) -> None:
+        """Drop rows after `step`: a run resumed there writes them again. Also drops a row torn by a crash."""
+        if not self._is_main:
+            return
+        self._file.close()
+        rows = [row for row in _rows(self._path) if row["step"] <= step]
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        part.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def finish_wandb_soon(self, exit_code: int = 0) -> None:
+        """Let W&B write what it holds and end, while the run goes on: later rows reach the record alone.
+
+        For a stop: W&B keeps rows in memory, and whoever sent a signal may kill before a save is done.
+        """
+        if self._wandb:
+            self._wandb.close(exit_code)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the record, and W&B within FINISH_TIMEOUT_S + LAST_WAIT_S. May be called more than once."""
+        if not self._is_main:
+            return
+        self._file.close()
+        if self._wandb:
+            self._wandb.finish(exit_code)
+
+    def _warn_once(self, text: str) -> None:
+        if self._warn is not None:
+            self._warn(text)
+            self._warn = None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of a run's record, in order; each has `step` and `time_unix_s`. A torn last row is left out.
+
+    Raises FileNotFoundError without a record.
+    """
+    return [{name: float(value) for name, value in row.items()} for row in _rows(run_dir / RECORD)]
+
+
+def _module() -> Any:
+    """W&B, imported only here: it takes seconds, and its telemetry also dials out and waits at exit."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    return wandb
+
+
+def _stop_service() -> None:
+    """End W&B's helper process: it would go on trying, and its parent's exit would wait for it."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name().startswith("wandb-core"):
+                child.kill()
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # the process died, or the disk was full, within this row
+            continue
+    return rows
+
+
+def _jsonable(value: float) -> float | str:
+    """JSON knows no NaN; the words are those of W&B, and Python's float() reads them back."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+class _WandbThread(threading.Thread):
+    """Everything W&B does, in a daemon thread behind a bounded queue."""
+
+    def __init__(self, init: dict[str, Any], warn: Callable[[str], None]) -> None:
+        super().__init__(name="remat-wandb", daemon=True)
+        self.run_id: str = init["id"]
+        self._init = init
+        self._warn = warn
+        self._warned = threading.Lock()
+        self._failed = False
+        self._closed = False
+        self._exit_code = 0
+        self._rows: queue.Queue[tuple[int | None, dict[str, float]] | None] = queue.Queue(maxsize=QUEUE_ROWS)
+
+    def put(self, step: int | None, metrics: dict[str, float]) -> None:
+        """A row of `step`, or figures of the whole run."""
+        if self._failed or self._closed:
+            return
+        try:
+            self._rows.put_nowait((step, metrics))
+        except queue.Full:
+            self._give_up("it has not taken a row for too long")
+
+    def close(self, exit_code: int) -> None:
+        """Nothing comes after the rows that wait. Waits for nothing itself."""
+        if self._closed:
+            return
+        self._closed, self._exit_code = True, exit_code
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            self._give_up("it has not taken a row for too long")
+
+    def finish(self, exit_code: int) -> None:
+        self.close(exit_code)
+        if not self._failed:
+            self.join(FINISH_TIMEOUT_S)
+        if self.is_alive():
+            self._give_up(f"it did not finish within {FINISH_TIMEOUT_S:.0f} s")
+            _stop_service()
+            self.join(LAST_WAIT_S)
+
+    def run(self) -> None:
+        wandb: Any = None
+        try:
+            wandb = _module()
+            run = self._open(wandb)
+            while (item := self._next()) is not None:
+                step, metrics = item
+                if step is None:
+                    run.summary.update(metrics)
+                else:
+                    run.log(metrics, step=step)
+            run.finish(exit_code=self._exit_code)
+        except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
+            self._give_up(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(BaseException):  # here, or its exit hook would do it and hold the interpreter
+            wandb.teardown(self._exit_code)
+
+    def _next(self) -> tuple[int | None, dict[str, float]] | None:
+        """None ends the thread. Once W&B is given up, nothing more comes: what still waits is all."""
+        try:
+            return self._rows.get(block=not self._failed)
+        except queue.Empty:
+            return None
+
+    def _open(self, wandb: Any) -> Any:
+        settings = wandb.Settings(
+            silent=True,  # also: never prompt for a key
+            console="off",
+            x_disable_stats=True,
+            x_save_requirements=False,
+            x_disable_meta=True,  # it would copy the command line
+            disable_git=True,
+            disable_code=True,
+            init_timeout=30,
+            finish_timeout=FINISH_TIMEOUT_S - 3,  # bounds W&B's own wait at interpreter exit too
+        )
+        wandb.setup(settings=settings)  # or its login would still print a line
+        return wandb.init(**self._init, settings=settings)
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        if self._warned.acquire(blocking=False):
+            first_line = redact_text(reason.splitlines()[0])
+            self._warn(
+                f"W&B is off for the rest of this run ({first_line}); {RECORD} has every row, and what W&B wrote "
+                f"is uploaded by: wandb sync {self._init['dir']}/wandb/*run-*"
+            )

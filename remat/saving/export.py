@@ -1,0 +1,330 @@
+"""Write the model as a Hugging Face folder: safetensors shards, config, tokenizer; loadable by plain transformers.
+
+A model trained through adapters is written as an adapter folder, which peft loads on the base model.
+
+Weights are streamed: one parameter is gathered at a time (one decoder layer where transformers keeps weights
+fused and files them apart, as in mixtures of experts), and rank 0 holds one shard. The folder appears complete or
+not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from remat.config.choices import Precision
+from remat.config.options import ConfigError
+from remat.saving import adapter_files, hf_files, manifest, safe_load
+from remat.saving.manifest import ENGINE, SaveError
+from remat.saving.state_files import SavedWeights
+
+MODEL_FOLDER = "model"
+DTYPES = {
+    str(Precision.fp32): torch.float32,
+    str(Precision.bf16): torch.bfloat16,
+    str(Precision.fp16): torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """An exported model: its folder, the weight files, their bytes, the parameters in them, the seconds it took."""
+
+    path: Path
+    files: list[str]
+    bytes: int
+    num_params: int
+    seconds: float
+
+
+def export(
+    engine: Any, folder: Path, *, tokenizer: Any, dtype: torch.dtype | None = None, max_shard_size: str
+) -> ExportResult:
+    """Export the live model to `folder`; call it on every rank, between steps, at any ZeRO stage.
+
+    `dtype` None keeps the dtype of the weights. Another dtype is taken from the fp32 master copy where there is
+    one. A former export at `folder` is replaced; ConfigError if anything else is there. Raises SaveError on every
+    rank when writing fails, or when the weights are not those of a plain model of this config.
+    """
+    module = engine.module
+    dtype = dtype or dtype_of(module)
+    plan, adapter = live_plan(module, dtype, max_shard_size), adapter_files.config_of(module)
+    if adapter is None:
+        _check_same_weights(module, plan)
+
+    def describe(target: Path) -> None:
+        if adapter is not None:
+            adapter_files.write_config(target, adapter)
+            return _write_extras(target, tokenizer, None)
+        if module.is_remote_code():
+            config: Any = plan.skeleton.config  # annotated as dict upstream, which means either
+            custom_object_save(module, target, config=config)
+        generation = module.generation_config if module.can_generate() else None
+        return _write_description(target, plan.skeleton, tokenizer, generation)
+
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    try:
+        return _write(plan, _engine_reader(engine, dtype), folder, describe)
+    finally:
+        if hasattr(optimizer, "checkpoint_event_epilogue"):
+            optimizer.checkpoint_event_epilogue()  # small parameters of ZeRO-3 are whole again
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
+
+
+def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.Plan:
+    """What an export of this model, or of its adapters, consists of."""
+    if adapter_files.config_of(module) is not None:
+        return adapter_files.plan(module, dtype)
+    conversions = getattr(module, "_weight_conversions", None)
+    return hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
+
+
+def write_model_card(
+    run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None, adapter: Any = None
+) -> None:
+    """Keep what `export_saved_state` needs beside the weights in run_dir/model: config and tokenizer. Rank 0 only.
+
+    `adapter` is peft's configuration of the adapters, if the model has any.
+    """
+    target = run_dir / MODEL_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    if adapter is not None:
+        adapter_files.write_config(target, adapter)
+    hf_files.inference_config(model_config).save_pretrained(target)
+    _write_extras(target, tokenizer, generation_config)
+
+
+def export_saved_state(
+    state_dir: Path,
+    run_dir: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str,
+    verified: bool = False,
+) -> ExportResult:
+    """Export a saved state without GPU or engine, in one process. `dtype` None: the precision of the run.
+
+    `verified`: the caller has the state from `saving.find`, which has read and hashed every file just now.
+
+    Host memory: one shard, one weight in fp32 (or a layer, as above) and a window of file pages. Raises ConfigError
+    when the state or run_dir/model is incomplete, or a file of them asks for code to be run.
+    """
+    problems = [] if verified else manifest.verify(state_dir)
+    if problems:
+        raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
+    card = run_dir / MODEL_FOLDER
+    plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
+    unsafe = safe_load.problem(safe_load.pickled(state_dir))  # also the files that an export does not read
+    if unsafe is not None:
+        raise safe_load.UnsafeFile(unsafe)
+    adapted = (card / adapter_files.CONFIG).exists()
+
+    def describe(target: Path) -> None:
+        if not adapted:
+            _write_description(target, plan.skeleton, None, None)
+        for extra in card.iterdir():
+            if extra.name not in ("config.json", *(["generation_config.json"] if adapted else [])):
+                shutil.copy2(extra, target / extra.name)
+
+    return _write(plan, read, folder, describe)
+
+
+def open_saved_state(
+    state_dir: Path, run_dir: Path, *, dtype: torch.dtype | None, max_shard_size: str
+) -> tuple[hf_files.Plan, Callable[[str], torch.Tensor]]:
+    """What an export of a saved state consists of, and how each of its weights is read. No collectives.
+
+    Raises ConfigError when the state or run_dir/model is incomplete.
+    """
+    info = manifest.read(state_dir)
+    card = run_dir / MODEL_FOLDER
+    if not (card / "config.json").exists():
+        raise ConfigError(f"{card}/config.json is missing: give the run directory of {state_dir}")
+    config = _described(card)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not isinstance(model_class, type):
+        raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
+    wanted = dtype or DTYPES[info.precision]
+    plan = (
+        adapter_files.plan(adapter_files.skeleton(model_class, config, card), wanted)
+        if (card / adapter_files.CONFIG).exists()
+        else hf_files.plan(model_class, config, wanted, max_shard_size, None)
+    )
+    weights = _saved_weights(state_dir, info, wanted)
+    missing = [name for unit in plan.units for name in unit if name not in weights.names]
+    if missing:
+        why = "frozen weights are not in the state" if info.frozen_excluded else "the state is of another model"
+        raise ConfigError(f"{state_dir} has no {missing[:3]} (of {len(missing)}): {why}")
+
+    def read(name: str) -> torch.Tensor:
+        value = weights.read(name)
+        return value.to(wanted) if value.is_floating_point() else value
+
+    return plan, read
+
+
+def _described(card: Path) -> Any:
+    """The model's configuration, without the code or the attention kernels of a hub that a config.json can name."""
+    try:
+        return AutoConfig.from_pretrained(card, trust_remote_code=False, attn_implementation="eager")
+    except ValueError as error:
+        raise ConfigError(f"{card}/config.json is refused: {str(error).strip().splitlines()[0]}") from error
+
+
+def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
+    """The live model must have the plain model's weights, all of them and no others, tied where it ties them."""
+    live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    names = {name for unit in plan.units for name in unit}
+    kind = type(module).__name__
+    lost = [n for n in module.state_dict() if n not in names and n not in plan.tied]
+    lost = [n for n in lost if n not in (plan.skeleton._keys_to_ignore_on_save or ())]
+    absent = sorted(names - live.keys())
+    if lost or absent:
+        raise SaveError(f"export: a plain {kind} has no {lost[:3]} and this model has no {absent[:3]}")
+    for name in sorted(names):
+        shape = getattr(live[name], "ds_shape", live[name].shape)
+        if shape != plan.skeleton.get_parameter_or_buffer(name).shape:
+            raise SaveError(f"export: {name} has shape {tuple(shape)}, which is not what config.json describes")
+    for name, kept in plan.tied.items():
+        if live[name] is not live[kept]:
+            raise SaveError(f"export: config.json ties {name} to {kept}, but the trained model holds both")
+
+
+def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor | None]:
+    """A collective function from name to value: on the CPU of rank 0 in `dtype`, None on other ranks."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    module, is_main = engine.module, manifest.place()[0] == 0
+    held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    masters = _unpartitioned_masters(engine)
+
+    def copy_out(value: torch.Tensor) -> torch.Tensor | None:
+        wanted = dtype if value.is_floating_point() else value.dtype
+        return value.detach().to("cpu", wanted, copy=True).contiguous() if is_main else None
+
+    def read(name: str) -> torch.Tensor | None:
+        value = held[name]
+        if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
+            master = masters[value] if value in masters else safe_get_full_fp32_param(value)
+            if master is not None:
+                return copy_out(master)
+        with deepspeed.zero.GatheredParameters([value]):
+            return copy_out(value.data)
+
+    return read
+
+
+def _unpartitioned_masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """Parameter -> its fp32 master, for 16-bit training at ZeRO stage 0, where DeepSpeed has no function for it."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() > 0 or not hasattr(optimizer, "fp16_groups"):
+        return {}
+    if hasattr(optimizer, "fp32_groups"):
+        groups = optimizer.fp32_groups
+    else:
+        groups = [
+            flat.split([p.numel() for p in group])
+            for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        ]
+    return {
+        p: master.view(p.shape)
+        for group, values in zip(optimizer.fp16_groups, groups, strict=True)
+        for p, master in zip(group, values, strict=True)
+    }
+
+
+def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype) -> SavedWeights:
+    if any("/offloaded_tensors/" in name for name in info.files):
+        raise ConfigError(
+            f"{state_dir} keeps its fp32 weights in DeepSpeed's NVMe files, which only a running engine can read: "
+            "resume the run with save.export=true"
+        )
+    if info.zero_stage == 0 and dtype != DTYPES[info.precision] and info.precision != str(Precision.fp32):
+        raise ConfigError(
+            f"{state_dir} was saved at ZeRO stage 0 in {info.precision}, without names for its fp32 copy: "
+            f"export in {info.precision}, or set save.export=true to export from the run"
+        )
+    return SavedWeights(state_dir / ENGINE, info.zero_stage)
+
+
+def _write(
+    plan: hf_files.Plan,
+    read: Callable[[str], torch.Tensor | None],
+    folder: Path,
+    describe: Callable[[Path], None],
+) -> ExportResult:
+    """Read every unit on all ranks, write on rank 0, check what was written, rename. Errors reach every rank."""
+    started = time.monotonic()
+    folder = folder.absolute()
+    tmp, what = folder.with_name(manifest.TMP + folder.name), f"exporting to {folder}"
+    manifest.on_main(lambda: _prepare(folder, tmp), what)
+    shards, error = hf_files.Shards(tmp, plan), None
+    try:
+        for unit in plan.units:
+            values = {name: read(name) for name in unit}
+            if manifest.place()[0] != 0 or error is not None:
+                continue  # after an error too: the other ranks still gather
+            try:
+                shards.add({name: value for name, value in values.items() if value is not None})
+            except Exception as caught:
+                error = caught
+        manifest.agree(error, what)
+        manifest.on_main(lambda: _finish(shards, tmp, folder, describe), what)
+    except SaveError:
+        if manifest.place()[0] == 0:
+            manifest.remove(tmp)
+        raise
+    return ExportResult(
+        path=folder,
+        files=list(plan.split.filename_to_tensors),
+        bytes=plan.split.metadata["total_size"],
+        num_params=plan.num_params,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _prepare(folder: Path, tmp: Path) -> None:
+    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if occupied and not hf_files.written_here(folder):
+        raise ConfigError(f"{folder} exists and is not a former export: choose another folder")
+    manifest.remove(tmp)
+    tmp.mkdir(parents=True)
+
+
+def _finish(shards: hf_files.Shards, tmp: Path, folder: Path, describe: Callable[[Path], None]) -> None:
+    shards.finish()
+    describe(tmp)
+    for name in manifest.files_in(tmp):
+        manifest.sync(tmp / name)
+    manifest.publish(tmp, folder)
+
+
+def _write_description(folder: Path, skeleton: PreTrainedModel, tokenizer: Any, generation: Any) -> None:
+    skeleton.config.save_pretrained(folder)
+    _write_extras(folder, tokenizer, generation)
+
+
+def _write_extras(folder: Path, tokenizer: Any, generation: Any) -> None:
+    if generation is not None:
+        # save_pretrained refuses contradictory sampling settings, which published models have.
+        generation.to_json_file(
+            folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
+        )
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,0 +1,156 @@
+"""The files of a Hugging Face model: which names, shapes and shards a plain model has, written and read back.
+
+What a file holds is not what a module holds: tied weights are written once, and transformers files some weights
+apart that it keeps fused (the experts of a mixture). transformers itself says how, on a model without storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.serialization import StateDictSplit
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from remat.config.options import ConfigError
+from remat.saving import manifest
+from remat.saving.manifest import SaveError
+
+WEIGHTS = "model{suffix}.safetensors"
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt", "producer": "remat"}  # "pt" is what transformers looks for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be written, known before any weight is touched."""
+
+    skeleton: Any  # the plain model, without storage
+    units: list[list[str]]  # names read together; each unit converts on its own
+    tied: dict[str, str]  # names left out -> the name that is written for them
+    shapes: dict[str, torch.Size]  # of every name in the files
+    split: StateDictSplit
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]  # a unit's names to the files'
+
+    @property
+    def num_params(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+
+def plan(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    conversions: Any,
+) -> Plan:
+    """Names, shapes and shards as `save_pretrained` of a plain model would have them; no memory, seconds."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        skeleton = model_class(inference_config(config))
+    skeleton.config.dtype = str(dtype).removeprefix("torch.")
+    skeleton.config.architectures = [model_class.__name__]
+    if conversions is not None:
+        skeleton._weight_conversions = conversions
+    state = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in skeleton.state_dict().items()
+        if name not in (skeleton._keys_to_ignore_on_save or ())
+    }
+    kept = remove_tied_weights_from_state_dict(dict(state), skeleton)
+    objects = {id(skeleton.get_parameter_or_buffer(name)): name for name in kept}
+    tied = {name: objects[id(skeleton.get_parameter_or_buffer(name))] for name in state if name not in kept}
+    whole = revert_weight_conversion(skeleton, dict(kept))
+    units = [[name] for name in kept] if set(whole) == set(kept) else _layers(list(kept))
+    files: dict[str, torch.Tensor] = {}
+    for unit in units:
+        for name, value in revert_weight_conversion(skeleton, {name: kept[name] for name in unit}).items():
+            files[name] = torch.empty_like(value)  # a slice of a fused weight would be counted as the whole
+    shapes = {name: value.shape for name, value in files.items()}
+    if shapes != {name: value.shape for name, value in whole.items()}:
+        raise ConfigError(
+            f"{model_class.__name__} cannot be exported: transformers joins weights of several layers in its files"
+        )
+    try:
+        split = split_torch_state_dict_into_shards(
+            files, filename_pattern=WEIGHTS, max_shard_size=max_shard_size
+        )
+    except ValueError as error:
+        raise ConfigError(f"save.max_shard_size={max_shard_size}: {error}; write for example 5GB") from error
+    return Plan(skeleton, units, tied, shapes, split, lambda unit: revert_weight_conversion(skeleton, unit))
+
+
+def _layers(names: list[str]) -> list[list[str]]:
+    """Group names by decoder layer (the prefix up to the first number); names outside layers stand alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = re.match(r"(?:.*?\.)??\d+\.", name)
+        groups.setdefault(match.group() if match else name, []).append(name)
+    return list(groups.values())
+
+
+def inference_config(config: Any) -> Any:
+    """A copy for use after training, with the key/value cache that training switches off."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True
+    return config
+
+
+def written_here(folder: Path) -> bool:
+    """Whether the folder holds weights written by this module, and so may be replaced by a newer export."""
+    for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
+        with safe_open(file, framework="pt") as reader:
+            return (reader.metadata() or {}).get("producer") == METADATA["producer"]
+    return False
+
+
+@dataclass
+class Shards:
+    """Rank 0's open shards: each is written and let go as soon as its last tensor arrives."""
+
+    folder: Path
+    plan: Plan
+    open: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, values: dict[str, torch.Tensor]) -> None:
+        """Take the weights of one unit, under the module's names."""
+        tensors = self.plan.convert(values)
+        for name, tensor in tensors.items():
+            if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            file = self.plan.split.tensor_to_filename[name]
+            shard = self.open.setdefault(file, {})
+            shard[name] = tensor
+            if len(shard) == len(self.plan.split.filename_to_tensors[file]):
+                save_file(self.open.pop(file), self.folder / file, metadata=METADATA)
+                manifest.sync(self.folder / file)
+
+    def finish(self) -> None:
+        """Write the index, then read the headers back: exactly the planned names, each with its shape."""
+        split = self.plan.split
+        if split.is_sharded:
+            metadata = {"total_parameters": self.plan.num_params, **split.metadata}
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        expected = {name: tuple(shape) for name, shape in self.plan.shapes.items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for file in split.filename_to_tensors:
+            with safe_open(self.folder / file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    found[name] = tuple(reader.get_slice(name).get_shape())
+        wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+        if wrong:
+            raise SaveError(
+                f"{wrong[0]} was written as {found.get(wrong[0])}, expected {expected.get(wrong[0])}"
+            )

@@ -1,0 +1,326 @@
+"""Folders that are complete or absent: every file hashed, synced to disk, then renamed into place by all ranks.
+
+A saved state is trusted only through its `manifest.json`, which lists each file with its size and SHA-256 and
+carries a checksum of itself. `tmp-` folders are unfinished and never read; `tmp-old-` ones are whole states that make
+room, read only where a kill left no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from remat.config.options import ConfigError
+from remat.machine import distributed
+from remat.machine.cores import available_cores
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FILE = "manifest.json"
+SAVED = "saved"
+STEP = "step-"
+ENGINE = "engine"  # DeepSpeed's files inside a state folder
+TMP = "tmp-"
+OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
+FORMAT = 1
+OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
+MAX_THREADS = 8  # that hash at a time; a rank has few large files
+
+
+class SaveError(RuntimeError):
+    """Training state or a model could not be written or read. Raised on every rank; older states are untouched."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a saved state is and which files make it complete. `files` maps relative paths to size and hash."""
+
+    step: int
+    sequence: int  # counts the saves of a run: newest is the highest, also after going back to an older step
+    world_size: int
+    zero_stage: int
+    precision: str
+    layout: str  # digest of names, shapes and order of the parameters in each optimizer group
+    frozen_excluded: bool  # frozen parameters are not in the state; the model must be built with their values
+    created: str  # UTC, ISO 8601
+    versions: dict[str, str]
+    client_state: dict[str, Any]
+    files: dict[str, FileEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state folder with a readable manifest."""
+
+    path: Path
+    info: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.info.step
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        return dict(self.info.client_state)
+
+
+def write(folder: Path, info: Manifest) -> None:
+    """Write and sync `folder/manifest.json`. The listed files must be on disk already."""
+    content = {"format": FORMAT, **asdict(info)}
+    content["checksum"] = _checksum(content)
+    with (folder / FILE).open("w") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a state folder. Raises SaveError when it is missing, unreadable or altered."""
+    try:
+        content = json.loads((folder / FILE).read_text())
+    except FileNotFoundError as error:
+        raise SaveError(f"{FILE} is missing: the state was never finished") from error
+    except OSError as error:
+        raise SaveError(f"{FILE} cannot be read: {error}") from error
+    except ValueError as error:
+        raise SaveError(f"{FILE} is not readable: {error}") from error
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise SaveError(f"{FILE} was changed after it was written")
+    if content.pop("format") != FORMAT:
+        raise SaveError(f"{FILE} has another format; this version reads format {FORMAT}")
+    content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    return Manifest(**content)
+
+
+def verify(
+    folder: Path, *, part: int = 0, parts: int = 1, hashed: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Problems of a state folder, empty when it is complete; reads and hashes every file, several at a time.
+
+    `part` of `parts` checks only its `share`. `hashed` is told the bytes read as they are, from several threads.
+    """
+    try:
+        info = read(folder)
+    except SaveError as error:
+        return [str(error)]
+
+    def check(name: str) -> str | None:
+        entry, problem = info.files[name], _size_problem(folder / name, info.files[name])
+        try:
+            if problem is None and hash_file(folder / name, hashed) != entry.sha256:
+                problem = "content changed (hash differs)"
+        except OSError as error:  # the other ranks wait for this one's findings
+            problem = f"cannot be read ({error.strerror})"
+        return None if problem is None else f"{name}: {problem}"
+
+    threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
+    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing gives the interpreter free
+        return [problem for problem in pool.map(check, share(info, part, parts)) if problem is not None]
+
+
+def share(info: Manifest, part: int, parts: int) -> list[str]:
+    """The files that one of `parts` ranks hashes, sorted: its own, which it reads next, and of the others as many bytes
+    as the next; by bytes alone when another number of ranks wrote them."""
+    mine, load = [], [0] * parts
+    own = {name: rank_of(name) if parts == info.world_size else None for name in info.files}
+    largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
+    for name in sorted(
+        largest_first, key=lambda name: own[name] is None
+    ):  # owned ones first; sorting is stable
+        rank = own[name]
+        if rank is None or rank >= parts:
+            rank = load.index(min(load))
+        load[rank] += info.files[name].size_bytes
+        if rank == part:
+            mine.append(name)
+    return sorted(mine)
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a file of a state, and that reads it again, from its name; None of a shared one."""
+    match = OWNER.search(name)
+    return int(next(number for number in match.groups() if number is not None)) if match else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Every listed file is there with its size. Cheap: hashes are left to `verify`."""
+    try:
+        info = read(folder)
+    except SaveError:
+        return False
+    return all(_size_problem(folder / name, entry) is None for name, entry in info.files.items())
+
+
+def list_states(path: Path) -> tuple[list[SavedState], list[str]]:
+    """States with a readable manifest, last saved first, and a note on each folder without one.
+
+    `path` is a run directory, its `saved` folder or one state folder. Files are not looked at.
+    """
+    if path.name.startswith(STEP):
+        folders = [path] if path.is_dir() else []
+    else:
+        saved = path / SAVED if (path / SAVED).is_dir() else path
+        folders = sorted(p for p in saved.glob("*") if p.is_dir())
+    states, notes = [], []
+    for folder in folders:
+        if folder.name.startswith(TMP) and not _is_only_copy(folder):
+            notes.append(f"{folder.name}: unfinished")
+        elif folder.name.startswith((STEP, TMP)):
+            try:
+                states.append(SavedState(folder.absolute(), read(folder)))
+            except SaveError as error:
+                notes.append(f"{folder.name}: {error}")
+    return sorted(states, key=lambda state: state.info.sequence, reverse=True), notes
+
+
+def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
+    """Sync the named files of `folder` to disk and return their sizes and hashes."""
+    entries = {}
+    for name in names:
+        path = folder / name
+        sync(path)
+        entries[name] = FileEntry(size_bytes=path.stat().st_size, sha256=hash_file(path))
+    return entries
+
+
+def hash_file(path: Path, hashed: Callable[[int], object] = lambda count: None) -> str:
+    """SHA-256 in hexadecimal; reads 8 MiB at a time and tells `hashed` how many bytes."""
+    digest, buffer = hashlib.sha256(), bytearray(8 * 1024**2)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            hashed(count)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder (its names) to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def files_in(folder: Path) -> list[str]:
+    """Relative paths of all files below `folder`, sorted, without the manifest."""
+    paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(path for path in paths if path != FILE)
+
+
+def publish(tmp: Path, final: Path) -> None:
+    """Make a finished `tmp` folder appear as `final` in one rename; an older `final` goes only afterwards."""
+    for path in [p for p in tmp.rglob("*") if p.is_dir()]:
+        sync(path)
+    sync(tmp)
+    old = final.with_name(f"{OLD}{final.name}")
+    if final.exists():
+        final.rename(old)
+    tmp.rename(final)
+    sync(final.parent)
+    remove(old)
+
+
+def clean(saved: Path) -> None:
+    """Delete what killed saves left in `saved`; a whole state that was about to be replaced gets its name back."""
+    for leftover in sorted(saved.glob(f"{TMP}*")):
+        if _is_only_copy(leftover) and is_complete(leftover):
+            leftover.rename(_own_name(leftover))
+        else:
+            remove(leftover)
+
+
+def _own_name(folder: Path) -> Path:
+    return folder.with_name(folder.name.removeprefix(OLD))
+
+
+def _is_only_copy(folder: Path) -> bool:
+    """A state put aside by a save that was killed before the new one took its name."""
+    return folder.name.startswith(OLD) and not _own_name(folder).exists()
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder if it is there. A failure is logged, not raised: nothing depends on the deletion."""
+    try:
+        if folder.exists() and not folder.name.startswith(TMP):
+            # A kill in the middle must not leave a half-deleted folder under its own name.
+            folder = folder.rename(folder.with_name(f"{OLD}{folder.name}"))
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        log.warning("could not delete %s: %s", folder, error)
+
+
+def place() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) outside a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def agree(error: Exception | None, what: str) -> None:
+    """Raise SaveError on every rank when any rank brings an error. Collective."""
+    texts = distributed.gather(None if error is None else _text(error))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        raise SaveError(f"{what} failed on {'; '.join(failed)}") from error
+
+
+def on_main(action: Callable[[], T], what: str) -> T:
+    """Rank 0's result of `action` on every rank, after it is done.
+
+    When it fails every rank raises: a ConfigError as it is, anything else as SaveError.
+    """
+    outcome: list[T] = []
+    error: Exception | None = None
+    if place()[0] == 0:
+        try:
+            outcome = [action()]
+        except Exception as caught:
+            error = caught
+    text = None if error is None else _text(error)
+    outcome, text, is_config = distributed.broadcast((outcome, text, isinstance(error, ConfigError)))
+    if is_config:
+        raise ConfigError(str(text).partition(": ")[2]) from error
+    if text is not None:
+        raise SaveError(f"{what} failed on rank 0: {text}") from error
+    return outcome[0]
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
+
+
+def _size_problem(path: Path, entry: FileEntry) -> str | None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return "missing"
+    if size == entry.size_bytes:
+        return None
+    return "empty" if size == 0 else f"{size} bytes of {entry.size_bytes}"
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,222 @@
+"""Go on from a state that another number of ranks saved, through the universal format that DeepSpeed's engine loads.
+
+That format is a folder per parameter with its whole fp32 master and moments, which any number of ranks cuts anew. It is
+written beside the state, the ranks sharing the work, and removed after the load; the state itself is only read.
+A rank holds one tensor of one parameter at a time. Not used: DeepSpeed 0.19's converter, which holds one rank's
+whole file, needs the room twice, and writes the moments of rank 0 into a file that every rank then reads; and of its
+loader, what it does to Adam's options and step counts (docs/decisions.md). Stage 0 is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.config.choices import Reshard
+from remat.config.options import ConfigError
+from remat.machine import distributed, rng
+from remat.saving import disk_space, frozen, manifest, safe_load, state_files
+from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
+from remat.saving.state_files import MASTER, MOMENTS, SavedWeights
+
+UNIVERSAL = f"{TMP}universal"
+BYTES_PER_PARAMETER = 12  # master and two moments
+SMALL_BYTES = 1024**2 + 4096 * 8  # what is beside the tensors, and a folder's own block
+SHARDED = (
+    "fp32_flat_groups",
+    "single_partition_of_fp32_groups",
+    "base_optimizer_state",
+    "optimizer_state_dict",
+)
+
+
+def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: Mapping[str, Any]) -> list[str]:
+    """Why `world_size` ranks cannot go on from `state`, as its manifest and DeepSpeed's config tell; none: []."""
+    info = state.info
+    if info.world_size == world_size:
+        return []
+    ranks = f"it was saved by {info.world_size} ranks and this launch has {world_size}"
+    start = f"start {info.world_size} ranks"
+    if wanted is Reshard.refuse:
+        return [f"{ranks}: {start}, or set reshard=auto"]
+    found, zero = [], rendered["zero_optimization"]
+    devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+    if any("/offloaded_tensors/" in name for name in info.files):
+        found.append(
+            f"{ranks}, but its optimizer state is in DeepSpeed's NVMe files, one set per rank: {start}"
+        )
+    elif "nvme" in devices:
+        found.append(
+            f"{ranks}, and DeepSpeed cuts no state anew for NVMe: {start}, or choose a config without NVMe"
+        )
+    if zero.get("pipeline_loading_checkpoint"):
+        found.append(
+            f"{ranks}, and zero_optimization.pipeline_loading_checkpoint would wait for ever: remove it"
+        )
+    return found
+
+
+def room(state: SavedState, world_size: int) -> tuple[int, int]:
+    """(bytes needed, bytes free) of the disk to go on with `world_size` ranks. Collective; reads no weight.
+
+    What a killed launch left is removed first. Raises ConfigError when the state cannot be cut for so many ranks.
+    """
+    return manifest.on_main(lambda: _room(state, world_size), f"looking at {state.path}")
+
+
+def load(engine: Any, state: SavedState) -> dict[str, Any]:
+    """`saving.load` for another number of ranks. Random states start anew, so dropout differs. Collective."""
+    rank, size = manifest.place()
+    own = safe_load.load(state.path / "rng" / "rank-00000.pt")
+    folder = state.path.parent / UNIVERSAL
+    what = f"cutting {state.path} for {size} ranks in {folder}"
+    frozen_now = frozen.fingerprint_of_first(engine.module, state.info.world_size)
+    manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
+    try:
+        if state.info.zero_stage == 0:
+            loaded = _load_engine(engine, state.path, state.info.frozen_excluded)
+        else:
+            manifest.on_main(lambda: manifest.remove(folder), what)
+            manifest.agree(convert(state, folder / ENGINE), what)
+            with _universal(engine):
+                loaded = _load_engine(engine, folder, state.info.frozen_excluded)
+            _restore(engine, state)
+        if not loaded:
+            raise SaveError(f"DeepSpeed found nothing to load in {folder}")
+        distributed.barrier()  # no rank reads the folder any more
+    finally:
+        if rank == 0:
+            manifest.remove(folder)
+    rng.start_anew(own["rng"], step=state.step, rank=rank)
+    return state.client_state
+
+
+def _room(state: SavedState, world_size: int) -> tuple[int, int]:
+    manifest.remove(state.path.parent / UNIVERSAL)
+    stage, folder = state.info.zero_stage, state.path / ENGINE
+    if stage == 0:
+        return 0, disk_space.free_bytes(state.path)
+    try:
+        weights = SavedWeights(folder, stage, moments=True)
+        _step(folder, stage)
+    except SaveError as error:
+        raise ConfigError(f"resume: {state.path} cannot be cut for {world_size} ranks: {error}") from error
+    smallest = min(weights.group_numels)
+    if stage < 3 and smallest < 2 * world_size**2:
+        raise ConfigError(
+            f"resume: {state.path} cannot be cut for {world_size} ranks at ZeRO stage {stage}: a group of the "
+            f"optimizer has {smallest} numbers and must have {2 * world_size**2}, or a rank is left without any, on "
+            f"which DeepSpeed fails; start {state.info.world_size} ranks"
+        )
+    numel = sum(shape.numel() for shape in weights.trained.values())
+    small = SMALL_BYTES + len(weights.trained) * 4 * 4096  # files are rounded up to blocks
+    return BYTES_PER_PARAMETER * numel + small, disk_space.free_bytes(state.path)
+
+
+def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> None:
+    """Names, shapes and frozen weights must be as saved. The order of groups may differ: all goes by name."""
+    if state.info.zero_stage:
+        saved = SavedWeights(state.path / ENGINE, state.info.zero_stage).trained
+        now = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+        other = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+        if other:
+            raise ConfigError(
+                f"resume: {state.path} has other parameters than this run ({other[0]} and {len(other) - 1} more): "
+                "the model and its adapters must be as saved"
+            )
+    if state.info.frozen_excluded and not same_frozen:
+        raise ConfigError(
+            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
+            "build the model with model.init and model.path as in the saved run"
+        )
+
+
+def convert(state: SavedState, target: Path) -> Exception | None:
+    """Write this rank's part of the universal folder. An error is returned, for the others do not know of it yet."""
+    stage, source = state.info.zero_stage, state.path / ENGINE
+    try:
+        rank, size = manifest.place()
+        step = _step(source, stage)
+        weights = SavedWeights(source, stage, moments=True)
+        for name in sorted(weights.trained)[rank::size]:
+            folder = target / "zero" / name
+            folder.mkdir(parents=True)
+            for key in (MASTER, *MOMENTS):
+                torch.save({"param": weights.read(name, key)}, folder / f"{key}.pt")
+            torch.save(step, folder / "step.pt")
+        if rank == 0:
+            _write_rest(source, target, stage, step)
+    except Exception as error:
+        return disk_space.cause(error, target.parent.parent)
+    return None
+
+
+def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
+    """What DeepSpeed reads beside the tensors: loss scale, counters. Adam's options stay those of this run."""
+    optimizer = state_files.mapped(state_files.optimizer_files(source)[0])["optimizer_state_dict"]
+    count = len(state_files.base_optimizer(optimizer, stage)["param_groups"])
+    groups: list[dict[str, Any]] = [{"params": []} for _ in range(count)]
+    rest = {name: value for name, value in optimizer.items() if name not in SHARDED}
+    rest |= {"param_groups": groups}
+    rest |= {"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}  # read at stage 3
+    torch.save(rest, target / "zero" / "optimizer_state.pt")
+    module = state_files.module_file(source, stage)
+    model = {name: value for name, value in state_files.mapped(module).items() if name != "module"}
+    torch.save(model, target / module.name)
+
+
+def _step(source: Path, stage: int) -> int:
+    """The optimizer steps applied, which all groups have in common."""
+    optimizer = state_files.mapped(state_files.optimizer_files(source)[0])["optimizer_state_dict"]
+    found = {int(group["step"]) for group in state_files.base_optimizer(optimizer, stage)["state"].values()}
+    if len(found) != 1:
+        raise SaveError(f"{source} has groups at the optimizer steps {sorted(found)}, not at one")
+    return found.pop()
+
+
+@contextmanager
+def _universal(engine: Any) -> Iterator[None]:
+    """`checkpoint.load_universal` for one load: the run's later states are normal ones.
+
+    Below stage 3 a weight's place is looked up as if its group lay in the order of the model, which it does not with
+    round_robin_gradients: linked in the true order while the load lasts.
+    """
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage < 3:
+        groups, optimizer.bit16_groups = optimizer.bit16_groups, optimizer.round_robin_bit16_groups
+        optimizer._link_all_hp_params()
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = False
+        if stage < 3:
+            optimizer.bit16_groups = groups
+            optimizer._link_all_hp_params()
+
+
+def _load_engine(engine: Any, folder: Path, frozen_excluded: bool) -> bool:
+    load_trainable = frozen.load_trainable if frozen_excluded else None
+    with safe_load.guarding():
+        return engine.load_checkpoint(str(folder), tag=ENGINE, custom_load_fn=load_trainable)[0] is not None
+
+
+def _restore(engine: Any, state: SavedState) -> None:
+    """What the universal load leaves out or breaks: buffers, and a step count that stage 3 shares between groups."""
+    stage, source = state.info.zero_stage, state.path / ENGINE
+    optimizer, step = engine.optimizer.optimizer, _step(source, stage)
+    for flat, values in optimizer.state.items():
+        if isinstance(optimizer, torch.optim.AdamW):
+            fused = optimizer.param_groups[0]["fused"]
+            values["step"] = torch.tensor(float(step), device=flat.device if fused else "cpu")
+        else:
+            values["step"] = step
+    weights = SavedWeights(source, stage)
+    buffers = dict(engine.module.named_buffers())
+    with torch.no_grad():
+        for name in weights.buffers:
+            buffers[name].copy_(weights.read(name))

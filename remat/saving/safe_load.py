@@ -1,0 +1,112 @@
+"""Saved states are read as data: tensors, numbers, text, and the few types of DeepSpeed in ALLOWED. No code runs.
+
+A pickle names functions that are called while it is read, and hashes are no signature: whoever writes a folder writes
+its manifest too. So every file goes through torch's weights-only reader, which calls nothing but what rebuilds tensors
+and what is listed here. DeepSpeed reads with pickle; inside of `guarding` its reads are these.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.config.options import ConfigError
+
+# Their constructors only keep their arguments, and none has a __reduce__ or __setstate__.
+ALLOWED = (
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+)
+ZIP = b"PK\x03\x04"  # what torch.save writes; its older format cannot be mapped
+NAMED = re.compile(r"GLOBAL (\S+) (?:was not|whose module)|unrecognized function (.+)")
+
+
+class UnsafeFile(ConfigError):
+    """A file of a saved state is not data alone; nothing in it was run (exit 2)."""
+
+
+def load(file: Path, *, mapped: bool = False, map_location: Any = "cpu") -> Any:
+    """What torch.save wrote to `file`; `mapped` leaves its tensors on the disk.
+
+    Raises UnsafeFile when it holds anything but data, OSError when it cannot be read.
+    """
+    with file.open("rb") as opened:
+        mappable = opened.read(len(ZIP)) == ZIP
+    with _only_allowed():
+        try:
+            return _torch_load(file, map_location=map_location, mmap=mapped and mappable, weights_only=True)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a made-up pickle can end in any of them
+            raise UnsafeFile(_refusal(file, error)) from error
+
+
+def problem(files: Iterable[Path]) -> str | None:
+    """Why one of `files` is refused, else None. Reads what describes the tensors, not their values."""
+    for file in files:
+        try:
+            load(file, mapped=True)
+        except UnsafeFile as error:
+            return str(error)
+    return None
+
+
+def pickled(folder: Path) -> list[Path]:
+    """The files of a state folder that are read by torch, listed in its manifest or not."""
+    return sorted(folder.rglob("*.pt"))
+
+
+@contextmanager
+def guarding() -> Iterator[None]:
+    """While inside, torch.load, which DeepSpeed calls with weights_only=False, is `load`."""
+
+    def guarded(f: Any, map_location: Any = None, pickle_module: Any = None, **settings: Any) -> Any:
+        return load(Path(f), mapped=bool(settings.get("mmap")), map_location=map_location)
+
+    torch.load = guarded
+    try:
+        yield
+    finally:
+        torch.load = _torch_load
+
+
+_torch_load = torch.load
+
+
+@contextmanager
+def _only_allowed() -> Iterator[None]:
+    """Nothing that another library has declared safe is."""
+    serialization = torch.serialization
+    types = [getattr(importlib.import_module(module), name) for module, name in ALLOWED]
+    before = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    serialization.add_safe_globals(types)
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
+
+
+def _refusal(file: Path, error: Exception) -> str:
+    named = NAMED.search(str(error))
+    if named is not None:
+        what = f"it names {named[1] or named[2]}, which would be called"
+    elif isinstance(error, pickle.UnpicklingError):
+        what = "it holds instructions that data does not need"
+    else:
+        first = (str(error).splitlines() or [""])[0][:200]
+        what = f"it cannot be read as data ({type(error).__name__}: {first})"
+    return (
+        f"{file} is refused: {what}, and nothing in it was run. Saved states are tensors, numbers and text: this file "
+        "was not written by this program and its DeepSpeed, or was changed; give a state of which you know the origin"
+    )

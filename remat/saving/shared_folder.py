@@ -1,0 +1,89 @@
+"""Whether all nodes see one folder: found out by looking for what rank 0 wrote there, before anything relies on it."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from remat.config.options import ConfigError
+from remat.machine import distributed
+from remat.saving import file_systems
+
+LATE_S = 90.0  # what a network file system may take to show another node's file: NFS caches folders for 60 s
+LOCAL_S = 2.0  # on a disk of this node's own nothing comes late
+ASK_EVERY_S = 0.5
+
+
+def check(folder: Path, option: str) -> None:
+    """Raise ConfigError on every rank when `folder`, which rank 0 has made, is another one elsewhere. Collective."""
+    if distributed.local_size_from_env() >= distributed.world_size_from_env():
+        return
+    with _token(folder) as mine:
+        name, problem = mine
+        written = distributed.broadcast(name if problem is None else None)
+        if written and not _seen(folder / written):
+            problem = f"{folder} is not the folder that rank 0 has made"
+        _refuse(problem, option)
+
+
+def check_newest(folder: Path, patterns: Sequence[str], option: str) -> None:
+    """The same where rank 0 may write nothing: the newest file of `patterns` that it finds in `folder` is there on
+    every node. Collective."""
+    if distributed.local_size_from_env() >= distributed.world_size_from_env():
+        return
+    found: tuple[Path, int] | None = None
+    if distributed.rank_from_env() == 0:
+        newest = max((p for pattern in patterns for p in folder.glob(pattern)), key=_changed_s, default=None)
+        found = (newest.absolute(), newest.stat().st_size) if newest else None
+    found = distributed.broadcast(found)
+    lacks = found is not None and not _seen(*found)
+    _refuse(f"{found[0]}, which rank 0 found, is not there" if found and lacks else None, option)
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _refuse(problem: str | None, option: str) -> None:
+    where = f"on {socket.gethostname()} (rank {distributed.rank_from_env()})"
+    problems = [text for text in distributed.gather(f"{where}: {problem}" if problem else None) if text]
+    if problems:
+        raise ConfigError(
+            f"{option}: the folder must be shared by all nodes, at the same path; {'; '.join(problems[:4])}. Choose a "
+            "folder on a shared file system"
+        )
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """(name, problem) on rank 0: of a file that only this launch can have written; gone when all have looked."""
+    token, problem = folder / f".shared-{uuid.uuid4().hex}", None
+    if distributed.rank_from_env() == 0:
+        try:
+            token.touch()
+        except OSError as error:
+            problem = f"{folder} cannot be written to ({error.strerror})"
+    try:
+        yield token.name, problem
+    finally:
+        if distributed.rank_from_env() == 0:
+            token.unlink(missing_ok=True)
+
+
+def _seen(path: Path, size: int | None = None) -> bool:
+    """Whether this node's first rank finds the file; it looks for a while where other nodes' files come late."""
+    if distributed.local_rank_from_env() != 0:
+        return True
+    end = time.monotonic() + (LOCAL_S if file_systems.is_local(path.parent) else LATE_S)
+    while True:
+        # listing the folder asks the server anew, where a cached answer would say that there is no such file
+        listed = path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}
+        if listed and (size is None or path.stat().st_size == size):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(ASK_EVERY_S)

@@ -1,0 +1,168 @@
+"""The weights in DeepSpeed's files of a saved state, read one at a time without an engine; Adam's moments too.
+
+Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
+ZeRO 1 and 2 cut each group of parameters, end to end, into equal parts for the ranks; ZeRO 3 cuts each parameter.
+Files are mapped, not read: what stays in memory is the weight asked for, and at most WINDOW_BYTES of file pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.saving import safe_load
+from remat.saving.manifest import SaveError
+
+WINDOW_BYTES = 512 * 1024**2  # then the files are mapped anew, which lets go of the pages read so far
+MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
+
+
+class SavedWeights:
+    """`names` are those that `read` knows: trained weights in fp32 (at stage 0 as the module holds them), buffers.
+
+    With `moments`, which exist from stage 1 on, `read` knows the two moments of each trained weight as well.
+    Raises SaveError when the files do not hold what they describe.
+    """
+
+    def __init__(self, folder: Path, zero_stage: int, *, moments: bool = False) -> None:
+        self._stage, self._states = zero_stage, (MASTER, *MOMENTS) if moments else (MASTER,)
+        self._ranks = optimizer_files(folder) if zero_stage else []
+        self._module_file = module_file(folder, zero_stage)
+        self._open()
+        model = mapped(self._module_file)
+        self._same: dict[str, str] = dict(model["shared_params"]) if zero_stage else {}
+        self._whole = set(model["buffer_names"] if zero_stage else self._module)
+        self._places = self._find(model) if zero_stage else {}
+        self.names = self._whole | self._places.keys()
+        self._same = {name: kept for name, kept in self._same.items() if kept in self.names}
+        self.names |= self._same.keys()
+
+    @property
+    def buffers(self) -> set[str]:
+        return set(self._whole)
+
+    @property
+    def trained(self) -> dict[str, torch.Size]:
+        """Name -> shape of each weight that the optimizer holds; empty at stage 0."""
+        return {name: shape for name, (_, _, shape) in self._places.items()}
+
+    @property
+    def group_numels(self) -> list[int]:
+        """Numbers in each group of the optimizer, below stage 3; one for all at stage 3."""
+        groups: dict[int, int] = {}
+        for index, _, shape in self._places.values():
+            groups[index] = groups.get(index, 0) + shape.numel()
+        return list(groups.values())
+
+    def read(self, name: str, state: str = MASTER) -> torch.Tensor:
+        """A copy of one weight, whole; or of one of its MOMENTS, in its shape."""
+        name = self._same.get(name, name)
+        if self._read_bytes > WINDOW_BYTES:
+            self._open()
+        if name in self._whole:
+            value = self._module[name].clone(memory_format=torch.contiguous_format)
+            self._read_bytes += value.nbytes
+            return value.float() if self._stage and value.is_floating_point() else value
+        group, offset, shape = self._places[name]
+        flats = self._flats[state]
+        if self._stage == 3:
+            parts = self._parts_at_3(flats, offset, shape)
+        else:
+            parts = _slices([own[group] for own in flats], offset, shape.numel())
+        self._read_bytes += sum(part.nbytes for part in parts)
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def _open(self) -> None:
+        self._module: dict[str, torch.Tensor] = mapped(self._module_file)["module"]
+        optimizers = [mapped(file)["optimizer_state_dict"] for file in self._ranks]
+        self._flats: dict[str, list[list[torch.Tensor]]] = {
+            state: [self._own(optimizer, state) for optimizer in optimizers] for state in self._states
+        }
+        self._gaps = optimizers[0].get("param_alignment_paddings") if optimizers else None
+        self._read_bytes = 0
+
+    def _find(self, model: dict[str, Any]) -> dict[str, tuple[int, int, torch.Size]]:
+        """Name -> (group, offset, shape); the offset counts in the joined group, at stage 3 in a rank's own part."""
+        places, ranks = {}, len(self._ranks)
+        groups: list[dict[str, torch.Size]] = model["param_shapes"]
+        if self._stage == 3:
+            groups = [{name: shape for group in groups for name, shape in group.items()}]
+        for index, group in enumerate(groups):
+            offset = 0
+            for number, (name, shape) in enumerate(group.items()):
+                places[name] = (index, offset, shape)
+                offset += -(-shape.numel() // ranks) if self._stage == 3 else shape.numel()
+                offset += self._gaps[index][number] if self._gaps is not None else 0
+            for held in (self._numel(flats, index) for flats in self._flats.values()):
+                if not offset <= held < offset + (1 if self._stage == 3 else 2 * ranks):
+                    raise SaveError(
+                        f"group {index} of {self._ranks[0].parent} holds {held} numbers, not {offset}"
+                    )
+        return places
+
+    def _own(self, optimizer: dict[str, Any], state: str) -> list[torch.Tensor]:
+        """One rank's flat tensors of a state, in the order of the groups."""
+        if state == MASTER:
+            key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
+            masters: list[torch.Tensor] = optimizer[key]
+            return masters
+        groups, count = base_optimizer(optimizer, self._stage)["state"], len(self._own(optimizer, MASTER))
+        if any(state not in groups.get(index, {}) for index in range(count)):
+            raise SaveError(f"{self._module_file.parent} holds no {state}: no optimizer step was applied yet")
+        return [groups[index][state] for index in range(count)]
+
+    def _numel(self, flats: list[list[torch.Tensor]], group: int) -> int:
+        if self._stage == 3:
+            return sum(flat.numel() for flat in flats[0])
+        return sum(own[group].numel() for own in flats)
+
+    def _parts_at_3(
+        self, flats: list[list[torch.Tensor]], offset: int, shape: torch.Size
+    ) -> list[torch.Tensor]:
+        numel = -(-shape.numel() // len(self._ranks))
+        return [part for own in flats for part in _slices(own, offset, numel)]
+
+
+def base_optimizer(optimizer: dict[str, Any], zero_stage: int) -> dict[str, Any]:
+    """Adam's own state dict within DeepSpeed's "optimizer_state_dict" of one rank."""
+    found: dict[str, Any] = optimizer["optimizer_state_dict" if zero_stage == 3 else "base_optimizer_state"]
+    return found
+
+
+def _slices(flats: Sequence[torch.Tensor], offset: int, numel: int) -> list[torch.Tensor]:
+    """Views of `numel` numbers from `offset` on, as if `flats` were one."""
+    found = []
+    for flat in flats:
+        start, end = max(0, offset), min(flat.numel(), offset + numel)
+        if start < end:
+            found.append(flat[start:end])
+        offset -= flat.numel()
+    return found
+
+
+def optimizer_files(folder: Path) -> list[Path]:
+    """One file per rank, in their order."""
+    return sorted(folder.glob("*_optim_states.pt"), key=_rank)
+
+
+def module_file(folder: Path, zero_stage: int) -> Path:
+    """What rank 0 wrote of the module."""
+    first = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
+    return folder / first
+
+
+def mapped(file: Path) -> dict[str, Any]:
+    """A file of torch.save with its tensors left on the disk. Raises UnsafeFile when it is not data alone."""
+    content: dict[str, Any] = safe_load.load(file, mapped=True)
+    return content
+
+
+def _rank(file: Path) -> int:
+    match = re.search(r"pp_rank_(\d+)_", file.name)
+    if match is None:
+        raise SaveError(f"{file}: not a file of DeepSpeed's optimizer")
+    return int(match.group(1))

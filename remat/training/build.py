@@ -1,0 +1,328 @@
+"""Build everything a run needs, in the order in which it can fail cheapest: options, machine, data, model, engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from remat.activation_checkpointing.apply import Applied, apply
+from remat.config import ds_config, validation
+from remat.config.choices import PeftMethod
+from remat.config.options import RunConfig
+from remat.data.batches import GlobalBatches
+from remat.data.blocks import Blocks
+from remat.data.cache import Splits, open_blocks
+from remat.data.read_ahead import ReadAhead
+from remat.data.tokenizer import load_tokenizer
+from remat.machine import distributed, ops, peers, rng
+from remat.machine.distributed import World
+from remat.machine.memory import MemoryMonitor
+from remat.model import build as model
+from remat.model import flops, layers, lora, loss, qlora
+from remat.model import optimizer as optim
+from remat.parallel import tensor_parallel
+from remat.planning import launch_plan, preflight
+from remat.planning.launch_plan import LaunchPlan
+from remat.planning.strategy import Strategy, check_machine, decide, throughput_figures
+from remat.report import run_dir, summary
+from remat.report.console import Console
+from remat.report.run_dir import Ownership
+from remat.report.tracking import Tracker
+from remat.saving import adapter_files, export, save, shared_folder, swapping
+from remat.training import lost_peer, out_of_memory, profiling, resuming, same_launch
+from remat.training.run import Parts, record_folder
+from remat.training.snapshots import Snapshots
+from remat.training.stopping import Stop
+from remat.training.throughput import FORMULAS, PhaseTimer, Window
+from remat.training.watchdog import Watchdog
+
+
+def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
+    """Everything up to the first step. `words` are those that asked for the run, for advice to repeat.
+
+    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
+    """
+    console = Console(is_main=distributed.rank_from_env() == 0)
+    ownership = Ownership(console.note)
+    watchdog = Watchdog(
+        cfg.train.deadlines,
+        rank=distributed.rank_from_env(),
+        size=distributed.world_size_from_env(),
+        let_go=ownership.release,
+    )
+    watchdog.start()
+    try:
+        with lost_peer.named(watchdog):
+            parts = _build(cfg, yaml, words, console, watchdog, ownership)
+    except BaseException:
+        ownership.release()
+        watchdog.close()
+        raise
+    watchdog.enter("built")  # what comes next is the caller's
+    return parts
+
+
+def _build(
+    cfg: RunConfig, yaml: str, words: Sequence[str], console: Console, watchdog: Watchdog, ownership: Ownership
+) -> Parts:
+    distributed.select_device()
+    ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
+    strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
+    check_machine(cfg, local_size=local_ranks, warn=console.warning)
+    world, group = _join(cfg, strategy, watchdog)
+    profiling.check(cfg.profile, world.device)
+    snapshots = Snapshots(world.device)
+    plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
+    validation.check_launch(cfg)
+    hf_config = model.load_config(cfg.model)
+    watchdog.enter("load")  # every file of a saved state is read
+    point = resuming.point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
+    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
+    batches = _batches(cfg, splits.train, world, point)
+    if point is not None:
+        resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
+    folder = _run_folder(cfg, point, watchdog, ownership)
+    swap_folder = swapping.own_folder(strategy.ds, folder, world)
+    with out_of_memory.named("build", plan):
+        engine, applied = _engine(
+            cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
+            group=group, resuming=point is not None,
+        )  # fmt: skip
+    watchdog.enter("load")
+    with out_of_memory.named("load", plan):
+        resumed = save.load(engine, point.state) if point else None
+    watchdog.enter("build")
+    optim.set_options(engine.optimizer, cfg.optim)
+    if world.is_main:
+        _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
+        _write_card(folder, hf_config, tokenizer, engine.module)
+    snapshots.take("engine")
+    parts = Parts(
+        cfg=cfg,
+        strategy=strategy,
+        plan=plan,
+        world=world,
+        console=console,
+        folder=folder,
+        ownership=ownership,
+        engine=engine,
+        token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
+        batches=ReadAhead(batches, world.device),
+        splits=splits,
+        applied=applied,
+        tracker=_tracker(cfg, folder, world, console, resumed),
+        stop=Stop(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
+        watchdog=watchdog,
+        snapshots=snapshots,
+        **_instruments(cfg, strategy, folder, world, console),
+        tokenizer=tokenizer,
+        resumed=resumed,
+        swap_folder=swap_folder,
+    )
+    console.header(f"remat {cfg.name}", summary.rows(parts))
+    return parts
+
+
+def _instruments(
+    cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
+) -> dict[str, Any]:
+    """What measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
+    timer = PhaseTimer(world.device)
+    figures = throughput_figures(cfg, console.warning)
+    window = Window(timer, device=world.device, world_size=world.size, **figures)
+    return {
+        "losses": loss.LossWindow(world.device),
+        "memory": MemoryMonitor(world.device),
+        "profiler": profiling.Profiler(cfg.profile, folder, timer, window, world.device, world.rank),
+        "timer": timer,
+        "window": window,
+    }
+
+
+def _run_folder(
+    cfg: RunConfig, point: save.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
+) -> Path:
+    """Owned by this launch, and shared by all nodes; reports of a hang go there."""
+    owned = point.run_dir if point else None
+    folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
+    shared_folder.check(folder, f"output_dir={cfg.output_dir}")
+    watchdog.keep_in(folder)
+    return folder
+
+
+def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
+    """The ranks, started alike. A collective may wait longer than any deadline, whose report says more."""
+    watchdog.enter("join")  # it has a limit of its own, and says who is missing
+    watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
+    watchdog.enter("build")
+    longest_s = max(asdict(cfg.train.deadlines).values())
+    world = distributed.init(timeout_minutes=max(30.0, longest_s / 60 + 10))
+    return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
+
+
+def _say(text: str) -> None:
+    """By the first rank of each node, whose words are seen there."""
+    if distributed.local_rank_from_env() == 0:
+        print(f"remat (rank {distributed.rank_from_env()}): {text}", file=sys.stderr, flush=True)
+
+
+def _data(
+    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
+) -> tuple[PreTrainedTokenizerBase, Splits]:
+    """The tokenizer, fit for the model, and the blocks; a rank that builds their cache is waited for."""
+    watchdog.enter("data")
+    tokenizer = load_tokenizer(
+        cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
+    splits = open_blocks(
+        cfg.data,
+        tokenizer=tokenizer,
+        seq_len=cfg.train.seq_len,
+        seed=cfg.train.seed,
+        show_progress=True,
+        on_progress=lambda: watchdog.enter("data"),
+    )
+    watchdog.enter(
+        "wait"
+    )  # for a node that still builds: without a deadline, and no collective's patience ends
+    if (others := peers.present()) is not None:
+        others.meet("data", _say)
+    watchdog.enter("build")
+    return tokenizer, splits.documents_apart() if strategy.packed.apart else splits
+
+
+def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: save.ResumePoint | None) -> GlobalBatches:
+    return GlobalBatches(
+        blocks,
+        global_batch_size=cfg.train.global_batch_size,
+        micro_batch_size=cfg.train.micro_batch_size,
+        rank=world.data_rank,
+        world_size=world.data_size,
+        seed=cfg.train.seed,
+        shuffle=cfg.data.shuffle,
+        position=point.state.client_state["data"]["position"] if point else 0,
+    )
+
+
+def _engine(
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    world: World,
+    console: Console,
+    plan: LaunchPlan,
+    watchdog: Watchdog,
+    snapshots: Snapshots,
+    *,
+    group: Any | None,
+    resuming: bool,
+) -> tuple[Any, Applied]:
+    """The DeepSpeed engine around the model, with the checkpointing policy in place.
+
+    `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do.
+    """
+    import deepspeed
+
+    optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
+    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
+        ops.ensure(op, console.note)
+    watchdog.enter("load")
+    with out_of_memory.named("load", plan):
+        net = _model(cfg, hf_config, strategy, world, resuming=resuming)
+    snapshots.take("load")
+    watchdog.enter("build")
+    applied = apply(
+        net,
+        strategy.decisions,
+        cfg.checkpointing,
+        zero_stage=strategy.zero_stage,
+        device=world.device,
+        tensor_parallel=group,
+    )
+    optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
+    with optim.held_still(optimizer):
+        engine, _, _, _ = deepspeed.initialize(
+            model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
+        )
+    rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
+    return engine, applied
+
+
+def _model(
+    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, world: World, *, resuming: bool
+) -> torch.nn.Module:
+    """The model of this rank, with adapters where it is fine-tuned through them; under ZeRO-3 proven to be shards."""
+    net = model.build(
+        cfg.model,
+        hf_config,
+        precision=cfg.train.precision,
+        ds_config=tensor_parallel.for_creation(strategy.ds),
+        zero_stage=strategy.zero_stage,
+        seed=cfg.train.seed,
+        resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
+        loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
+        onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
+    )
+    if cfg.peft.method is PeftMethod.qlora:
+        qlora.quantise(net, layers.decoder_layers(net), model.DTYPES[cfg.train.precision], world.device)
+    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
+    trained: torch.nn.Module = net
+    if cfg.peft.method is not PeftMethod.none:
+        trained = lora.apply(
+            net,
+            cfg.peft,
+            layers=layers.decoder_layers(net),
+            ds_config=strategy.ds,
+            zero_stage=strategy.zero_stage,
+            seed=cfg.train.seed,
+        )
+    if strategy.zero_stage == 3:
+        model.assert_sharded(trained, world.size)
+    return trained
+
+
+def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
+    """How a pretrained base is quantised while it is read."""
+    skeleton = model.skeleton(hf_config, cfg.model)
+    found: dict[str, Any] = qlora.loading(
+        skeleton, layers.decoder_layers(skeleton), model.DTYPES[cfg.train.precision], world.device
+    )
+    return found
+
+
+def _write_card(
+    folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
+) -> None:
+    adapter = adapter_files.config_of(module)
+    export.write_model_card(folder, hf_config, tokenizer, module.generation_config, adapter)
+
+
+def _tracker(
+    cfg: RunConfig, folder: Path, world: World, console: Console, resumed: dict[str, Any] | None
+) -> Tracker:
+    return Tracker(
+        folder,
+        cfg.tracking,
+        run_config=asdict(cfg),
+        name=cfg.name,
+        run_id=folder.name,
+        wandb_run_id=resumed["wandb_run_id"] if resumed else None,
+        is_main=world.is_main,
+        warn=console.warning,
+    )
+
+
+def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World, plan: LaunchPlan) -> None:
+    """What runs, and what it is planned to hold."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml)
+    run_dir.write_json(folder / "ds_config.json", rendered)
+    run_dir.write_json(folder / "plan.json", plan.record())
+    run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))

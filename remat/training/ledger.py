@@ -1,0 +1,266 @@
+"""ledger.json: planned against measured, by category, with how each figure was measured; or why it was not.
+
+Everything was counted in the run's first step or is a mean that is logged anyway: the ledger costs no step anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.machine.memory import GIB
+from remat.planning.plan import CATEGORY_OF
+from remat.planning.simulation.types import Category
+from remat.training.run import Parts
+
+MIB = 1024**2
+OFF_GPU = {  # the names of planning/states.py that a GPU never holds, by category; what is left are buffers
+    "parameters kept in host memory": Category.weights,
+    "parameters on their way back": Category.weights,
+    "master parameters, moments, gradients": Category.optimizer_state,
+}
+ON_GPU = "GPU, allocated at the peak"
+MICRO_BATCH = "peak of a micro-batch, on top of the model states"
+KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
+SHORT = {ON_GPU: "GPU peak", MICRO_BATCH: "micro-batch", KEPT: "activations", HOST: "host", STEP: "step"}
+TENSORS = "storages of the engine's tensors in the first step, the most of any rank"
+WATCHED = "counted op by op in the first micro-batch, on rank 0"
+SETTLED = "counted op by op in a micro-batch after three others, when ZeRO-3 has learnt its order; on rank 0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a rank unless the category says otherwise. None: not planned or not measured, `how` says why."""
+
+    category: str
+    planned: float | None
+    measured: float | None
+    unit: str
+    how: str
+
+
+def rows(parts: Parts, summary: Mapping[str, float]) -> list[Row]:
+    """Every row; `summary` are the run's means by metric name, {} when it did not come so far."""
+    found = [*_peaks(parts), *_states(parts), *_activations(parts), *_host(parts), *_times(parts, summary)]
+    return [_scaled(row) for row in found]
+
+
+def record(parts: Parts, lines: list[Row], *, finished: bool) -> dict[str, Any]:
+    """The content of ledger.json. Bytes of activations also by layer."""
+    planned, watch = parts.plan.planned, parts.watch
+    layers = range(len(parts.applied.decisions))
+    return {
+        "finished": finished,
+        "device": parts.plan.device,
+        "no_plan": parts.plan.reason,
+        "rows": [asdict(line) for line in lines],
+        "kept_bytes_per_layer": {
+            "planned": planned["kept_bytes_per_layer"] if planned else None,
+            "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
+        },
+    }
+
+
+def metrics(lines: list[Row]) -> dict[str, float]:
+    """The rows for W&B: `ledger/weights, GiB/planned`."""
+    return {
+        f"ledger/{line.category}, {line.unit}/{side}": value
+        for line in lines
+        for side, value in (("planned", line.planned), ("measured", line.measured))
+        if value is not None
+    }
+
+
+def in_words(lines: list[Row]) -> dict[str, str]:
+    """The few of them that the final table shows, each only where it has both figures."""
+    return {
+        f"{SHORT[line.category]}": f"planned {line.planned:,.4g} {line.unit}, measured {line.measured:,.4g} "
+        f"({line.measured / line.planned - 1:+.1%})"
+        for line in lines
+        if line.category in SHORT and line.planned and line.measured is not None
+    }
+
+
+def _peaks(parts: Parts) -> list[Row]:
+    planned, watch = parts.plan.planned, parts.settled
+    stated = planned["micro_batch_peak_bytes"] if planned else None
+    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_settled(parts))]
+    if parts.world.device.type != "cuda":
+        return found
+    peak = planned["gpu_allocated_peak_bytes"] if planned else None
+    overhead = planned["gpu_bytes_at_peak"]["allocator and context"] if planned else None
+    allocated = _most(parts, "memory/gpu_allocated_peak_gib")
+    reserved = _most(parts, "memory/gpu_reserved_peak_gib")
+    free, total = torch.cuda.mem_get_info(parts.world.device)
+    outside = total - free - torch.cuda.memory_reserved(parts.world.device)
+    beside = None if allocated is None or reserved is None else reserved - allocated + outside
+    return [
+        Row(ON_GPU, peak, allocated, "bytes", "torch.cuda.max_memory_allocated, highest rank"),
+        Row(
+            "GPU, reserved at the peak",
+            None,
+            reserved,
+            "bytes",
+            "torch.cuda.max_memory_reserved; not planned apart",
+        ),
+        Row(
+            "GPU, allocator and context",
+            overhead,
+            beside,
+            "bytes",
+            "reserved less allocated at the peaks, and what the device has in use outside of torch's allocator at the "
+            "end, other programs included; rank 0",
+        ),
+        *found,
+    ]
+
+
+def _states(parts: Parts) -> list[Row]:
+    """Model states by where they are. Ranks on CPUs have one kind of memory for what would be on a GPU and off it."""
+    planned: dict[tuple[str, str], int] = {}
+    for item in parts.plan.states:
+        category = str((CATEGORY_OF | OFF_GPU).get(item.name, Category.buckets))
+        place: str = "host" if item.place == "pinned" else item.place
+        if place == "gpu" and parts.world.device.type == "cpu":
+            place = "host"
+        planned[category, place] = planned.get((category, place), 0) + item.bytes_per_rank
+    measured = {
+        (category, {"cpu": "host", "cuda": "gpu"}.get(device, device)): size
+        for category, places in parts.held.items()
+        for device, size in places.items()
+    }
+    labels = {"gpu": "on the GPU", "host": "in host memory", "nvme": "on NVMe"}
+    found = []
+    for category, place in dict.fromkeys([*planned, *measured]):
+        size, how = measured.get((category, place)), TENSORS
+        if not parts.held:
+            how = "the first step was not reached"
+        elif place == "nvme":
+            size, how = None, "files of DeepSpeed's own, see NVMe per node"
+        elif category == Category.buckets and parts.strategy.zero_stage < 3:
+            size, how = None, "made and freed within a backward"
+        found.append(Row(f"{category} {labels[place]}", planned.get((category, place), 0), size, "bytes", how))
+    return found
+
+
+def _activations(parts: Parts) -> list[Row]:
+    planned, watch = parts.plan.planned, parts.watch
+    ahead = (
+        dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(parts)
+    )
+    found = [
+        Row(
+            KEPT,
+            ahead["kept"],
+            sum(size for layer, size in watch.kept_bytes.items() if layer >= 0) if watch else None,
+            "bytes",
+            WATCHED,
+        ),
+        Row(
+            "recomputed FLOPs, of forward",
+            ahead["recomputed"],
+            _share(watch.total_flops("recompute"), watch.total_flops("forward")) if watch else None,
+            "%",
+            WATCHED,
+        ),
+    ]
+    if parts.strategy.zero_stage == 3:
+        settled = parts.settled
+        gathered = sum(settled.gathered_bytes.values()) if settled else None
+        how = _how_settled(parts)
+        found.append(Row("gathered by ZeRO-3 per micro-batch", ahead["gathered"], gathered, "bytes", how))
+    return found
+
+
+def _how_settled(parts: Parts) -> str:
+    if parts.strategy.zero_stage < 3:
+        return WATCHED
+    if parts.settled is None:
+        return "there were never four micro-batches in a row"
+    return (
+        f"{SETTLED}; the plan knows no evaluations, after which more is gathered" if parts.held_out else SETTLED
+    )
+
+
+def _planned_counts(parts: Parts) -> dict[str, Any]:
+    planned = parts.plan.planned
+    assert planned is not None
+    width = 4 if str(parts.cfg.train.precision) == "fp32" else 2
+    return {
+        "kept": sum(planned["kept_bytes_per_layer"]),
+        "gathered": width * planned["gathered_elements"],
+        "recomputed": _share(planned["flops"]["recompute"], planned["flops"]["forward"]),
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return 100 * part / whole if whole else None
+
+
+def _host(parts: Parts) -> list[Row]:
+    planned = parts.plan.planned
+    host = pinned = None
+    if planned is not None:
+        pinned = sum(planned["pinned_bytes_per_rank"].values())
+        host = sum(planned["host_bytes_per_rank"].values()) + pinned
+        if parts.world.device.type == "cpu":
+            host += planned["gpu_allocated_peak_bytes"]
+    how = "resident memory at its highest, highest rank; shared libraries and the page cache of the data count"
+    found = [Row(HOST, host, _most(parts, "memory/host_rss_peak_gib"), "bytes", how)]
+    if parts.world.device.type == "cuda":
+        how = "torch's pinned host allocator, highest rank"
+        found.append(Row("pinned host memory", pinned, _most(parts, "memory/host_pinned_gib"), "bytes", how))
+    on_nvme = sum(item.bytes_per_node for item in parts.plan.states if item.place == "nvme")
+    if parts.swap_folder is not None:
+        how = "files in DeepSpeed's swap folder at the end, on the node of rank 0"
+        found.append(Row("NVMe per node", on_nvme, _folder_bytes(parts.swap_folder), "bytes", how))
+    return found
+
+
+def _times(parts: Parts, summary: Mapping[str, float]) -> list[Row]:
+    planned = parts.plan.planned
+    mean = (
+        "mean of the run without its first step, slowest rank" if summary else "the run did not reach its end"
+    )
+    unknown = planned["unknown_times"] if planned else []
+    lacking = f"{mean}; not planned, for the machine's rates are not known" if unknown else mean
+    if planned is None:
+        lacking = f"{mean}; no plan: {parts.plan.reason}"
+    step = planned["step_time_s"] if planned and not unknown else None
+    both = step["compute_s"] + step["recompute_s"] + step["pcie_s"] + step["collectives_s"] if step else None
+    forward, backward = summary.get("time/forward_s"), summary.get("time/backward_s")
+    together = None if forward is None or backward is None else forward + backward
+    tokens = planned["tokens_per_s"] if planned and step else None
+    return [
+        Row(STEP, planned["total_s"] if planned and step else None, summary.get("time/step_s"), "s", lacking),
+        Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives"),
+        Row("optimizer", step["optimizer_s"] if step else None, summary.get("time/optimizer_s"), "s", lacking),
+        Row(
+            "throughput",
+            tokens,
+            summary.get("throughput/tokens_per_s"),
+            "tokens/s",
+            lacking.replace("slowest rank", "fastest rank"),
+        ),
+    ]
+
+
+def _most(parts: Parts, metric: str) -> float | None:
+    return parts.peaks[metric] * GIB if metric in parts.peaks else None
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _scaled(row: Row) -> Row:
+    """Bytes in GiB, or in MiB where both figures are small."""
+    if row.unit != "bytes":
+        return row
+    unit, name = (GIB, "GiB") if max(row.planned or 0, row.measured or 0) >= GIB else (MIB, "MiB")
+    planned, measured = (None if value is None else value / unit for value in (row.planned, row.measured))
+    return Row(row.category, planned, measured, name, row.how)

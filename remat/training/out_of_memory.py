@@ -1,0 +1,279 @@
+"""When memory runs out: in which phase, on which rank, planned against measured, and the cheapest ways out.
+
+The ways out are `remat plan`'s own advice for a machine that is smaller by what was missing, asked for in a process of
+its own when the run has failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from remat.activation_checkpointing.mechanisms.counters import PLACE
+from remat.machine import distributed
+from remat.machine.memory import GIB, host_memory
+from remat.planning.launch_plan import LaunchPlan, size
+from remat.planning.plan import overhead_bytes
+
+ADVICE_S = 120  # the longest that advice may take
+NUM_ADVICE = 3
+ROOM_BYTES = 1 << 28  # a GPU with more than this free has not run out
+MARGIN = 0.05  # of what was planned: the least that advice is asked to save, for more may be missing later on
+KEY = "remat/out_of_memory"  # in the store of the process group: how many ranks said so
+PHASES = {"optimizer": "optimizer step"}  # where the timer's name of a phase is not the one to tell
+UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB}
+ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|B|KiB|MiB|GiB|TiB)\b")
+WORDS = re.compile(
+    r"out of memory|_ALLOC_FAILED|not enough memory|can't allocate memory|Cannot allocate memory|Unable to allocate"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank when memory ran out. GPU figures are None without a GPU, `asked` where the error does not say."""
+
+    asked_bytes: int | None
+    resident_bytes: int
+    available_bytes: int
+    gpu_allocated_bytes: int | None = None
+    gpu_reserved_bytes: int | None = None
+    gpu_free_bytes: int | None = None
+
+
+class OutOfMemory(RuntimeError):
+    """Memory ran out (exit 70). `place` is "GPU" or "host"; `layer` is None outside of the decoder layers."""
+
+    def __init__(
+        self, phase: str, plan: LaunchPlan, *, place: str, layer: int | None, measured: Measured, cause: str
+    ) -> None:
+        self.phase, self.plan, self.place, self.layer = phase, plan, place, layer
+        self.measured, self.cause = measured, cause
+        self.rank = distributed.rank_from_env()
+        where = "" if layer is None else f", layer {layer}"
+        super().__init__(f"out of {place} memory in {phase}{where} on rank {self.rank}")
+
+
+@contextmanager
+def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
+    """What runs out of memory in here raises OutOfMemory with this phase; the innermost name counts."""
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except Exception as error:
+        cause = find(error) or (
+            error if _told() else None
+        )  # it ran out elsewhere, and its leaving broke this rank
+        if cause is None:
+            raise
+        layer, recomputing = getattr(cause, PLACE, (None, False))
+        name = phase if isinstance(phase, str) else phase()
+        raise OutOfMemory(
+            "recompute" if recomputing else PHASES.get(name, name),
+            plan,
+            place="GPU" if _on_gpu(cause) else "host",
+            layer=layer,
+            measured=measure(str(cause)),
+            cause=str(cause).strip().split("\n")[0],
+        ) from error
+
+
+def find(error: BaseException | None) -> BaseException | None:
+    """The exception in this one's chain of causes that says that memory ran out, of a GPU or of the host."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or WORDS.search(str(error)):
+            return error
+        error = error.__cause__
+    return None
+
+
+def measure(text: str) -> Measured:
+    """This rank's memory now; `text` is what the allocator said."""
+    asked = ASKED.search(text)
+    resident, available = psutil.Process().memory_info().rss, host_memory().available_bytes
+    asked_bytes = int(float(asked[1]) * UNITS[asked[2]]) if asked else None
+    if not torch.cuda.is_available():
+        return Measured(asked_bytes, resident, available)
+    return Measured(
+        asked_bytes,
+        resident,
+        available,
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.mem_get_info()[0],
+    )
+
+
+def tell(error: OutOfMemory, exit_code: int) -> int:
+    """Print what happened and what helps. Of several ranks the first to come here does; the others wait for the end."""
+    if not _is_first():
+        time.sleep(ADVICE_S + 30)  # the launcher ends all ranks when the one that tells has left
+        return exit_code
+    _let_go(error)
+    print(f"\nremat: {message(error, *ask(error))}\n", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
+    """The whole text; `advice` as in `remat plan --json`, `command` what asked for it."""
+    lines = [str(error), "", *_table(error), ""]
+    if error.plan.planned is not None:
+        lines.append(f"the plan's peak is {error.plan.where()}")
+    else:
+        lines.append(f"there is no plan of this run: {error.plan.reason}")
+    lines += [f"the allocator said: {error.cause}", ""]
+    if advice:
+        lines.append("the cheapest changes that need less, by the plan:")
+        lines += [f"  {_advice_line(item, error.plan.device)}" for item in advice[:NUM_ADVICE]]
+        lines += ["", "more of them:"]
+    else:
+        lines.append("what needs less, ask:")
+    return "\n".join([*lines, f"  {shlex.join(command)}"])
+
+
+def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
+    """`remat plan`'s advice for a machine without what was missing, and the command that gives it. [] when it fails."""
+    command = _smaller(error)
+    if error.plan.planned is None:
+        return [], command
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "remat.cli", *command[1:], "--json"],
+            env=clean | {"CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=ADVICE_S,
+            check=False,
+        )
+        found = json.loads(done.stdout)
+        closest = [found["closest"]] if found.get("closest") else []
+        return found.get("advice") or closest, command
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        return [], command
+
+
+def _smaller(error: OutOfMemory) -> list[str]:
+    """The plan's command for a machine that has so much less than the plan needs as was missing, and a margin."""
+    planned = error.plan.planned
+    if planned is None:
+        return error.plan.command
+    option, needed = _needed(error)
+    whole = needed if option == "hardware.host_memory_gib" else planned["gpu_allocated_peak_bytes"]
+    at_most = needed - whole // 2  # what is left for advice to stay possible
+    free = error.measured.gpu_free_bytes if error.place == "GPU" else error.measured.available_bytes
+    missing = (error.measured.asked_bytes or 0) - (free or 0)
+    target = max(needed - max(missing, int(MARGIN * whole)), at_most)
+    kept = [word for word in error.plan.command if not word.startswith(f"{option}=")]
+    return [*kept, f"{option}={target / GIB:.4f}"]
+
+
+def _needed(error: OutOfMemory) -> tuple[str, int]:
+    """The option of the capacity that was too small, and what the plan needs of it.
+
+    Ranks on CPUs have what a GPU would hold in host memory: advice is about that part, as if it were a GPU's.
+    """
+    planned = error.plan.planned
+    assert planned is not None
+    by_name = {resource["name"]: int(resource["needed_bytes"]) for resource in planned["resources"]}
+    if error.plan.device == "cpu":
+        peak = int(planned["gpu_allocated_peak_bytes"])
+        return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned["world_size"])
+    if error.place == "GPU":
+        return "hardware.gpu_memory_gib", by_name["GPU memory"]
+    return "hardware.host_memory_gib", by_name["host memory per node"]
+
+
+def _table(error: OutOfMemory) -> list[str]:
+    planned, measured = error.plan.planned, error.measured
+    peak = planned["gpu_allocated_peak_bytes"] if planned else None
+    host = (
+        sum(planned["host_bytes_per_rank"].values()) + sum(planned["pinned_bytes_per_rank"].values())
+        if planned
+        else None
+    )
+    rows: list[tuple[str, int | None, int | None]] = []
+    if measured.gpu_allocated_bytes is not None:
+        needed = _needed(error)[1] if planned and error.place == "GPU" else None
+        rows += [
+            ("GPU, allocated", peak, measured.gpu_allocated_bytes),
+            ("GPU, needed and reserved", needed, measured.gpu_reserved_bytes),
+            ("GPU, free", None, measured.gpu_free_bytes),
+        ]
+    elif host is not None and peak is not None:
+        host += peak
+    rows += [
+        ("host, of this rank", host, measured.resident_bytes),
+        ("host, still available", None, measured.available_bytes),
+        ("asked for", None, measured.asked_bytes),
+    ]
+    cells = [(name, *("" if value is None else size(value) for value in values)) for name, *values in rows]
+    return [f"{name:<28}{left:>14}{right:>14}" for name, left, right in [("", "planned", "measured"), *cells]]
+
+
+def _advice_line(item: dict[str, Any], device: str) -> str:
+    notes = []
+    if device == "cuda" and item.get("gpu_needed_bytes"):
+        notes.append(f"GPU {size(item['gpu_needed_bytes'])}")
+    if item.get("step_time_s"):
+        notes.append(f"{item['step_time_s']:.3g} s per step at best")
+    if item.get("changes_training"):
+        notes.append("changes what is trained")
+    if not item.get("fits", True):
+        notes.append("saves less than was missing, but nothing saves more")
+    overrides = " ".join(item["overrides"])
+    return f"{overrides}  ({', '.join(notes)})" if notes else overrides
+
+
+def _is_first() -> bool:
+    """Whether this rank is the first of those that fail. The store answers while other ranks hang in a collective."""
+    if not dist.is_initialized():
+        return distributed.rank_from_env() == 0
+    try:
+        return int(_store().add(KEY, 1)) == 1
+    except RuntimeError:  # the store left with its rank: nobody can be asked, so two may tell
+        return True
+
+
+def _told() -> bool:
+    """Whether a rank has told that its memory ran out."""
+    try:
+        return dist.is_initialized() and bool(_store().check([KEY]))
+    except RuntimeError:  # the store left with its rank
+        return False
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the failed run holds, so that the plan has room: tracebacks keep every local of every frame."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+    gc.collect()
+
+
+def _on_gpu(error: BaseException) -> bool:
+    """A failed cudaHostAlloc says "CUDA error: out of memory" too: then the GPU has room, and pinned memory none."""
+    if isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in str(error):
+        return True
+    if "CUDA" not in str(error):
+        return False
+    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < ROOM_BYTES

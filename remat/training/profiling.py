@@ -1,0 +1,153 @@
+"""`profile=memory|trace|summary`: what a few steps allocate and do, written to RUN_DIR/profile by each rank.
+
+Three tools of torch, started and stopped at the right places: the allocator's history (`torch.cuda.memory`, for
+memory_viz), and `torch.profiler`, for a Chrome trace or for tables. None of them changes what is computed. Times of
+the profiled steps are not those of other steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from remat.config.options import ConfigError, ProfileConfig
+from remat.machine import nvml
+from remat.training.throughput import PhaseTimer, Window
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRIES = 200_000  # allocations and frees that the history keeps; the newest stay
+TOP = 40  # rows of a table
+FOLDER = "profile"
+
+
+def check(cfg: ProfileConfig, device: torch.device) -> None:
+    """Raise ConfigError when this machine has no such tool."""
+    if cfg.memory and device.type != "cuda":
+        raise ConfigError(
+            "profile.memory=true: the allocator's history exists on a GPU only, and torch sees none; "
+            "profile=summary counts what operations take on a CPU too"
+        )
+    if cfg.nvml_interval_s:
+        nvml.find(device)
+
+
+class Profiler:
+    """The tools that `cfg` asks for, around steps of this launch. Does nothing when it asks for none."""
+
+    def __init__(
+        self,
+        cfg: ProfileConfig,
+        run_dir: Path,
+        timer: PhaseTimer,
+        window: Window,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        self._cfg, self._folder, self._timer, self._window = cfg, run_dir / FOLDER, timer, window
+        self._device, self._rank = device, rank
+        self._steps = 0
+        self._profiler: Any = None
+        self._sampler: nvml.NvmlSampler | None = None
+        self._wanted = cfg.memory or cfg.trace or cfg.summary
+        if self._wanted:
+            self._folder.mkdir(exist_ok=True)
+        if cfg.nvml_interval_s:
+            path = self._folder / f"nvml-rank-{rank}.jsonl"
+            self._sampler = nvml.NvmlSampler(path, nvml.find(device), cfg.nvml_interval_s)
+        if cfg.memory:
+            _record(True)  # from now on, so that memory that runs out early is explained too
+
+    def step_begins(self) -> None:
+        """Before each optimizer step: starts the tools before the first of the chosen ones."""
+        if self._wanted and self._steps == self._cfg.after:
+            with self._window.excluded():
+                self._begin()
+
+    def step_ended(self) -> None:
+        """After each: writes after the last of the chosen ones. What that takes is left out of step times."""
+        self._steps += 1
+        if self._wanted and self._steps == self._cfg.after + self._cfg.steps:
+            with self._window.excluded():
+                self._end()
+
+    def out_of_memory(self) -> Path | None:
+        """The history up to the failure. None when `profile.memory` is off or it cannot be written."""
+        if not self._cfg.memory:
+            return None
+        path = self._path("out-of-memory", "pickle")
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+        except Exception as error:  # it would hide why the run failed
+            log.warning("no memory snapshot: %s: %s", type(error).__name__, error)
+            return None
+        return path
+
+    def close(self) -> None:
+        """End what is still on: the run was shorter than the chosen steps, or failed in one."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None
+        self._timer.named = False
+        if self._cfg.memory:
+            _record(False)
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _begin(self) -> None:
+        if self._cfg.memory:
+            _record(False)  # forget what came before the chosen steps
+            _record(True)
+        if self._cfg.trace or self._cfg.summary:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(
+                activities=activities, record_shapes=True, profile_memory=True, acc_events=True
+            )
+            self._profiler.__enter__()
+            self._timer.named = True
+
+    def _end(self) -> None:
+        self._timer.named = False
+        if self._profiler is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            finished, self._profiler = self._profiler, None
+            finished.__exit__(None, None, None)
+            if self._cfg.trace:
+                finished.export_chrome_trace(str(self._path("trace", "json.gz")))
+            if self._cfg.summary:
+                self._path("summary", "txt").write_text(self._tables(finished), encoding="utf-8")
+        if self._cfg.memory:
+            torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle")))
+
+    def _tables(self, finished: Any) -> str:
+        """By memory, by time, and the allocator's own summary on a GPU."""
+        on_gpu = self._device.type == "cuda"
+        place = "device" if on_gpu else "cpu"
+        averages = finished.key_averages()
+        parts = [
+            f"Steps {self._cfg.after + 1} to {self._cfg.after + self._cfg.steps} of this launch, rank {self._rank}.",
+            f"By memory that an operation itself takes ({place}):",
+            averages.table(sort_by=f"self_{place}_memory_usage", row_limit=TOP),
+            f"By time that an operation itself takes ({place}):",
+            averages.table(sort_by=f"self_{place}_time_total", row_limit=TOP),
+        ]
+        if on_gpu:
+            parts += ["The allocator:", torch.cuda.memory_summary(self._device)]
+        return "\n\n".join(parts) + "\n"
+
+    def _path(self, what: str, ending: str) -> Path:
+        return self._folder / f"{what}-rank-{self._rank}.{ending}"
+
+
+def _record(on: bool) -> None:
+    if on:
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,110 @@
+"""A run ready to train: everything that `setup.build` made and the training loop uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.replay import Replayed
+from remat.config.options import RunConfig
+from remat.data.blocks import Blocks
+from remat.data.cache import Splits
+from remat.data.read_ahead import ReadAhead
+from remat.machine import distributed
+from remat.machine.distributed import World
+from remat.machine.memory import MemoryMonitor
+from remat.model import loss, packed_inputs
+from remat.planning.launch_plan import LaunchPlan
+from remat.planning.strategy import Strategy
+from remat.report.console import Console
+from remat.report.run_dir import Ownership
+from remat.report.tracking import Tracker
+from remat.training.engine_memory import Held
+from remat.training.profiling import Profiler
+from remat.training.saves import Saves
+from remat.training.snapshots import Snapshots
+from remat.training.stopping import Stop
+from remat.training.throughput import PhaseTimer, Window
+from remat.training.watchdog import Watchdog
+
+
+@dataclass
+class Parts:
+    """A run ready to train. Its counters live in `trainer.Progress`, its data position in `batches`."""
+
+    cfg: RunConfig
+    strategy: Strategy
+    plan: LaunchPlan
+    world: World
+    console: Console
+    folder: Path
+    ownership: Ownership
+    engine: Any
+    token_loss: loss.TokenLoss
+    losses: loss.LossWindow
+    batches: ReadAhead
+    splits: Splits
+    applied: Applied
+    tracker: Tracker
+    stop: Stop
+    watchdog: Watchdog
+    memory: MemoryMonitor
+    snapshots: Snapshots
+    profiler: Profiler
+    timer: PhaseTimer
+    window: Window
+    tokenizer: PreTrainedTokenizerBase
+    resumed: dict[str, Any] | None
+    swap_folder: Path | None
+    watch: Watch | None = None  # of the first micro-batch
+    settled: Watch | None = None  # of the first whose gathers are those of all that follow
+    saves: Saves = field(default_factory=Saves)
+    to_rehearse: bool = False  # its save and export, after the next step that is applied
+    in_a_row: int = 0  # micro-batches since the launch or its last evaluation
+    replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
+    proven: bool = False
+    held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank
+    peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
+
+    @property
+    def record_folder(self) -> Path:
+        """Where this launch writes what it is and proves: a resume does not overwrite the first launch's."""
+        return record_folder(self.folder, self.resumed)
+
+    @property
+    def held_out(self) -> Blocks | None:
+        return self.splits.held_out
+
+    @property
+    def data_key(self) -> str:
+        """Changes with the data, the tokenizer and the block length."""
+        return Path(self.splits.report["folder"]).name
+
+    def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """A micro-batch on the device, with what this model needs to keep its documents apart."""
+        packed, device = self.strategy.packed, self.world.device
+        ends = packed_inputs.ends(packed, self.cfg.model.attention, micro_batch)
+        found = {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in (micro_batch | ends).items()
+        }
+        return packed_inputs.given(packed, found, self.engine.module)
+
+    def take_memory_peaks(self) -> dict[str, float]:
+        """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""
+        metrics = distributed.max_min(self.memory.sample(), self.world.device)
+        for name, value in metrics.items():
+            self.peaks[name] = max(value, self.peaks.get(name, value))
+        self.memory.reset_peak()
+        return metrics
+
+
+def record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
+    """The run's folder, or that of one resume in it."""
+    return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder

@@ -1,0 +1,184 @@
+"""Whether all ranks were started alike: the same options, code and library versions, found out before any data is read.
+
+A node that computes something else spoils the gradients of all without an error, or breaks a collective of another
+size far from the cause. What may differ from node to node is in MAY_DIFFER.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.config.options import ConfigError, RunConfig
+from remat.config.redact import redact
+from remat.machine import distributed, network, peers
+from remat.machine.peers import Peers, Wait
+from remat.report import run_dir
+
+MAY_DIFFER = {  # folders of a node's own disks, and what is said on its terminal
+    "data.cache_dir",
+    "hardware.nvme_path",
+    "log_level",
+}
+VERSIONS = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "numpy")
+PACKAGE = Path(__file__).resolve().parents[1]
+MOST_LINES = 12
+SHOWN = 80  # characters of a value
+REMEDIES = {
+    "options": "give every node the same command line, and the same files that it names",
+    "code": "check out the same commit on every node, or share one folder",
+    "versions": "install requirements.lock on every node, or share one environment",
+    "ranks": "start every node with the same number of ranks, nodes and devices",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 found: hosts by rank, the ranks' addresses towards it, and why the launch is refused, if it is."""
+
+    hosts: list[str]
+    addresses: list[str]
+    problem: str | None
+
+
+def join(
+    cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any], say: Callable[[str], None]
+) -> Peers | None:
+    """Meet all ranks, compare, and choose gloo's network interface where nodes differ. None for a single process.
+
+    `rendered` is the DeepSpeed config, `fields` the model's. Raises ConfigError on every rank with the same words,
+    LostPeer when ranks do not come within train.deadlines.build_s.
+    """
+    wait = Wait(cfg.train.deadlines.build_s, f"train.deadlines.build_s={cfg.train.deadlines.build_s:g}", say)
+    found = peers.connect(wait)
+    if found is None:
+        return None
+    mine = facts(cfg, rendered, fields)
+    verdict = Verdict(**found.agree("facts", mine, lambda everyone: asdict(judge(everyone)), wait))
+    found.hosts = verdict.hosts
+    if verdict.problem is None:
+        interface, problem = network.choose(verdict.addresses, os.environ)
+        verdict = Verdict(**found.agree("network", {"problem": problem}, lambda e: _network(e, verdict), wait))
+        if interface:
+            network.use(interface)
+    if verdict.problem:
+        found.refuse_together()
+        raise ConfigError(verdict.problem)
+    return found
+
+
+def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank was started with; values as (digest, what may be shown of them) by name."""
+    options = _shown(asdict(cfg))
+    # what files beside the options hold; a folder's name in it was allowed to differ above
+    options |= {f"deepspeed.config: {k}": v for k, v in _shown(rendered).items() if "nvme_path" not in k}
+    options |= {f"model config: {k}": v for k, v in _shown(fields).items()}
+    size, device = str(distributed.world_size_from_env()), "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "host": socket.gethostname(),
+        "address": network.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        "options": {name: told for name, told in options.items() if name not in MAY_DIFFER},
+        "code": {key: (value, value) for key, value in code().items()},
+        "commit": run_dir.commit(),
+        "versions": {key: (value, value) for key, value in _versions().items()},
+        "ranks": {
+            "ranks": (size, size),
+            "device": (device, device),
+        },
+    }
+
+
+def judge(everyone: list[dict[str, Any]]) -> Verdict:
+    """Hold every rank against rank 0."""
+    hosts = [each["host"] for each in everyone]
+    addresses = [each["address"] for each in everyone if each["address"]]
+    lines: list[str] = []
+    for kind, remedy in REMEDIES.items():
+        differ = _differences(everyone, kind)
+        if not differ:
+            continue
+        if kind == "code":
+            commits = sorted({str(each["commit"]) for each in everyone})
+            differ = [f"files of remat: {line}" for line in differ] + [f"commits: {', '.join(commits)}"]
+        more = [f"and {len(differ) - MOST_LINES} more"] if len(differ) > MOST_LINES else []
+        lines += [f"  {line}" for line in [*differ[:MOST_LINES], *more]] + [f"  remedy: {remedy}"]
+    text = "\n".join(["the ranks were not started alike:", *lines]) if lines else None
+    return Verdict(hosts, addresses, text)
+
+
+def _differences(everyone: list[dict[str, Any]], kind: str) -> list[str]:
+    """`train.seq_len=32 on node-2 (rank 1), 64 on node-1 (rank 0)`, for each name that differs."""
+    first, lines = everyone[0][kind], []
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(everyone):
+        if each[kind] == first:
+            continue
+        for name in first.keys() | each[kind].keys():
+            value = each[kind].get(name, ("", "nothing"))
+            if list(value) != list(first.get(name, ("", "nothing"))):
+                others.setdefault((name, str(value[1])), []).append(rank)
+    for (name, shown), ranks in sorted(others.items()):
+        was = first.get(name, ("", "nothing"))[1]
+        who = f"{everyone[ranks[0]]['host']} (rank {', '.join(map(str, ranks[:8]))}{' ...' * (len(ranks) > 8)})"
+        secret = " (what may be shown of it is the same)" * (shown == was)
+        lines.append(f"{name}={shown} on {who}, {was} on {everyone[0]['host']} (rank 0){secret}")
+    return lines
+
+
+def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
+    problems = [
+        f"rank {rank} on {verdict.hosts[rank]}: {each['problem']}"
+        for rank, each in enumerate(everyone)
+        if each["problem"]
+    ]
+    return asdict(Verdict(verdict.hosts, verdict.addresses, "\n".join(problems[:MOST_LINES]) or None))
+
+
+def code(folder: Path = PACKAGE) -> dict[str, str]:
+    """A digest of each source file of the package by its name: a commit may be missing, or its checkout changed."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves by dotted name; a list is a leaf, an empty mapping too."""
+    if isinstance(value, Mapping) and value:
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(item, f"{name}.{key}" if name else str(key))
+        return found
+    return {name: value}
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """(digest, what may be shown) of each leaf by its dotted name."""
+    may_show = _flat(redact(values))
+    found = {}
+    for name, value in _flat(values).items():
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        text = may_show.get(name, "***")
+        text = text if isinstance(text, str) else json.dumps(text, default=str)
+        found[name] = digest, text[:SHOWN] + "..." * (len(text) > SHOWN)
+    return found

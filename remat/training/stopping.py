@@ -1,0 +1,88 @@
+"""Whether the run shall stop, by the word of all ranks: a signal on any of them, a stop file, or the time it was given.
+
+The ranks agree by the largest of one small number each, over a group of their own on the CPU: it is asked for before
+an optimizer step and read after it, so no step waits for a GPU on its account. Another number goes with it: how many
+background saves every rank has flushed.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from remat.machine import distributed, signals
+from remat.machine.distributed import World
+
+FILE = "stop"  # in the run directory
+RANK_BITS = 20
+TIME_IS_OVER, FILE_IS_THERE, SIGNAL = 1, 2, 16  # codes; a signal's is SIGNAL + its number
+
+
+class Stop:
+    """`ask` and `answer` come in pairs, the same number of times on every rank. Rank 0 watches file and clock.
+
+    `age_s`: seconds since the launch, which count towards `max_minutes` (0: no limit).
+    """
+
+    def __init__(self, world: World, folder: Path, *, max_minutes: float, age_s: float) -> None:
+        self.why: str | None = None  # set once all ranks agreed to stop
+        self.flushed = 0  # background saves that no rank is still flushing, as far as was asked
+        self._world, self._folder = world, folder
+        self._max_minutes = max_minutes
+        self._ends_at = time.monotonic() + 60 * max_minutes - age_s if max_minutes else float("inf")
+        self._group = distributed.cpu_group() if world.size > 1 else None
+        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    def ask(self, *, flushed: int = 0) -> None:
+        """Begin to agree. Returns at once. `flushed`: the background saves that this rank has done its part of."""
+        if self.why is not None or self._pending is not None:
+            return
+        code = self._own()
+        words = torch.tensor([code << RANK_BITS | self._world.rank, -code, -flushed])
+        work = dist.all_reduce(words, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
+        self._pending = words, work
+
+    def answer(self) -> bool:
+        """Whether to stop, as of the last `ask`: the same on every rank."""
+        if self._pending is not None:
+            words, work = self._pending
+            self._pending = None
+            if work is not None:
+                work.wait()
+            most, least, behind = words.tolist()
+            self.flushed = max(self.flushed, -behind)
+            if most >> RANK_BITS:
+                self.why = self._in_words(most >> RANK_BITS, most % (1 << RANK_BITS), -least)
+        return self.why is not None
+
+    def now(self) -> bool:
+        """Ask and answer."""
+        self.ask()
+        return self.answer()
+
+    def obeyed(self) -> None:
+        """The request is done with: the file is removed, signals are forgotten."""
+        signals.forget()
+        if self._world.is_main:
+            (self._folder / FILE).unlink(missing_ok=True)
+
+    def _own(self) -> int:
+        if signum := signals.noted():
+            return SIGNAL + signum
+        if self._world.is_main and (self._folder / FILE).exists():
+            return FILE_IS_THERE
+        return TIME_IS_OVER if self._world.is_main and time.monotonic() >= self._ends_at else 0
+
+    def _in_words(self, code: int, rank: int, least: int) -> str:
+        if code == TIME_IS_OVER:
+            return f"train.max_minutes={self._max_minutes:g}"
+        if code == FILE_IS_THERE:
+            return str(self._folder / FILE)
+        name = signal.Signals(code - SIGNAL).name
+        if self._world.size == 1:
+            return name
+        return f"{name} on {'all ranks' if least == code else f'rank {rank}'}"

@@ -1,0 +1,335 @@
+"""A run that makes no progress ends with a report of every live rank: phase, step and stack (exit 70).
+
+A thread of each rank looks once a second. It works while the main thread is blocked in a collective, which gives the
+interpreter free. A rank that was stopped, or that holds the interpreter, cannot report: that makes it the suspect.
+Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where that
+does not answer, they report in the run directory, which a network file system may show a minute late.
+A rank whose own deadline is over while another is behind it, lives, and has time left, waits for that one.
+Nothing here waits for a disk or the store for ever: one that no longer answers is a common cause of a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from remat.config.options import DeadlinesConfig
+from remat.machine import peers
+
+EXIT_FAILED = 70
+FOLDER = "hang"  # in the run directory
+POLL_S = 1.0
+LISTEN_S = 2.0  # between two questions to the store, 20 microseconds each
+FOLDER_S = 30.0  # between two looks at the folder, where the store does not answer
+BEAT_S = 10.0  # a rank that lives says where it is
+LOST_S = 30.0  # what this rank gets to end by itself once another found that one is lost
+REPORTS_S = 10.0  # what other ranks get to report too
+FIRST_SPEAKS_S = 5.0  # a launcher ends all ranks once one has left: the one that tells is the first
+
+
+class Watchdog(threading.Thread):
+    """`enter` marks progress: a phase that begins, or goes on with its next part. Phases without a deadline never end.
+
+    Call `start`, `meet` when the ranks have met, `keep_in` as soon as there is a run directory, which the ranks must
+    share; and `close`. All ranks enter the same phases in the same order. `let_go` is called before this process ends,
+    which then runs nothing else.
+    """
+
+    def __init__(
+        self,
+        deadlines: DeadlinesConfig,
+        *,
+        rank: int,
+        size: int,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name="remat-watchdog", daemon=True)
+        self._deadlines, self._rank, self._size = deadlines, rank, size
+        self._let_go = let_go
+        self._mark = self._seen = ("build", 0)  # as entered, as the thread saw it last
+        self._marks = 0  # phases entered: what orders the ranks
+        self._waited_s, self._looked_at = 0.0, 0.0
+        self._folder: Path | None = None
+        self._before: dict[str, int] = {}
+        self._peers: peers.Peers | None = None
+        self._beats, self._beaten_at, self._beaten = 0, 0.0, ("", 0)
+        self._others: dict[
+            int, tuple[int, float, dict[str, Any]]
+        ] = {}  # rank: beats, when they last rose, the last
+        self._waiting = self._said = ""  # for whom, in words
+        self._lost_at = 0.0
+        self._closed = threading.Event()
+        self._asked = threading.Event()  # another rank reports
+
+    def enter(self, phase: str, step: int = 0) -> None:
+        self._mark = (phase, step)  # a new object each time: that is what counts as progress
+        self._marks += 1
+
+    def meet(self, found: peers.Peers | None) -> None:
+        """From now on ranks tell each other where they are."""
+        self._peers = found
+        if found is not None:
+            self._beat(found)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(phase, step) as last entered."""
+        return self._mark
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self._folder.parent if self._folder else None
+
+    def keep_in(self, run_dir: Path) -> None:
+        """Reports go to `run_dir`/hang. Those of an earlier launch are no sign of this one."""
+        folder = run_dir / FOLDER
+        self._before = {path.name: path.stat().st_mtime_ns for path in folder.glob("rank-*.json")}
+        self._folder = folder
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def run(self) -> None:
+        if self._size > 1:
+            threading.Thread(target=self._listen, name="remat-watchdog-listens", daemon=True).start()
+        self._looked_at = time.monotonic()
+        while not self._closed.wait(POLL_S):
+            if self.over(time.monotonic()) or self._asked.is_set():
+                self._end()
+
+    def _listen(self) -> None:
+        """In a thread of its own, for the disk or the store may be what hangs."""
+        while not self._closed.wait(LISTEN_S):
+            if self._peers is not None:
+                try:
+                    self._beat(self._peers)
+                    self._hear(self._peers)
+                    continue
+                except RuntimeError:  # the store left with its rank, or does not answer
+                    pass
+            if self._reports():
+                self._asked.set()
+            self._closed.wait(FOLDER_S - LISTEN_S)
+
+    def _beat(self, found: peers.Peers) -> None:
+        """Say where this rank is, when that is another phase and every BEAT_S."""
+        now, mark, marks = time.monotonic(), self._mark, self._marks
+        if now - self._beaten_at < BEAT_S and mark[0] == self._beaten[0]:
+            return
+        self._beats += 1
+        self._beaten_at, self._beaten = now, mark
+        left_s = self._deadline_s() - self._waited_s if self._deadline_s() else None
+        here = {"phase": mark[0], "step": mark[1], "marks": marks, "left_s": left_s, "beats": self._beats}
+        found.put_own("beat", here)
+
+    def _hear(self, found: peers.Peers) -> None:
+        call = found.get("call")
+        if call and call["why"] == "hang":
+            self._asked.set()
+        elif call and self._lost_at == 0.0:
+            found.put_own("alive", self._mark)
+            self._lost_at = time.monotonic()
+        elif call and time.monotonic() - self._lost_at > LOST_S:
+            print(
+                f"\nremat: rank {self._rank} ends: {found.get('lost') or 'a rank is gone'}\n",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_FAILED)
+        if 0 < self._deadline_s() <= self._waited_s + 3 * BEAT_S:
+            self._look_at_others(found)
+
+    def _look_at_others(self, found: peers.Peers) -> None:
+        now, seen = time.monotonic(), {}
+        for rank, beat in found.each("beat").items():
+            beats, rose_at, _ = self._others.get(rank, (0, now, beat))
+            seen[rank] = beat["beats"], now if beat["beats"] > beats else rose_at, beat
+        self._others = seen
+        behind = [
+            rank
+            for rank, (_, rose_at, beat) in seen.items()
+            if beat["marks"] < self._marks
+            and now - rose_at <= 2 * BEAT_S + LISTEN_S
+            and (beat["left_s"] is None or beat["left_s"] > 0)
+        ]
+        places = sorted({seen[rank][2]["phase"] for rank in behind})
+        waiting = f"{found.named(behind)} in {' and '.join(places)}" if behind else ""
+        if waiting and waiting != self._said and self._waited_s >= self._deadline_s() and self._rank == 0:
+            print(
+                f"remat: in {self._seen[0]} since {self._waited_s:.0f} s, waiting for {waiting}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._said = waiting
+        self._waiting = waiting
+
+    def over(self, now_s: float) -> bool:
+        """Whether the deadline of the present phase is over; `now_s` is time.monotonic(), asked every POLL_S."""
+        mark = self._mark
+        # a longer gap: the whole run was suspended, or the machine is slow
+        gap_s = min(now_s - self._looked_at, 2 * POLL_S)
+        self._waited_s = self._waited_s + gap_s if mark is self._seen else 0.0
+        if mark is not self._seen:
+            self._others, self._waiting = {}, ""
+        self._seen, self._looked_at = mark, now_s
+        return 0 < self._deadline_s() <= self._waited_s and not self._waiting
+
+    def _deadline_s(self) -> float:
+        return float(getattr(self._deadlines, f"{self._seen[0]}_s", 0.0))
+
+    def _end(self) -> None:
+        mine = {
+            "rank": self._rank,
+            "phase": self._seen[0],
+            "step": self._seen[1],
+            "seconds": round(self._waited_s, 1),
+            "deadline_s": self._deadline_s(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "where": _where(),
+        }
+        last_resort = threading.Timer(2 * (REPORTS_S + FIRST_SPEAKS_S), _leave_alone, [mine])
+        last_resort.daemon = True
+        last_resort.start()
+        told = _Told(self._peers, mine) if self._peers is not None else None
+        with contextlib.suppress(Exception):  # a full disk does not keep the run from ending
+            self._write(mine)
+        everyone = self._gather(mine, told)
+        if told.speaks if told else self._rank == min(everyone):
+            print(f"\nremat: {self._in_words(everyone, told)}\n", file=sys.stderr, flush=True)
+        else:
+            time.sleep(FIRST_SPEAKS_S)
+        self._let_go()
+        os._exit(EXIT_FAILED)  # the main thread cannot be reached
+
+    def _write(self, mine: dict[str, Any]) -> None:
+        if self._folder is None:
+            faulthandler.dump_traceback(sys.stderr)
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"rank-{self._rank}.txt").open("w") as out:
+            faulthandler.dump_traceback(out)
+        part = self._folder / f"rank-{self._rank}.part"
+        part.write_text(json.dumps(mine, indent=2) + "\n")
+        part.replace(self._folder / f"rank-{self._rank}.json")
+
+    def _gather(self, mine: dict[str, Any], told: _Told | None) -> dict[int, dict[str, Any]]:
+        """Reports by rank: all of them, or those that came in time."""
+        deadline = time.monotonic() + REPORTS_S
+        found = {self._rank: mine}
+        while len(found) < self._size and time.monotonic() < deadline:
+            time.sleep(0.1)
+            if told is not None and told.another_speaks:
+                break
+            found |= told.reports if told is not None else {}
+            if told is None or not told.answered:
+                with contextlib.suppress(OSError, ValueError):
+                    found |= {report["rank"]: report for report in self._reports()}
+        return found
+
+    def _reports(self) -> list[dict[str, Any]]:
+        """What ranks have reported in this launch."""
+        if self._folder is None:
+            return []
+        with contextlib.suppress(OSError):
+            paths = [
+                p for p in self._folder.glob("rank-*.json") if p.stat().st_mtime_ns != self._before.get(p.name)
+            ]
+            return [json.loads(path.read_text()) for path in paths]
+        return []
+
+    def _in_words(self, everyone: dict[int, dict[str, Any]], told: _Told | None) -> str:
+        late = [report for report in everyone.values() if 0 < report["deadline_s"] <= report["seconds"]]
+        first = max(late or everyone.values(), key=lambda report: report["seconds"])
+        lines = [
+            f"no progress for {first['seconds']:.0f} s in {_place(first)} of rank {first['rank']} "
+            f"(train.deadlines.{first['phase']}_s={first['deadline_s']:g}): the run ends, saved states are as they were"
+        ]
+        for rank in range(self._size):
+            report = everyone.get(rank)
+            name = (
+                self._peers.named([rank]) if self._peers and len(set(self._peers.hosts)) > 1 else f"rank {rank}"
+            )
+            if report is not None:
+                lines.append(f"  {name}: {_place(report)}, {report['seconds']:.0f} s: {report['where']}")
+            elif told is None or told.answered:
+                lines.append(f"  {name}: did not report: it was stopped or hangs itself, and is the suspect")
+            else:
+                lines.append(
+                    f"  {name}: has not reported yet: the store at {told.holder} does not answer, so its report is "
+                    "looked for in the run directory, where those of other nodes may be a minute late"
+                )
+        if self._folder is not None:
+            lines.append(f"  stacks of all threads: {self._folder}/rank-N.txt")
+        return "\n".join(lines)
+
+
+class _Told(threading.Thread):
+    """This rank's report, told to the others over the store, and theirs; in a thread, for the store may be what hangs.
+
+    Rank 0 speaks for all, or the first to see that it did not report: one of many reads what all have told.
+    """
+
+    def __init__(self, found: peers.Peers, mine: dict[str, Any]) -> None:
+        super().__init__(name="remat-watchdog-tells", daemon=True)
+        self._peers, self._mine = found, mine
+        self.reports: dict[int, dict[str, Any]] = {}
+        self.answered = False
+        self.another_speaks = False
+        self.holder = found.holder
+        self._elected = found.rank == 0
+        self.start()
+
+    @property
+    def speaks(self) -> bool:
+        """Where the store does not answer nobody knows of another that speaks."""
+        return self._elected or not self.answered
+
+    def run(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._peers.put_own("report", self._mine)
+            self._peers.put("call", {"why": "hang", "rank": self._peers.rank})
+            self.answered = True
+            end = time.monotonic() + 0.6 * REPORTS_S
+            while not self._elected and time.monotonic() < end:
+                if self._peers.get("report/0") is not None:
+                    self.another_speaks = True
+                    return
+                time.sleep(0.2)
+            if not self._elected and self._peers.add("speaks") > 1:
+                self.another_speaks = True
+                return
+            self._elected = True
+            while len(self.reports) < self._peers.size:
+                self.reports = self._peers.each("report")
+                time.sleep(0.2)
+
+
+def _leave_alone(mine: dict[str, Any]) -> None:
+    """When the reports cannot be written or read: this rank's own, and the end."""
+    text = f"no progress in {_place(mine)} of rank {mine['rank']}, nor of its report: {mine['where']}"
+    os.write(2, f"\nremat: {text}\n".encode())
+    os._exit(EXIT_FAILED)
+
+
+def _place(report: dict[str, Any]) -> str:
+    phase, step = report["phase"], report["step"]
+    return f"step {step}" if phase == "step" else f"{phase} at step {step}" if step else str(phase)
+
+
+def _where() -> str:
+    """The main thread's innermost calls, innermost first."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    calls = traceback.extract_stack(frame)[::-1][:4] if frame else []
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
