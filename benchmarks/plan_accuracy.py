@@ -35,11 +35,11 @@ from benchmarks.accuracy_points import POINTS, Point, overrides, portable  # noq
 from benchmarks.environment import commit, environment  # noqa: E402
 from remat.config import compose  # noqa: E402
 from remat.config.options import ConfigError  # noqa: E402
+from remat.config.units import GIB  # noqa: E402
 from remat.machine.host_memory import host_memory  # noqa: E402
 from remat.planning import planner  # noqa: E402
 from remat.report.tracking import RECORD  # noqa: E402
 
-GIB = 1024**3
 LIMIT_S = 180  # for one point; advice after an out-of-memory takes long
 REFUSED, OUT_OF_MEMORY = 3, 70  # exit codes of train.py
 NOT_YET, TIME_OVER = "not yet measured", "time was over"

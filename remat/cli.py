@@ -232,6 +232,7 @@ def doctor(
     from remat.config import compose
     from remat.machine import doctor as examining
     from remat.machine import ops
+    from remat.planning import launch_plan
 
     ops.use_environment_folder()
     unknown = set(build or []) - set(ops.BUILDERS)
@@ -245,7 +246,7 @@ def doctor(
 
     table = ""
     if ctx.args:
-        findings, table = examining.examine_for(compose.from_command_line(ctx.args).run, ranks, say)
+        findings, table = launch_plan.examine_for(compose.from_command_line(ctx.args).run, ranks, say)
     else:
         findings = examining.examine(build or examining.available_ops(), say)
     width = max(len(finding.what) for finding in findings)

@@ -13,10 +13,11 @@ from typing import Any
 
 from benchmarks import plan_accuracy
 from benchmarks.accuracy_points import LLAMA_ON_CPU
-from benchmarks.plan_accuracy import GIB, TIME_OVER
+from benchmarks.plan_accuracy import TIME_OVER
 from benchmarks.suite.points import SHAPES, TOKENS, TOKENS_ON_CPU, Point
 from remat.config import compose
 from remat.config.options import ConfigError
+from remat.config.units import GIB
 from remat.machine import gpus
 from remat.planning import planner
 from remat.planning.plan import Capacity

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from remat.config import compose
+from remat.config.units import GIB
 from remat.machine.cores import available_cores
-from remat.machine.memory import GIB, host_memory
+from remat.machine.memory import host_memory
 
 FORMAT = 2  # of a stored result: raise it when what is measured changes
 PACKAGE = Path(__file__).resolve().parent.parent

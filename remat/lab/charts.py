@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
+from remat.config.units import GIB, MIB
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
-from remat.lab.table import GIB, MIB
 from remat.planning.sweep import is_beaten
 from remat.report.charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
 from remat.report.page import Picture

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.machine.memory import GIB
+from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.gradients import IN_BACKWARD
 from remat.planning.simulation.types import Category, Phase
-from remat.training.ledger import KEPT, MIB, MICRO_BATCH, OFF_GPU
+from remat.training.ledger import KEPT, MICRO_BATCH, OFF_GPU
 from remat.training.proof import LEARNT
 
 UNITS = {"GiB": GIB, "MiB": MIB, "%": 1, "s": 1, "tokens/s": 1}

@@ -8,10 +8,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from remat.config.units import GIB, MIB
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row, Spread
 
-GIB, MIB = 2**30, 2**20
 HEADINGS = (
     "point",
     "peak memory",

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from remat.machine.host_memory import GIB
+from remat.config.units import GIB
 
 TAIL_LINES = 30
 

@@ -18,11 +18,11 @@ import torch
 import yaml
 
 from remat.config.options import ConfigError
+from remat.config.units import GB, GIB, format_size
 from remat.machine import ops
 from remat.machine.gpus import GPU_RATES
-from remat.machine.memory import GIB, host_memory
+from remat.machine.memory import host_memory
 
-GB = 1e9
 MATMULS = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 8192, 8192))
 ATTENTION = (1, 32, 4096, 128)  # batch, heads, sequence, head size
 NOT_MEASURED = "gpu_link_gbs and nic_gbs need several ranks: not measured; give them by hand where they matter"
@@ -129,7 +129,7 @@ def _dram(found: Calibration, size: int) -> None:
     source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     seconds = _best_of(5, lambda: target.copy_(source))
     threads = torch.get_num_threads()
-    found.put("dram_gbs", 2 * size / seconds / GB, f"copy of {_size(size)} with {threads} threads")
+    found.put("dram_gbs", 2 * size / seconds / GB, f"copy of {format_size(size)} with {threads} threads")
 
 
 def _cpu_adam(found: Calibration, count: int, say: Callable[[str], None]) -> None:
@@ -158,12 +158,12 @@ def _nvme(found: Calibration, folder: Path, size: int, say: Callable[[str], None
     free = shutil.disk_usage(folder).free
     if free < 2 * size:
         raise ConfigError(
-            f"--nvme-path {folder} has {_size(free)} free, {_size(2 * size)} are needed: free some"
+            f"--nvme-path {folder} has {format_size(free)} free, {format_size(2 * size)} are needed: free some"
         )
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
     buffer = torch.ones(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     path = folder / f"remat-calibrate-{os.getpid()}.bin"
-    how = f"DeepSpeed async_io, one file of {_size(size)}"
+    how = f"DeepSpeed async_io, one file of {format_size(size)}"
     try:
         seconds = _best_of(2, lambda: handle.sync_pwrite(buffer, str(path)))
         found.put("nvme_write_gbs", size / seconds / GB, how)
@@ -191,12 +191,12 @@ def _gpu(found: Calibration, sizes: Sizes) -> None:
     target = torch.empty_like(source)
     seconds = _on_gpu(sizes.seconds, lambda: target.copy_(source))
     found.put(
-        "memory_gbs", 2 * sizes.copy_bytes / seconds / GB, f"copy of {_size(sizes.copy_bytes)} on the GPU"
+        "memory_gbs", 2 * sizes.copy_bytes / seconds / GB, f"copy of {format_size(sizes.copy_bytes)} on the GPU"
     )
     found.put("launch_us", _launch(device, sizes.seconds), "smallest kernel in a CUDA graph of 1000")
     pinned = torch.ones(sizes.copy_bytes // 4, dtype=torch.uint8, pin_memory=True)
     there = target[: pinned.numel()]
-    how = f"pinned copy of {_size(pinned.numel())}, one GPU alone"
+    how = f"pinned copy of {format_size(pinned.numel())}, one GPU alone"
     seconds = _on_gpu(sizes.seconds, lambda: there.copy_(pinned, non_blocking=True))
     found.put("pcie_h2d_gbs", pinned.numel() / seconds / GB, how)
     seconds = _on_gpu(sizes.seconds, lambda: pinned.copy_(there, non_blocking=True))
@@ -257,7 +257,3 @@ def _best_of(times: int, run: Callable[[], Any]) -> float:
         run()
         taken.append(time.perf_counter() - start)
     return min(taken)
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

@@ -13,15 +13,10 @@ from pathlib import Path
 
 import torch
 
-from remat.config import ds_config
-from remat.config.options import RunConfig
+from remat.config.units import GIB
 from remat.machine import node, ops, versions
 from remat.machine.cores import available_cores
-from remat.machine.distributed import World
 from remat.machine.memory import host_memory
-from remat.planning import launch_plan, preflight, strategy
-
-GIB = 2**30
 
 LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # of runs without `distributed.init`, or killed ones
 SCARCE_SHM_BYTES = GIB
@@ -44,28 +39,6 @@ def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding
     """Everything about this machine; builds the named ops if they are not built, and runs each."""
     machine = [_gpu(), *_cuda(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
     return [*_versions(), *machine, *_ops(op_names, say)]
-
-
-def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
-    """Can this machine hold this run with `ranks` ranks here? Its ops are built and run; the table is needed, found.
-
-    `ranks` 0: one for each GPU that is here, else as many as the recipe's machine has. Reads no weight.
-    """
-    has_gpu = torch.cuda.is_available()
-    local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
-    world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
-    decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
-    lines, reason = launch_plan.here(cfg, decided, world)
-    devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
-    found = [*examine(ops.needed(*devices), say), _cores_of(local)]
-    if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
-        found.append(Finding("ranks", str(local), lacking))
-    found += [
-        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "" if row.fits else problem)
-        for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
-    ]
-    note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
-    return found, preflight.table(lines) + note
 
 
 def available_ops() -> list[str]:
@@ -115,7 +88,7 @@ def toolkit(home: str | None, built_with: str) -> Finding:
     return Finding("CUDA toolkit", f"{version} in {home}", "" if same else wanted)
 
 
-def _cores_of(ranks: int) -> Finding:
+def cores_of(ranks: int) -> Finding:
     """CPU Adam computes on the rank's own cores: bound, they do not wander between sockets."""
     cores = available_cores()
     bound = "bind them with deepspeed --bind_cores_to_rank"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True)
 class HostMemory:

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from remat.machine.host_memory import GIB, HostMemory, host_memory
+from remat.config.units import GIB
+from remat.machine.host_memory import HostMemory, host_memory
 
 __all__ = ["GIB", "HostMemory", "MemoryMonitor", "host_memory"]
 

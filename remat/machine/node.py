@@ -10,8 +10,12 @@ from pathlib import Path
 
 import psutil
 
+from remat.config.units import GIB
 from remat.machine.memory import host_memory
-from remat.planning.plan import CONTEXT_BYTES
+
+CONTEXT_BYTES = int(
+    0.6 * GIB
+)  # CUDA context and loaded kernels, outside of torch's allocator; 0.3-0.6 GiB is usual
 
 CAP_IPC_LOCK = 14  # linux/capability.h: a process with it locks memory without limit
 

@@ -24,8 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.config.options import ConfigError
-from remat.model import op_flops
-from remat.planning.simulation import simulate
+from remat.model import meta_kernels, op_flops
 
 COUNTED = "remat_counted"  # the name of our attention, masks and experts in transformers' tables
 STEPWISE = (32, 64)  # tokens; enough for a model that computes token by token, which takes its time
@@ -315,7 +314,7 @@ def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forwa
     seen = _Forward(net, length, most_operations)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     try:
-        with torch.no_grad(), _put_in(net, seen), simulate.as_in_a_run(0), seen:
+        with torch.no_grad(), _put_in(net, seen), meta_kernels.as_in_a_run(0), seen:
             net(input_ids=ids, use_cache=False)
     except _TooLong:
         raise

@@ -13,20 +13,21 @@ from typing import Any
 
 import torch
 
+from remat.config import ds_config
 from remat.config.options import ConfigError, HardwareConfig, RunConfig
-from remat.machine import distributed, gpus, node
+from remat.config.units import GIB, format_size
+from remat.machine import distributed, gpus, node, ops
 from remat.machine.distributed import World
-from remat.machine.memory import GIB
+from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import build
 from remat.parallel import tensor_parallel
-from remat.planning import planner, preflight
+from remat.planning import planner, preflight, strategy
 from remat.planning.model_states import Item
 from remat.planning.plan import Capacity, Resource
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.strategy import Strategy
 
-MIB = 1024**2
 GPU_RESOURCE = "GPU memory"
 WITHOUT_A_PLAN = (
     "The run starts without one: whether it fits was judged from model states and saved files alone, and the ledger "
@@ -65,13 +66,15 @@ class LaunchPlan:
         per = "GPU" if self.device == "cuda" else "rank, in host memory"
         found = [resource for resource in self.planned["resources"] if resource["found_bytes"] is not None]
         spare = ", ".join(
-            f"{size(r['found_bytes'] - r['needed_bytes'])} of {r['name']}" for r in found if r["fits"]
+            f"{format_size(r['found_bytes'] - r['needed_bytes'])} of {r['name']}" for r in found if r["fits"]
         )
         lacking = ", ".join(
-            f"{size(r['needed_bytes'] - r['found_bytes'])} of {r['name']}" for r in found if not r["fits"]
+            f"{format_size(r['needed_bytes'] - r['found_bytes'])} of {r['name']}"
+            for r in found
+            if not r["fits"]
         )
         verdict = f"lacks {lacking}" if lacking else f"fits with {spare} to spare"
-        peak = size(self.planned["gpu_allocated_peak_bytes"])
+        peak = format_size(self.planned["gpu_allocated_peak_bytes"])
         return f"peak {peak} per {per}, {self.where()}; {verdict}"
 
     def where(self) -> str:
@@ -146,11 +149,6 @@ def rehearses(cfg: RunConfig, strategy: Strategy) -> bool:
     """Whether the run tries its save and export after the first step."""
     shared = cfg.train.tensor_parallel_size
     return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
-
-
-def size(value: float) -> str:
-    """`13.2 GiB`, `15.3 MiB`."""
-    return f"{value / GIB:,.1f} GiB" if value >= GIB else f"{value / MIB:,.1f} MiB"
 
 
 def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: World) -> Needs:
@@ -238,7 +236,7 @@ def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
     if plan.planned is None:
         return f"{text}\n\nno plan: {plan.reason}. {preflight.LOWER_BOUND}"
     parts = sorted(plan.planned["gpu_bytes_at_peak"].items(), key=lambda part: -part[1])
-    largest = ", ".join(f"{name} {size(held)}" for name, held in parts[:4] if held)
+    largest = ", ".join(f"{name} {format_size(held)}" for name, held in parts[:4] if held)
     return f"{text}\n\npeak of each rank {plan.where()}: {largest}"
 
 
@@ -255,3 +253,25 @@ def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
             f"hardware.gpu_memory_gib={machine.gpu_bytes / GIB:.2f}",
         ]
     return ["remat", "plan", *words, *found]
+
+
+def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
+    """Can this machine hold this run with `ranks` ranks here? Its ops are built and run; the table is needed, found.
+
+    `ranks` 0: one for each GPU that is here, else as many as the recipe's machine has. Reads no weight.
+    """
+    has_gpu = torch.cuda.is_available()
+    local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
+    world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
+    decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
+    lines, reason = here(cfg, decided, world)
+    devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
+    found = [*examine(ops.needed(*devices), say), cores_of(local)]
+    if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
+        found.append(Finding("ranks", str(local), lacking))
+    found += [
+        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "" if row.fits else problem)
+        for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
+    ]
+    note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
+    return found, preflight.table(lines) + note

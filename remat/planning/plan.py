@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from remat.config.units import GIB
+from remat.machine.node import CONTEXT_BYTES
 from remat.planning.model_states import Item
 from remat.planning.simulation.gradients import IN_BACKWARD
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 
-GIB = 1024**3
-CONTEXT_BYTES = int(
-    0.6 * GIB
-)  # CUDA context and loaded kernels, outside of torch's allocator; 0.3-0.6 GiB is usual
 COLLECTIVES_BYTES = int(0.5 * GIB)  # NCCL's channels, per communicator, when there is more than one rank
 FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching allocator: 1.06 to 1.12
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/states.py

@@ -7,13 +7,13 @@ from typing import Any
 
 from remat.config import ds_config
 from remat.config.options import ConfigError, RunConfig
+from remat.config.units import GIB
 from remat.machine import gpus
 from remat.planning import model_states, preflight, step_time, strategy
 from remat.planning.plan import Capacity, Plan, assemble
 from remat.planning.recording import Recordings
 from remat.planning.simulation.types import Simulation, ZeroSettings
 
-GIB = 1024**3
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 

@@ -12,13 +12,13 @@ from remat.activation_checkpointing.policy import without_engine
 from remat.config import compose, validation
 from remat.config.choices import PeftMethod
 from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
-from remat.model import build, layers, packed_inputs
+from remat.config.units import MIB
+from remat.model import build, layers, meta_kernels, packed_inputs
 from remat.planning import strategy
 from remat.planning.simulation import simulate, zero3, zero3_events
 from remat.planning.simulation.zero3_events import Event, Parameters
 
 META = torch.device("meta")
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     watch, events = applied.watch(META), list[Event]()
     try:
         with (
-            simulate.explained(net),
-            simulate.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
+            meta_kernels.explained(net),
+            meta_kernels.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
             zero3_events.recorded(net, events.append),
             applied.micro_batch(),
             watch,

@@ -14,7 +14,7 @@ from typing import Any
 from remat.config import ds_config, ds_defaults
 from remat.config.choices import ModelInit
 from remat.config.options import ModelConfig, RunConfig, SaveConfig
-from remat.machine.memory import GIB
+from remat.config.units import GIB
 from remat.machine.node import Disk, Machine
 from remat.planning.model_states import Item
 from remat.saving import disk_space

@@ -9,9 +9,9 @@ import torch
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import without_engine
 from remat.config.options import ConfigError, RunConfig
-from remat.model import loss, packed_inputs
+from remat.model import loss, meta_kernels, packed_inputs
 from remat.planning import strategy
-from remat.planning.simulation import shadows, simulate
+from remat.planning.simulation import simulate
 
 META = torch.device("meta")
 
@@ -53,7 +53,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
         return simulate.record(
             net,
             loss=loss.TokenLoss(
-                net, cfg.train.loss, verify=False, cross_entropy=shadows.cross_entropy if on_gpu else None
+                net, cfg.train.loss, verify=False, cross_entropy=meta_kernels.cross_entropy if on_gpu else None
             ),
             scope=applied.scope,
             around=applied.micro_batch(),

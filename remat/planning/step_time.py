@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remat.config.choices import Precision
+from remat.config.units import GB
 from remat.machine.gpus import ADAM_BYTES, Machine
 from remat.planning.simulation.types import OpCost, Phase, Simulation, ZeroSettings
 
-GB, TERA = 1e9, 1e12
+TERA = 1e12
 STATE_BYTES = (
     16  # fp32 parameter, two moments and gradient: what goes to NVMe and back for each trained parameter
 )

@@ -14,12 +14,11 @@ from remat.config import compose, ds_config
 from remat.config.choices import Attention, LossKind, PeftMethod, Precision
 from remat.config.options import ConfigError, RunConfig
 from remat.machine import gpus, versions
-from remat.model import build, flops, layers, lora, loss, packing, qlora
+from remat.model import build, flops, layers, lora, loss, meta_kernels, packing, qlora
 from remat.model.packed_inputs import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
 from remat.planning import preflight
-from remat.planning.simulation import simulate
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _decisions(
         cfg.checkpointing,
         found.depths,
         zero_stage=zero_stage,
-        around=lambda: simulate.as_in_a_run(0, on_gpu=has_gpu),
+        around=lambda: meta_kernels.as_in_a_run(0, on_gpu=has_gpu),
     )
     return decisions, found.describe(), because
 

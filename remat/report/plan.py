@@ -9,9 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from remat.config.units import GIB
 from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Resource
-from remat.planning.planner import GIB, Planned, needed_bytes
+from remat.planning.planner import Planned, needed_bytes
 from remat.planning.sweep import Point
 
 

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from remat.config.options import ConfigError
-from remat.planning.planner import GIB, Planned, needed_bytes
+from remat.config.units import GIB
+from remat.planning.planner import Planned, needed_bytes
 from remat.planning.simulation.peaks import Instant
 from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Phase, ZeroSettings

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from remat.machine.memory import GIB
+from remat.config.units import GIB
 from remat.report.charts import DPI, WIDTH_IN, Theme, style
 
 BARS = {  # key: what the legend calls it, and the theme's colour

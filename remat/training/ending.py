@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from remat.config.units import format_size
 from remat.machine import distributed
 from remat.report import run_dir, summary
 from remat.report.console import final_rows
@@ -52,7 +53,7 @@ def _export(parts: Parts, step: int) -> None:
             max_shard_size=parts.cfg.save.max_shard_size,
         )
     parts.take_memory_peaks()
-    parts.console.note(f"exported {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s)")
+    parts.console.note(f"exported {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s)")
 
 
 def _write_ledger(parts: Parts, whole: Mapping[str, float], *, finished: bool) -> list[ledger.Row]:

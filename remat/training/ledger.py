@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from remat.machine.memory import GIB
+from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category
 from remat.training.run import Parts
 
-MIB = 1024**2
 OFF_GPU = {  # the names of planning/states.py that a GPU never holds, by category; what is left are buffers
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,

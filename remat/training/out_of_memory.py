@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import PLACE
+from remat.config.units import GIB, format_size
 from remat.machine import distributed
-from remat.machine.memory import GIB, host_memory
-from remat.planning.launch_plan import LaunchPlan, size
+from remat.machine.memory import host_memory
+from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import overhead_bytes
 
 ADVICE_S = 120  # the longest that advice may take
@@ -222,14 +223,16 @@ def _table(error: OutOfMemory) -> list[str]:
         ("host, still available", None, measured.available_bytes),
         ("asked for", None, measured.asked_bytes),
     ]
-    cells = [(name, *("" if value is None else size(value) for value in values)) for name, *values in rows]
+    cells = [
+        (name, *("" if value is None else format_size(value) for value in values)) for name, *values in rows
+    ]
     return [f"{name:<28}{left:>14}{right:>14}" for name, left, right in [("", "planned", "measured"), *cells]]
 
 
 def _advice_line(item: dict[str, Any], device: str) -> str:
     notes = []
     if device == "cuda" and item.get("gpu_needed_bytes"):
-        notes.append(f"GPU {size(item['gpu_needed_bytes'])}")
+        notes.append(f"GPU {format_size(item['gpu_needed_bytes'])}")
     if item.get("step_time_s"):
         notes.append(f"{item['step_time_s']:.3g} s per step at best")
     if item.get("changes_training"):

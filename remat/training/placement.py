@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from remat.config import ds_config
+from remat.config.units import format_size
 
 NVME = "nvme"
 
@@ -118,11 +119,4 @@ def _swapped_numel(engine: Any) -> int:
 
 
 def _places(bytes_on: Mapping[str, int]) -> str:
-    return ", ".join(f"{_size(size)} on {place}" for place, size in sorted(bytes_on.items())) or "nothing"
-
-
-def _size(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 2**10:.3g} KiB"
+    return ", ".join(f"{format_size(size)} on {place}" for place, size in sorted(bytes_on.items())) or "nothing"

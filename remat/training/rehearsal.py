@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from remat.config.options import ConfigError
+from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import rehearses
 from remat.saving import export, manifest, read_back, save
@@ -85,4 +86,4 @@ def _rehearse(parts: Parts, progress: Progress) -> str:
     except Exception as caught:
         error = caught
     manifest.agree(SaveError(problem) if problem else error, "reading back what was saved and exported")
-    return f"{saved.bytes / 2**20:.0f} MiB saved, {exported.bytes / 2**20:.0f} MiB exported"
+    return f"{format_size(saved.bytes)} saved, {format_size(exported.bytes)} exported"

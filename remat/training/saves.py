@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from remat.config.choices import SaveFailure
+from remat.config.units import format_size
 from remat.machine import distributed
 from remat.saving import save as saving
 from remat.saving.manifest import SaveError
@@ -116,4 +117,4 @@ def _tell(parts: Parts, step: int, result: SaveResult) -> None:
     times = {"time/save_s": result.seconds, "time/save_stall_s": result.stall_s}
     parts.tracker.log(step, distributed.max_min(times, parts.world.device))
     waited = f", {result.stall_s:.1f} s of them waited for" if result.stall_s < result.seconds else ""
-    parts.console.note(f"saved {result.path} ({result.bytes / 2**20:.0f} MiB, {result.seconds:.1f} s{waited})")
+    parts.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")

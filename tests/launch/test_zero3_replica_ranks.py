@@ -13,7 +13,8 @@ from remat.activation_checkpointing.op_watch import Watch
 from remat.config import compose, ds_config
 from remat.config.choices import Policy, Precision
 from remat.config.options import CheckpointingConfig
-from remat.planning.simulation import simulate, zero3, zero3_events
+from remat.model import meta_kernels
+from remat.planning.simulation import zero3, zero3_events
 from remat.planning.simulation.types import ZeroSettings
 from remat.planning.simulation.zero3_events import Event, Kind, Parameters
 from tests import small_models
@@ -140,7 +141,7 @@ def record(name: str, frozen: bool, device: str) -> tuple[Parameters, list[Event
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     events: list[Event] = []
     ids = IDS.to(device)
-    around = simulate.as_in_a_run(3) if device == "meta" else simulate.linear_of(3)
+    around = meta_kernels.as_in_a_run(3) if device == "meta" else meta_kernels.linear_of(3)
     with around, zero3_events.recorded(net, events.append), applied.micro_batch():
         loss = net(input_ids=ids, use_cache=False).logits.sum()
         in_forward = len(events)

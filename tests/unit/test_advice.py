@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat import cli
-from remat.config import compose
+from remat.config import compose, units
 from remat.config.options import ConfigError
 from remat.planning import advice, advice_candidates, planner, recording, screening
 
@@ -89,7 +89,7 @@ def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
     assert result.exit_code == 3
     data = json.loads(result.output)
     assert data["advice"] == [] and data["closest"]["fits"] is False
-    assert data["closest"]["missing_bytes"]["host memory per node"] >= 2 * planner.GIB
+    assert data["closest"]["missing_bytes"]["host memory per node"] >= 2 * units.GIB
     text = CliRunner().invoke(cli.app, ["plan", *NO_HOST]).output
     assert "nothing found that fits on this machine; closest:" in text
 
@@ -109,7 +109,7 @@ def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
             "host_needed_bytes",
             "missing_bytes",
         }
-        assert entry["fits"] and not entry["missing_bytes"] and entry["gpu_needed_bytes"] <= 0.9 * planner.GIB
+        assert entry["fits"] and not entry["missing_bytes"] and entry["gpu_needed_bytes"] <= 0.9 * units.GIB
 
 
 def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:

@@ -13,6 +13,7 @@ from remat import cli
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose
 from remat.config.options import CheckpointingConfig
+from remat.model import meta_kernels
 from remat.planning import policies
 from remat.planning.simulation import simulate
 from tests import small_models
@@ -44,10 +45,10 @@ def counted(
     )
     watch = applied.watch(torch.device(device))
     if device == "meta":
-        with simulate.as_in_a_run(zero_stage, on_gpu=False), applied.micro_batch(), watch:
+        with meta_kernels.as_in_a_run(zero_stage, on_gpu=False), applied.micro_batch(), watch:
             simulate.step(net, micro_batch_size=2, seq_len=16, forward_done=watch.forward_done)
     else:
-        with simulate.linear_of(zero_stage), applied.micro_batch(), watch:
+        with meta_kernels.linear_of(zero_stage), applied.micro_batch(), watch:
             logits = net(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits
             watch.forward_done()
             logits.backward(torch.zeros_like(logits))

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from remat.config import compose
+from remat.config.units import GIB
 from remat.machine import doctor, node, versions
-from remat.machine.host_memory import GIB, host_memory
-from remat.planning import preflight, strategy
+from remat.machine.host_memory import host_memory
+from remat.planning import launch_plan, preflight, strategy
 from tests.unit.test_preflight import checked, machine, needs_70b
 
 TINY = ["recipe=tiny_zero3_offload"]
@@ -110,7 +111,7 @@ def test_the_toolkit_has_the_major_version_of_torchs(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_this_machine_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    found, table = doctor.examine_for(compose.compose_run(TINY).run, 2, print)
+    found, table = launch_plan.examine_for(compose.compose_run(TINY).run, 2, print)
     assert [finding.what for finding in found if finding.what.startswith("op ")] == ["op cpu_adam"]
     assert "host memory of this node (2 ranks)" in table
     memory = next(finding for finding in found if finding.what.startswith("host memory of"))
@@ -120,7 +121,7 @@ def test_a_recipe_that_this_machine_can_hold(capsys: pytest.CaptureFixture[str])
 def test_a_recipe_that_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     small = machine(host_available_bytes=GIB // 100, gpu_bytes=None, local_size=2)
     monkeypatch.setattr(node, "found", lambda **asked: small)
-    found, table = doctor.examine_for(compose.compose_run(TINY).run, 2, lambda text: None)
+    found, table = launch_plan.examine_for(compose.compose_run(TINY).run, 2, lambda text: None)
     (lacking,) = [finding for finding in found if not finding.ok and finding.what.startswith("host")]
     assert "needed" in lacking.remedy
     assert "too small" in table

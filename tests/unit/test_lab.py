@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
+from remat.config.units import MIB
 from remat.lab import cache_key, command, experiment, launch, measure, schedule
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
@@ -396,8 +397,6 @@ def test_endings_in_words(code: int, text: str, status: str, words: str) -> None
 
 
 # What a launch shows
-
-MIB = 2**20
 
 
 def leave_files(

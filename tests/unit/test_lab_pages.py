@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from remat.config.units import MIB
 from remat.lab import charts, experiment, figures, page, table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row, Spread
@@ -21,7 +22,6 @@ from remat.lab.measure import PEAK_CPU, TIMES, Measured
 from remat.report.charts import LIGHT
 from tests.unit.test_lab import CPU
 
-MIB = 2**20
 LONG = "selective operations with a name that nobody would call short"
 POLICIES = ["none", "full", "selective_ops", LONG, "uniform", "block", "interval", "sqrt"]
 

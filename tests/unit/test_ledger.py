@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat.machine.memory import GIB
+from remat.config.units import GIB
 from remat.training import ledger
 
 

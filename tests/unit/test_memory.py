@@ -10,9 +10,10 @@ import psutil
 import pytest
 import torch
 
+from remat.config.units import GIB
 from remat.machine import memory
 from remat.machine.host_memory import oom_kills
-from remat.machine.memory import GIB, MemoryMonitor, host_memory
+from remat.machine.memory import MemoryMonitor, host_memory
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing.mechanisms.counters import Scope
-from remat.machine.memory import GIB
+from remat.config.units import GIB
 from remat.planning.launch_plan import LaunchPlan
 from remat.training import out_of_memory
 from remat.training.out_of_memory import Measured, OutOfMemory

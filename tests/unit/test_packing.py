@@ -15,10 +15,9 @@ from remat.activation_checkpointing import apply, policy
 from remat.config import compose
 from remat.config.choices import Attention, Packing, Policy
 from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, RunConfig
-from remat.model import build, layers, packed_inputs, packing, small_copy
+from remat.model import build, layers, meta_kernels, packed_inputs, packing, small_copy
 from remat.model.packed_inputs import Packed, Way
 from remat.planning import recording, strategy
-from remat.planning.simulation import simulate
 from tests import small_models
 from tests.pool import RankPool
 
@@ -272,7 +271,7 @@ def test_a_plan_has_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = run_of(*words, f"data.packing={form}")
         chosen = strategy.decide(cfg, world_size=1, can_pin=True)
         plans[form] = recording.Recordings().get(cfg, chosen)
-    assert simulate.PACKED in plans[Packing.documents].assumptions
-    assert simulate.WHOLE in plans[Packing.stream].assumptions
+    assert meta_kernels.PACKED in plans[Packing.documents].assumptions
+    assert meta_kernels.WHOLE in plans[Packing.stream].assumptions
     kept = {form: plan.timeline.kept_bytes[1] for form, plan in plans.items()}
     assert kept[Packing.documents] - kept[Packing.stream] >= 2 * 256 * 256 * 2

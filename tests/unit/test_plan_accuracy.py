@@ -12,9 +12,9 @@ from benchmarks import environment
 from benchmarks import plan_accuracy as accuracy
 from remat.config import compose
 from remat.config.options import ConfigError
+from remat.config.units import GIB
 from scripts import memory_model_tables, plan_accuracy_page
 
-GIB = 2**30
 ROW: dict[str, Any] = {
     "name": "p", "status": "ran", "planned_allocated_bytes": 51 * GIB, "allocated_bytes": 50 * GIB,
     "planned_total_bytes": 55 * GIB, "reserved_bytes": 53 * GIB, "device_bytes": 54 * GIB,

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat import cli
-from remat.config import compose
+from remat.config import compose, units
 from remat.config.options import ConfigError
 from remat.planning import planner, recording, sweep
 from remat.planning.simulation.types import Phase
@@ -22,9 +22,9 @@ def test_bars_times_and_the_curve_are_those_of_the_plan() -> None:
     known = recording.Recordings()
     planned = planner.make(compose.from_command_line(BASE).run, recordings=known)
     bars = plan_charts.bars(planned)
-    assert bars[0].total_gib * planner.GIB == pytest.approx(planned.plan.resources[0].needed_bytes)
+    assert bars[0].total_gib * units.GIB == pytest.approx(planned.plan.resources[0].needed_bytes)
     host = sum(bar.total_gib for bar in bars if "host" in bar.title)
-    assert host * planner.GIB == pytest.approx(planned.plan.resources[1].needed_bytes)
+    assert host * units.GIB == pytest.approx(planned.plan.resources[1].needed_bytes)
     assert bars[0].found_gib == pytest.approx(23.5)
     assert [size for _, size in bars[0].parts] == sorted((size for _, size in bars[0].parts), reverse=True)
     assert sum(seconds for _, seconds in plan_charts.times(planned)) == pytest.approx(planned.time.total_s)
@@ -50,7 +50,7 @@ def test_the_scatter_has_each_point_that_was_planned() -> None:
     assert [point.overrides for _, _, point in shown] == [p.overrides for p in points if p.planned]
     for gib, seconds, point in shown:
         assert point.planned is not None
-        assert gib * planner.GIB == pytest.approx(point.planned.plan.resources[0].needed_bytes)
+        assert gib * units.GIB == pytest.approx(point.planned.plan.resources[0].needed_bytes)
         assert seconds == point.planned.time.total_s
 
 

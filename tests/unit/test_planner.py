@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from remat import cli
 from remat.config import compose
+from remat.config.units import GIB
 from remat.planning import advice, planner
 from remat.planning.simulation.types import Category
-
-GIB = 2**30
 
 
 def plan(*words: str) -> planner.Planned:

@@ -14,7 +14,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms import lazy_matmul
 from remat.config.choices import Policy
 from remat.config.options import CheckpointingConfig
-from remat.planning.simulation import simulate
+from remat.model import meta_kernels
 
 WIDTH = 16
 
@@ -84,7 +84,7 @@ def run(kind: Policy, zero_stage: int, gated: bool) -> tuple[dict[str, torch.Ten
     dirty = [torch.full((14, WIDTH), 1e3) for _ in range(50)]  # so that memory that is never written is noticed
     del dirty
     watch = applied.watch(torch.device("cpu"))
-    with simulate.linear_of(zero_stage), applied.micro_batch(), watch:
+    with meta_kernels.linear_of(zero_stage), applied.micro_batch(), watch:
         (net(torch.arange(14).view(2, 7) % 10) ** 2).sum().backward()
     applied.remove()
     assert not any(module._forward_pre_hooks for module in net.modules())

@@ -13,8 +13,8 @@ from remat.config import compose, ds_config
 from remat.config.choices import ModelInit, Precision
 from remat.config.ds_config import RunValues
 from remat.config.options import ModelConfig, SaveConfig
+from remat.config.units import GIB
 from remat.machine import node
-from remat.machine.memory import GIB
 from remat.machine.node import Disk, Machine
 from remat.planning import preflight
 from remat.planning.model_states import Item, model_states

@@ -16,7 +16,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.config import compose
 from remat.config.choices import ModelInit, PeftMethod, Policy, Precision
 from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
-from remat.model import build, lora, qlora
+from remat.model import build, lora, meta_kernels, qlora
 from remat.model.layers import decoder_layers
 from remat.planning import planner, strategy
 from remat.planning.simulation import simulate
@@ -125,7 +125,7 @@ def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tup
     found = []
     torch.manual_seed(7)  # dropout
     if device.type == "meta":
-        with simulate.as_in_a_run(2, on_gpu=False), applied.micro_batch(), watch:
+        with meta_kernels.as_in_a_run(2, on_gpu=False), applied.micro_batch(), watch:
             simulate.step(net, micro_batch_size=2, seq_len=16, forward_done=watch.forward_done)
     else:
         with applied.micro_batch(), watch:

@@ -17,10 +17,10 @@ from remat.activation_checkpointing.op_watch import Watch
 from remat.config import compose
 from remat.config.choices import Attention, LossKind, Packing
 from remat.config.options import CheckpointingConfig, ConfigError
-from remat.model import layers, loss, packed_inputs
+from remat.model import layers, loss, meta_kernels, packed_inputs
 from remat.model.packed_inputs import Packed, Way
 from remat.planning import planner, policies
-from remat.planning.simulation import op_costs, shadows, simulate
+from remat.planning.simulation import op_costs, simulate
 from remat.planning.simulation.timeline import Ready, Timeline
 from remat.planning.simulation.types import Category, Phase, Simulation, ZeroSettings
 from tests import small_models
@@ -75,7 +75,7 @@ def recorded(
     try:
         return simulate.record(
             net,
-            loss=loss.TokenLoss(net, kind, verify=False, cross_entropy=shadows.cross_entropy),
+            loss=loss.TokenLoss(net, kind, verify=False, cross_entropy=meta_kernels.cross_entropy),
             scope=applied.scope,
             around=applied.micro_batch(),
             stage_3=stage == 3,
@@ -266,7 +266,7 @@ def test_the_fused_loss_keeps_the_logits_and_a_number_per_row() -> None:
     logits = torch.randn(64, 1000).to(torch.bfloat16).requires_grad_()
     targets = torch.zeros(64, dtype=torch.long)
     with LiveBytes() as live:
-        value = shadows.cross_entropy(logits, targets)
+        value = meta_kernels.cross_entropy(logits, targets)
         assert live.live_bytes <= 3 * 64 * 4  # beside the logits
         value.backward()
     assert logits.grad is not None

@@ -9,9 +9,9 @@ import pytest
 from remat.config import compose
 from remat.config.choices import Precision
 from remat.config.options import ConfigError, RunConfig
+from remat.config.units import GIB
 from remat.planning import model_states, preflight, strategy
 
-GIB = 2**30
 PARAMETERS = {
     "gpt2_medium_lab": 354.8e6,
     "llama70b_zero3_offload": 70.55e9,

@@ -1,0 +1,298 @@
+"""The kernels of a GPU or a CPU for tensors on `meta`, which have shapes and no memory.
+
+On meta torch would pick its slow attention. While `as_in_a_run` is entered:
+- attention and dropout are the kernels that the device picks, called by name;
+- Hugging Face's question whether sequences are packed, which needs values, is answered: they are where documents are
+  kept apart;
+- torch's rules for meta tensors that are narrower than its kernels are widened;
+- under ZeRO-3 a Linear is DeepSpeed's.
+A kernel that has no meta version is replaced by a function that saves the same tensors and moves the same bytes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from remat.config.options import ConfigError
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_TORCH_DROPOUT = F.dropout
+aten = torch.ops.aten
+INDICES = masking_utils.find_packed_sequence_indices
+WHOLE = "sequences are not packed: attention needs no mask of its own"
+PACKED = (
+    "every block holds several documents, kept apart: a mask for it covers the block, however short they are"
+)
+
+
+@contextmanager
+def as_in_a_run(
+    zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True, packed: bool = False
+) -> Iterator[None]:
+    """Attention and dropout as a recent NVIDIA GPU runs them, or a CPU; and ZeRO-3's Linear.
+
+    `packed`: position ids restart within a block. What had to be assumed is appended to `assumptions`, once for every
+    time.
+    """
+    assumed: list[str] = [] if assumptions is None else assumptions
+    kernel = _attention if on_gpu else _cpu_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        return kernel(assumed, *args, **kwargs)
+
+    answers = _Kernels(assumed, on_gpu)
+    with (
+        linear_of(zero_stage),
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
+        mock.patch.object(F, "dropout", _fused_dropout) if on_gpu else nullcontext(),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", answers.packed if packed else INDICES),
+        answers,
+    ):
+        yield
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError, with the place and the cause, for a model whose own code fails on meta tensors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a model's code may do anything with values that are not there
+        text = (str(error).strip() or "no reason given").splitlines()[0]
+        frame = traceback.extract_tb(error.__traceback__)
+        place = next((f for f in reversed(frame) if "/models/" in f.filename or "modeling" in f.filename), None)
+        where = f" ({Path(place.filename).name}, line {place.lineno})" if place else ""
+        raise ConfigError(
+            f"{type(model).__name__} cannot be planned: its forward and backward do not run on tensors that have "
+            f"shapes and no values: {type(error).__name__}: {text}{where}. The run itself may work"
+        ) from error
+
+
+@contextmanager
+def linear_of(zero_stage: int) -> Iterator[None]:
+    """Under ZeRO-3 F.linear is a function of DeepSpeed's, with other operations and saved tensors than torch's."""
+    with mock.patch.object(F, "linear", _Zero3Linear.apply) if zero_stage == 3 else nullcontext():
+        yield
+
+
+class _Zero3Linear(torch.autograd.Function):
+    """The operations of deepspeed/runtime/zero/linear.py:77-135 (0.19.8).
+
+    Its input is saved when the product is there, so a recomputation runs also a layer's last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias)
+        if rows.dim() == 2 and bias is not None:
+            return torch.addmm(bias, rows, weight.t())
+        output = rows.matmul(weight.t())
+        if bias is not None:
+            output += bias
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight, bias = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad.matmul(weight) if ctx.needs_input_grad[0] else None,
+            flat.t().matmul(rows.reshape(-1, rows.shape[-1])) if ctx.needs_input_grad[1] else None,
+            flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
+        )
+
+
+class _Kernels(TorchDispatchMode):
+    """Operations that torch's meta tensors cannot do, or do unlike the device.
+
+    A value is asked for that meta tensors do not have: `are these sequences whole?` Yes, but for `packed`
+    ones. A product of groups is refused
+    in all but bf16, which the kernels take. A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
+    """
+
+    def __init__(self, assumed: list[str], on_gpu: bool) -> None:
+        super().__init__()
+        self._assumed, self._on_gpu = assumed, on_gpu
+        self._whole = True
+
+    def packed(self, position_ids: Tensor) -> Tensor | None:
+        """transformers' question, of position ids that restart."""
+        self._whole = False
+        try:
+            found: Tensor | None = INDICES(position_ids)
+        finally:
+            self._whole = True
+        return found
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            if args[0].dtype is not torch.bool:
+                raise ValueError(
+                    f"the model reads a {args[0].dtype} value from its data, which a plan does not have"
+                )
+            self._assumed.append(WHOLE if self._whole else PACKED)
+            return self._whole
+        unchecked = func is aten._grouped_mm.default and args[0].is_meta
+        if unchecked and (args[0].dtype is not torch.bfloat16 or not self._on_gpu):
+            return _grouped_mm(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is aten.native_layer_norm.default and args[0].is_meta and not self._on_gpu:
+            dtype = args[0].dtype if args[2] is None else args[2].dtype
+            return result[0], result[1].to(dtype), result[2].to(dtype)
+        return result
+
+
+def _grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[tokens, k] x [experts, k, n], [k, tokens] x [tokens, n] or [experts, m, k] x [experts, k, n]: the shapes of
+    torch 2.13 (ATen/native/GroupedMMUtils.h), whose rows are padded to 16 bytes.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
+    if left.dim() == right.dim() == 2 and offs is not None:
+        groups = [offs.shape[0]]
+    dtype = out_dtype or left.dtype
+    aligned = 16 // dtype.itemsize
+    padded = -(-columns // aligned) * aligned
+    strides = [rows * padded, padded, 1][-(2 + len(groups)) :]
+    return torch.empty_strided((*groups, rows, columns), strides, dtype=dtype, device=left.device)
+
+
+def _fused_dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU keeps one byte per element (ATen/native/Dropout.cpp, is_fused_kernel_acceptable); in place it does not."""
+    if training and 0 < p < 1 and not inplace and rows.is_meta:
+        fused: Tensor = torch.native_dropout(rows, p, True)[0]
+        return fused
+    return _TORCH_DROPOUT(rows, p, training, inplace)
+
+
+def _attention(
+    assumed: list[str],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, heads of one width up to
+    256 in query, key and value.
+    """
+    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and query.dtype in FLASH_DTYPES and one_width:
+        assumed.append(
+            "attention runs torch's flash kernel; cuDNN's, which torch prefers on Hopper, is taken to need the same"
+        )
+        padded = [F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
+        flash: Tensor = aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale if scale is not None else query.shape[-1] ** -0.5
+        )[0]
+        return flash[..., : value.shape[-1]]
+    assumed.append(
+        "attention runs torch's memory-efficient kernel: there is a mask, it is fp32, or heads are too wide for flash "
+        "or of two widths"
+    )
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
+
+
+def _cpu_attention(
+    assumed: list[str],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch itself picks for such tensors on a CPU, which has no flash with dropout."""
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:  # as convert_boolean_attn_mask in attention.cpp
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    a, b, c = (_as_on_a_cpu(x) for x in (query, key, value))
+    small_mask = None if mask is None else mask.new_empty([min(n, 2) for n in mask.shape], device="cpu")
+    chosen = torch._fused_sdp_choice(
+        a, b, c, small_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if chosen == SDPBackend.FLASH_ATTENTION.value:
+        assumed.append("attention runs torch's flash kernel for CPUs")
+        flash: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+        return flash
+    assumed.append(
+        "attention runs torch's plain products, which keep the whole square: a CPU has no other kernel here"
+    )
+    plain: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return plain
+
+
+def _as_on_a_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of two rows with what torch looks at: dtype, heads, width, whether rows lie in one piece."""
+    batch, heads, rows, width = tensor.shape
+    sizes = min(batch, 2), heads, min(rows, 2), width
+    small = torch.empty(sizes, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    if tensor.stride(-1) == 1:
+        return small
+    return small.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_(tensor.requires_grad)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """DeepSpeed's Triton kernel (runtime/chunked_cross_entropy.py:121), summed over rows: the logits, the targets and
+    one fp32 number per row are saved, and the gradient has the logits' dtype. Values are meaningless.
+    """
+    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets.contiguous())
+    return loss.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        log_sum_exp = logits.sum(-1, dtype=torch.float32)
+        loss = torch.empty_like(log_sum_exp)
+        ctx.save_for_backward(logits, targets, log_sum_exp)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, _, log_sum_exp = ctx.saved_tensors
+        scale = grads[0].float().contiguous()
+        return logits.mul((log_sum_exp * scale).to(logits.dtype).unsqueeze(-1)), None
