@@ -127,11 +127,11 @@ def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     import torch.distributed as dist
 
     from remat.data.batches import GlobalBatches
-    from remat.model import build, optimizer
+    from remat.model import hf_model, optimizer
 
     cfg, ds = parts.cfg, parts.strategy.ds
-    config = build.load_config(cfg.model)
-    net = build.build(
+    config = hf_model.load_config(cfg.model)
+    net = hf_model.build(
         cfg.model,
         config,
         precision=cfg.train.precision,
@@ -182,11 +182,11 @@ def trainer_with(
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from remat.config.choices import Precision
-    from remat.model import build
+    from remat.model import hf_model
 
     cfg, ds = parts.cfg, parts.strategy.ds
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    config = build.load_config(cfg.model)
+    config = hf_model.load_config(cfg.model)
 
     class Interleave(TrainerCallback):
         """What the Trainer does after its on_step_end, logging included, counts towards its next step."""

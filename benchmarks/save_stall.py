@@ -83,13 +83,13 @@ def measure(args: argparse.Namespace) -> None:
             began, kind = time.perf_counter(), "beside a save" if parts.saves.on_its_way else "alone"
             loop.step(parts, progress, parts.cfg.train.steps)
             step_s[kind].append(time.perf_counter() - began)
-            saves.complete(parts, progress.step)
+            saves.complete_save(parts, progress.step)
 
         for _ in range(SETTLED):
             step()
         for turn in range(2 * args.saves):
             kind = "in the background" if turn % 2 else "at once"
-            saves.save(parts, progress, must=kind == "at once")
+            saves.save_state(parts, progress, must=kind == "at once")
             for _ in range(SETTLED):
                 step()
             while parts.saves.on_its_way:

@@ -78,7 +78,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
         plan.show(planned, console)
     found = advice.advise(args, planned, recordings=known)
     if as_json:
-        print(json.dumps(planner.as_json(planned) | advice.as_json(found), indent=2))
+        print(json.dumps(planner.plan_as_json(planned) | advice.as_json(found), indent=2))
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:

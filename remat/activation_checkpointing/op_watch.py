@@ -185,7 +185,7 @@ class Watch(TorchDispatchMode):
         self._in_region.discard(key)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = op_flops.formula(func)
+        formula = op_flops.flop_formula(func)
         if formula is not None:
             self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:

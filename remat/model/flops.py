@@ -181,7 +181,7 @@ class _Forward(TorchDispatchMode):
             self.looked_up.add(owners[0])
         else:
             self.passed |= {owner for owner in owners if owner is not None}
-        formula = op_flops.formula(func)
+        formula = op_flops.flop_formula(func)
         if formula is not None:
             biased = getattr(func, "_schema", None) is not None and func._schema.name in BIASED
             self._product(

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name: the library is there only if it is used
 
 
-def formula(func: Any) -> Callable[..., int] | None:
+def flop_formula(func: Any) -> Callable[..., int] | None:
     """`formula(func)(*args, **kwargs, out_val=result)`; None when `func` is no matrix product and no attention."""
     packet = getattr(func, "_overloadpacket", func)
     if str(packet) == FOUR_BIT_PRODUCT:

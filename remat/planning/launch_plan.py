@@ -20,7 +20,7 @@ from remat.machine import distributed, gpus, node, ops
 from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
-from remat.model import build
+from remat.model import hf_model
 from remat.parallel import tensor_parallel
 from remat.planning import planner, preflight, strategy
 from remat.planning.model_states import Item
@@ -165,7 +165,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         reading_bytes=preflight.reading_bytes(
             cfg,
             facts.num_params,
-            build.DTYPES[cfg.train.precision].itemsize,
+            hf_model.DTYPES[cfg.train.precision].itemsize,
             zero_stage=strategy.zero_stage,
             ranks_per_node=world.local_size,
         ),
@@ -191,7 +191,7 @@ def _planned(
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
     simulation = made.simulation
-    return planner.as_json(made) | {
+    return planner.plan_as_json(made) | {
         "micro_batch_peak_bytes": simulation.peak.total_bytes,
         "gathered_elements": simulation.gathered_elements,
         "flops": {str(phase): count for phase, count in simulation.flops.items()},

@@ -135,7 +135,7 @@ def needed_bytes(planned: Planned, resource: str) -> int:
     return next((r.needed_bytes for r in planned.plan.resources if r.name == resource), 0)
 
 
-def as_json(planned: Planned) -> dict[str, Any]:
+def plan_as_json(planned: Planned) -> dict[str, Any]:
     """Everything of a plan as plain data, for plan.json and --json. Bytes and seconds."""
     plan, time = planned.plan, planned.time
     return {

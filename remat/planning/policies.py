@@ -13,7 +13,7 @@ from remat.config import compose, validation
 from remat.config.choices import PeftMethod
 from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
 from remat.config.units import MIB
-from remat.model import build, layers, meta_kernels, packed_inputs
+from remat.model import hf_model, layers, meta_kernels, packed_inputs
 from remat.planning import strategy
 from remat.planning.simulation import simulate, zero3, zero3_events
 from remat.planning.simulation.zero3_events import Event, Parameters
@@ -75,7 +75,7 @@ def on_gpu(cfg: RunConfig) -> bool:
 
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
-    config = build.shape_config(cfg.model)
+    config = hf_model.shape_config(cfg.model)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
     adapted = cfg.peft.method is not PeftMethod.none
@@ -106,12 +106,12 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         applied.remove()
     gathered = zero3.elements_without_reuse(Parameters.of(net), events)
     depth = len(layers.decoder_layers(net))
-    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * build.hidden_size(config)
+    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * hf_model.hidden_size(config)
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
     return PolicyRow(
         name,
         kept_bytes=kept,
-        hidden_states=kept / (hidden * build.DTYPES[cfg.train.precision].itemsize),
+        hidden_states=kept / (hidden * hf_model.DTYPES[cfg.train.precision].itemsize),
         moved_bytes=sum(c.moved_bytes for c in applied.counts) / depth,
         discarded_bytes=sum(c.discarded_bytes for c in applied.counts) / depth,
         recomputed_of_forward=watch.total_flops("recompute") / watch.total_flops("forward"),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from remat.config.choices import Policy
 from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
-from remat.model.build import ModelFacts
+from remat.model.hf_model import ModelFacts
 from remat.planning import planner, strategy
 from remat.planning.planner import Planned
 from remat.planning.recording import Recordings

@@ -14,7 +14,7 @@ from remat.config import compose, ds_config
 from remat.config.choices import Attention, LossKind, PeftMethod, Precision
 from remat.config.options import ConfigError, RunConfig
 from remat.machine import gpus, versions
-from remat.model import build, flops, layers, lora, loss, meta_kernels, packing, qlora
+from remat.model import flops, hf_model, layers, lora, loss, meta_kernels, packing, qlora
 from remat.model.packed_inputs import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -29,8 +29,8 @@ class Strategy:
     `stacks` says which layers these are, and which are not treated; empty for a model that is one stack.
     """
 
-    facts: build.ModelFacts
-    held: build.ModelFacts
+    facts: hf_model.ModelFacts
+    held: hf_model.ModelFacts
     fields: dict[str, Any]  # the transformers config as plain data
     ds: dict[str, Any]
     zero_stage: int
@@ -60,8 +60,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
 
     `can_pin`: the run will have CUDA, without which torch pins no host memory. Raises ConfigError.
     """
-    config = build.shape_config(cfg.model)
-    skeleton = build.skeleton(config, cfg.model)
+    config = hf_model.shape_config(cfg.model)
+    skeleton = hf_model.skeleton(config, cfg.model)
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
@@ -74,7 +74,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
             global_batch_size=cfg.train.global_batch_size,
             gradient_clipping=cfg.optim.gradient_clipping,
             precision=cfg.train.precision,
-            hidden_size=build.hidden_size(config),
+            hidden_size=hf_model.hidden_size(config),
             nvme_path=cfg.hardware.nvme_path,
             pin_memory_possible=can_pin,
             largest_param=facts.largest_param,
@@ -120,8 +120,10 @@ def _decisions(
         attention=cfg.model.attention,
         lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
         fields=skeleton.config.to_dict(),
-        activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * build.hidden_size(skeleton.config),
-        element_bytes=build.DTYPES[cfg.train.precision].itemsize,
+        activation_elements=cfg.train.micro_batch_size
+        * cfg.train.seq_len
+        * hf_model.hidden_size(skeleton.config),
+        element_bytes=hf_model.DTYPES[cfg.train.precision].itemsize,
         stacks=found.depths,
     )
     problems = validation.problems(cfg.checkpointing, list(found.layers()), setting)
@@ -137,19 +139,19 @@ def _decisions(
     return decisions, found.describe(), because
 
 
-def _facts(cfg: RunConfig, skeleton: Any) -> build.ModelFacts:
+def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
     """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
     quantised: tuple[int, ...] = ()
     if cfg.peft.method is PeftMethod.qlora:
         quantised = qlora.weights(layers.decoder_layers(skeleton))
-    facts = build.facts(_with_adapters(cfg, skeleton))
+    facts = hf_model.facts(_with_adapters(cfg, skeleton))
     return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
 
 def meta_model(cfg: RunConfig) -> Any:
     """The model as it will be trained, adapters, precision and quantisation included, on the meta device."""
-    dtype = build.DTYPES[cfg.train.precision]
-    net: Any = build.skeleton(build.shape_config(cfg.model), cfg.model)
+    dtype = hf_model.DTYPES[cfg.train.precision]
+    net: Any = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
         qlora.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
@@ -163,7 +165,7 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
         return lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
 
 
-def _held(facts: build.ModelFacts, skeleton: Any, shared_by: int) -> build.ModelFacts:
+def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model.ModelFacts:
     """Where layers are shared, every parameter is trained: no adapters."""
     if shared_by == 1:
         return facts
@@ -198,7 +200,7 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
 def counted_model(cfg: RunConfig) -> Any:
     """The model whose FLOPs are counted: with its adapters, weights that are held in 4 bits in their own shapes."""
     plain = replace(cfg.model, attention=Attention.eager)
-    return _with_adapters(cfg, build.skeleton(build.shape_config(cfg.model), plain))
+    return _with_adapters(cfg, hf_model.skeleton(hf_model.shape_config(cfg.model), plain))
 
 
 def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:

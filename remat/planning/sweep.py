@@ -129,7 +129,7 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "fits": point.fits,
             "refused": point.refused or None,
             "on_front": point.on_front,
-            "plan": planner.as_json(point.planned) if point.planned else None,
+            "plan": planner.plan_as_json(point.planned) if point.planned else None,
         }
         for point in points
     ]

@@ -21,7 +21,7 @@ BARS = {  # key: what the legend calls it, and the theme's colour
 }
 AFTER = {"load": "after load", "engine": "engine built", "forward": "after forward", "backward": "after backward",
          "step": "after step"}  # fmt: skip
-ALT = {
+SNAPSHOT_ALT = {
     "snapshots": "Memory after loading, building the engine, the first forward, backward and step",
     "nvml": "Memory in use on the GPU, load and power over time, as the driver says",
 }

@@ -47,7 +47,7 @@ def draw(run_dir: Path) -> list[Path]:
     for name, image in light.items():
         paths.append(folder / f"{name}.png")
         paths[-1].write_bytes(image)
-    alt = ALT | report_snapshots.ALT
+    alt = ALT | report_snapshots.SNAPSHOT_ALT
     pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
     paths.append(folder / "index.html")
     paths[-1].write_text(render(_page(run_dir, rows, pictures)), encoding="utf-8")

@@ -23,8 +23,8 @@ from remat.data.tokenizer import load_tokenizer
 from remat.machine import distributed, ops, peers, rng
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import build as model
 from remat.model import flops, layers, lora, loss, qlora
+from remat.model import hf_model as model
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight

@@ -72,7 +72,7 @@ def train(parts: Parts) -> Outcome:
 def _complete_last(parts: Parts) -> None:
     """The state on its way; whatever happens to it does not hide why the run failed."""
     try:
-        saves.wait(parts, may_fail=True)
+        saves.wait_for_save(parts, may_fail=True)
     except Exception as error:
         parts.console.warning(f"the state on its way was not completed: {type(error).__name__}: {error}")
 
@@ -89,18 +89,18 @@ def _train(parts: Parts) -> Outcome:
         metrics |= _evaluate(parts, progress)
     while progress.step < last and stop.why is None:
         metrics |= step(parts, progress, last)
-        saves.complete(parts, progress.step)
+        saves.complete_save(parts, progress.step)
         if parts.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
             rehearsal.rehearse(parts, progress)
             stop.now()  # it may have been asked for within the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
-            saves.save(parts, progress, must=progress.step == last)
+            saves.save_state(parts, progress, must=progress.step == last)
             stop.now()  # it may have been asked for within the save
     if stop.why is not None:
         _stop(parts, progress)
-    saves.wait(parts, progress.step)
+    saves.wait_for_save(parts, progress.step)
     finished = progress.step >= cfg.train.steps and stop.why is None
     ending.finish(parts, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
@@ -238,9 +238,9 @@ def _stop(parts: Parts, progress: Progress) -> None:
         + (": saving" if parts.saves.last != progress.step else "")
     )
     parts.tracker.finish_wandb_soon()  # a save may take longer than whoever asked to stop waits
-    saves.wait(parts, progress.step, may_fail=True)  # then this step's state is saved instead
+    saves.wait_for_save(parts, progress.step, may_fail=True)  # then this step's state is saved instead
     if parts.saves.last != progress.step:
-        saves.save(parts, progress, must=True)
+        saves.save_state(parts, progress, must=True)
     parts.stop.obeyed()
     parts.console.note(f"resume with resume=auto ({parts.folder})")
 

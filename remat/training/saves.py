@@ -33,14 +33,14 @@ class Saves:
         return self.begun - waiting
 
 
-def save(parts: Parts, progress: Progress, *, must: bool) -> None:
+def save_state(parts: Parts, progress: Progress, *, must: bool) -> None:
     """Save the training state, out of the step time; the one on its way is completed first.
 
     With save.in_background only its first part, unless it `must` be saved. A failure ends the run (SaveError) then, or
     if save.on_error says so.
     """
     cfg, step = parts.cfg.save, progress.step
-    wait(parts, step)
+    wait_for_save(parts, step)
     parts.console.progress(step, parts.cfg.train.steps, doing="saving")
     parts.watchdog.enter("save", step)
     result = None
@@ -66,13 +66,13 @@ def save(parts: Parts, progress: Progress, *, must: bool) -> None:
         _tell(parts, step, result)
 
 
-def complete(parts: Parts, step: int) -> None:
+def complete_save(parts: Parts, step: int) -> None:
     """After step `step`: complete the state on its way once all ranks have agreed that they flushed it."""
     if parts.saves.on_its_way is not None and parts.stop.flushed >= parts.saves.begun:
-        wait(parts, step)
+        wait_for_save(parts, step)
 
 
-def wait(parts: Parts, step: int | None = None, *, may_fail: bool = False) -> None:
+def wait_for_save(parts: Parts, step: int | None = None, *, may_fail: bool = False) -> None:
     """Complete the state on its way, if any, waiting for all ranks; `step` is where training is (None: at the state).
 
     A failure is as in `save`; or it `may_fail`.

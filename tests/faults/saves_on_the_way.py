@@ -34,7 +34,7 @@ from remat.training import build, loop, rehearsal, saves  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 240.0
-real_describe, real_save_file, real_wait = manifest.describe, hf_files.save_file, saves.wait
+real_describe, real_save_file, real_wait = manifest.describe, hf_files.save_file, saves.wait_for_save
 
 
 class Fault:
@@ -44,7 +44,7 @@ class Fault:
         self.seen: list[str] = []
 
     def put_into(self, parts: Any) -> None:
-        manifest.describe, hf_files.save_file, saves.wait = real_describe, real_save_file, real_wait
+        manifest.describe, hf_files.save_file, saves.wait_for_save = real_describe, real_save_file, real_wait
         if self.what in ("slow", "flush"):
             manifest.describe = self._describe
         if self.what in ("nan", "other", "drop"):
@@ -99,7 +99,7 @@ class Fault:
                 come()
             real_wait(*args, may_fail=may_fail)
 
-        parts.token_loss, parts.tracker.finish_wandb_soon, saves.wait = token_loss, finish_wandb_soon, wait
+        parts.token_loss, parts.tracker.finish_wandb_soon, saves.wait_for_save = token_loss, finish_wandb_soon, wait
 
 
 def one(run: dict[str, Any]) -> dict[str, Any]:

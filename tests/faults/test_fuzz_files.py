@@ -15,7 +15,7 @@ from remat.config.choices import BadRows, DataFormat, DataSource, ModelInit
 from remat.config.options import ConfigError, DataConfig, ModelConfig
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
-from remat.model import build
+from remat.model import hf_model
 from tests.faults.fuzz import as_json, assert_clear, budget, ends, json_values, torn
 
 TOKENIZER = byte_tokenizer()
@@ -86,8 +86,8 @@ def test_any_rows_are_blocks_a_counted_skip_or_one_message(data_format: DataForm
 
 def built(folder: Path) -> Any:
     cfg = ModelConfig(init=ModelInit.random, path=str(folder), tokenizer="bytes")
-    net = build.skeleton(build.load_config(cfg), cfg)
-    return build.facts(net)
+    net = hf_model.skeleton(hf_model.load_config(cfg), cfg)
+    return hf_model.facts(net)
 
 
 FIELDS = [*LLAMA, "auto_map", "quantization_config", "text_config"]

@@ -15,8 +15,9 @@ from tests.pool import CPU_ONLY, free_port
 
 RANK = """
 import os, torch, torch.distributed as dist
-from remat import distributed, same_launch
-from remat.config import RunConfig
+from remat.machine import distributed
+from remat.training import same_launch
+from remat.config.options import RunConfig
 found = same_launch.join(RunConfig(), {}, {}, print)
 distributed.init(2.0)
 one = torch.ones(1)

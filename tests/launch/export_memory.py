@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from remat.config.choices import Precision
 from remat.config.options import ModelConfig
-from remat.model.build import build
+from remat.model.hf_model import build
 from remat.saving import export, manifest, state_files
 
 SHARD_BYTES = 8 * 10**6

@@ -28,7 +28,7 @@ from remat.config.choices import Attention, Precision
 from remat.config.options import ModelConfig
 from remat.machine import distributed, ops
 from remat.model import optimizer
-from remat.model.build import build
+from remat.model.hf_model import build
 from remat.saving import disk_space, export, hf_files, manifest, read_back, save
 from remat.saving import frozen as frozen_weights
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
 from remat.config.choices import ModelInit, PeftMethod, Precision
 from remat.config.options import ModelConfig, PeftConfig
-from remat.model import build, lora
+from remat.model import hf_model, lora
 from remat.model.layers import decoder_layers
 from remat.saving import export, manifest
 from tests.launch import tiny
@@ -180,7 +180,7 @@ def trained_engine(folder: Path, stage: int, offload: bool) -> dict[str, Any]:
     }
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder / "model"))
     built = {"precision": Precision.fp32, "ds_config": ds, "zero_stage": stage, "seed": 3}
-    net = build.build(cfg, build.load_config(cfg), **built)  # type: ignore[arg-type]
+    net = hf_model.build(cfg, hf_model.load_config(cfg), **built)  # type: ignore[arg-type]
     peft = PeftConfig(method=PeftMethod.lora, r=4)
     wrapped = lora.apply(net, peft, layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
     adamw = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)

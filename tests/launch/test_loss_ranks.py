@@ -9,7 +9,7 @@ import torch
 
 from remat.config.choices import LossKind, Precision
 from remat.config.options import ModelConfig
-from remat.model import build, loss
+from remat.model import hf_model, loss
 from tests.pool import RankPool
 
 VOCAB, ROWS, SEQ = 512, 2, 48
@@ -36,8 +36,8 @@ def train(stage: int, kind: LossKind, chunk_tokens: int, tied: bool) -> dict[str
         "tie_word_embeddings": tied,
     }
     cfg = ModelConfig(architecture=fields | heads)
-    net = build.build(
-        cfg, build.load_config(cfg), precision=Precision.fp32, ds_config=ds, zero_stage=stage, seed=11
+    net = hf_model.build(
+        cfg, hf_model.load_config(cfg), precision=Precision.fp32, ds_config=ds, zero_stage=stage, seed=11
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     engine, _, _, _ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds, dist_init_required=False)

@@ -10,7 +10,7 @@ import torch
 
 from remat.config.choices import ModelInit, Precision
 from remat.config.options import ModelConfig
-from remat.model import build as model
+from remat.model import hf_model as model
 from tests.launch.tiny import make_model
 from tests.pool import RankPool
 

@@ -37,9 +37,9 @@ def opened(cfg: DataConfig) -> Splits:
 # A rank: says "building" once part of the data is written, goes on when told, and ends with what it got.
 RANK = """
 import json, logging, sys
-from remat import owner_lock
-from remat.choices import DataSource
-from remat.config import ConfigError, DataConfig
+from remat.machine import owner_lock
+from remat.config.choices import DataSource
+from remat.config.options import ConfigError, DataConfig
 from remat.data import build, cache
 from remat.data.tokenizer import byte_tokenizer
 

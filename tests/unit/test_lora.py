@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from remat.config import compose, validation
 from remat.config.choices import LossKind, PeftMethod, Precision
 from remat.config.options import ConfigError, ModelConfig, PeftConfig
-from remat.model import build, flops, lora, loss
+from remat.model import flops, hf_model, lora, loss
 from remat.model.layers import decoder_layers
 from remat.planning import strategy
 from remat.saving import export
@@ -53,8 +53,8 @@ def config(**more: Any) -> PeftConfig:
 
 def built(fields: dict[str, Any], **more: Any) -> Any:
     cfg = ModelConfig(architecture=fields)
-    return build.build(
-        cfg, build.load_config(cfg), precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3, **more
+    return hf_model.build(
+        cfg, hf_model.load_config(cfg), precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3, **more
     )
 
 
@@ -150,9 +150,11 @@ def values(stage: int, precision: Precision) -> dict[str, Any]:
     import deepspeed
 
     cfg, ds = ModelConfig(architecture=LLAMA), zero_dict(stage, precision)
-    net = build.build(cfg, build.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3)
+    net = hf_model.build(
+        cfg, hf_model.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3
+    )
     wrapped = lora.apply(net, config(), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
-    found: dict[str, Any] = {"shard_bytes": build.assert_sharded(wrapped, 2) if stage == 3 else 0}
+    found: dict[str, Any] = {"shard_bytes": hf_model.assert_sharded(wrapped, 2) if stage == 3 else 0}
     found["resident_bytes"] = sum(p.untyped_storage().nbytes() for p in wrapped.parameters())
     found["values"] = {}
     for name, parameter in wrapped.named_parameters():
@@ -172,7 +174,7 @@ def zero_dict(stage: int, precision: Precision) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_first_values_do_not_depend_on_rank_or_stage(two_ranks: RankPool, precision: Precision) -> None:
     expected = two_ranks.run(values, stage=2, precision=precision)[0]["values"]
-    dtype = build.DTYPES[precision]
+    dtype = hf_model.DTYPES[precision]
     whole = sum(value.numel() for value in expected.values()) * dtype.itemsize
     for rank in two_ranks.run(values, stage=3, precision=precision):
         assert rank["values"].keys() == expected.keys()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.choices import Attention, ModelInit, Precision
 from remat.config.options import ConfigError, ModelConfig
-from remat.model import build as model
+from remat.model import hf_model as model
 from tests.launch.tiny import make_model
 
 TINY = {

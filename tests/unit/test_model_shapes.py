@@ -6,7 +6,7 @@ import pytest
 
 from remat.config import compose
 from remat.model import flops
-from remat.model.build import facts, shape_config, skeleton
+from remat.model.hf_model import facts, shape_config, skeleton
 from remat.planning import strategy
 
 KERAS = (

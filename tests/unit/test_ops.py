@@ -160,7 +160,7 @@ def test_a_lock_left_by_a_killed_load_stops_no_later_run(tmp_path: Path) -> None
         [
             sys.executable,
             "-c",
-            "from remat import ops; ops.ensure('cpu_adam', print); ops.ensure('cpu_adam', print)",
+            "from remat.machine import ops; ops.ensure('cpu_adam', print); ops.ensure('cpu_adam', print)",
         ],
         env=os.environ | {"TORCH_EXTENSIONS_DIR": str(own)},
         timeout=120,

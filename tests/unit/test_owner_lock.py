@@ -25,7 +25,7 @@ from remat.machine.owner_lock import OwnerLock, current_process, holder_of, labe
 TAKER = """
 import json, sys, time
 from pathlib import Path
-from remat import owner_lock
+from remat.machine import owner_lock
 
 host, flock, settings = sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 if host:

@@ -15,7 +15,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.config import compose
 from remat.config.choices import Attention, Packing, Policy
 from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, RunConfig
-from remat.model import build, layers, meta_kernels, packed_inputs, packing, small_copy
+from remat.model import hf_model, layers, meta_kernels, packed_inputs, packing, small_copy
 from remat.model.packed_inputs import Packed, Way
 from remat.planning import recording, strategy
 from tests import small_models
@@ -178,7 +178,7 @@ def asked(model_type: str, attention: Attention = Attention.sdpa, **more: Any) -
     config = AutoConfig.for_model(
         model_type, **(small_models.SIZES | small_models.ARCHITECTURES.get(model_type, {}) | more)
     )
-    return packing.way(config, build.skeleton(config, cfg), cfg)
+    return packing.way(config, hf_model.skeleton(config, cfg), cfg)
 
 
 def test_what_a_model_needs_is_found_by_trying() -> None:
@@ -207,7 +207,7 @@ def test_asking_draws_nothing_and_happens_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_small_copy_has_a_layer_of_every_kind() -> None:
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
-    skeleton = build.skeleton(config, ModelConfig())
+    skeleton = hf_model.skeleton(config, ModelConfig())
     assert small_copy.kinds_within(skeleton, 26) == 6  # five with a window, then one without
     net = small_copy.build(config, skeleton, attention="sdpa", trust_remote_code=False)
     assert len(net.model.layers) == 6

@@ -16,9 +16,9 @@ from remat.activation_checkpointing import apply, policy
 from remat.config import compose
 from remat.config.choices import ModelInit, PeftMethod, Policy, Precision
 from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
-from remat.model import build, lora, meta_kernels, qlora
+from remat.model import hf_model, lora, meta_kernels, qlora
 from remat.model.layers import decoder_layers
-from remat.planning import planner, strategy
+from remat.planning import model_states, planner, strategy
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import Category
 from tests import small_models
@@ -55,10 +55,10 @@ def adapted(
 def pretrained(folder: Path, *, while_reading: bool, family: str = "llama") -> Any:
     small_models.build(family).save_pretrained(folder)
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder))
-    config = build.load_config(cfg)
-    skeleton = build.skeleton(config, cfg)
+    config = hf_model.load_config(cfg)
+    skeleton = hf_model.skeleton(config, cfg)
     loading = qlora.loading(skeleton, decoder_layers(skeleton), BF16, CPU) if while_reading else None
-    net = build.build(
+    net = hf_model.build(
         cfg, config, precision=Precision.bf16, ds_config={}, zero_stage=2, seed=1, loading=loading
     )
     assert while_reading == any(p.dtype is torch.uint8 for p in net.parameters())
@@ -98,7 +98,7 @@ def test_planned_bytes_are_those_of_the_model(family: str, tmp_path: Path) -> No
     kinds = zip(*([p, *constants(p)] for p in held), strict=True)
     expected = dict(zip(QUANTISED, (sum(t.nbytes for t in kind) for kind in kinds), strict=True))
     expected["frozen parameters"] = sum(p.nbytes for p in whole)
-    items = planner.states.model_states(
+    items = model_states.model_states(
         num_params=sum(sizes) + sum(p.numel() for p in whole) + 10,
         largest_param=10,
         num_trainable_params=10,

@@ -180,7 +180,7 @@ def test_small_groups_do_not_matter_at_stage_3(tmp_path: Path) -> None:
 def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, *words: str) -> list[str]:
     """`resuming.point` of one rank for a state of two; what it tells."""
     save(tmp_path / "recipe" / "run", 3)
-    monkeypatch.setattr(reshard.save_room, "free_bytes", lambda folder: free)
+    monkeypatch.setattr(reshard.disk_space, "free_bytes", lambda folder: free)
     cfg = compose.compose_run(
         ["recipe=tiny_zero3_offload", f"output_dir={tmp_path}", "name=recipe", "resume=auto", *words]
     ).run

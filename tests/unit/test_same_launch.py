@@ -101,4 +101,4 @@ def test_a_digest_of_the_code_changes_with_its_bytes(tmp_path: Path) -> None:
     before = same_launch.code(tmp_path)
     (tmp_path / "a.py").write_text("x = 2\n")
     assert same_launch.code(tmp_path) != before and list(before) == ["a.py"]
-    assert "loss.py" in same_launch.code() and "data/batches.py" in same_launch.code()
+    assert "model/loss.py" in same_launch.code() and "data/batches.py" in same_launch.code()

@@ -288,15 +288,17 @@ def test_the_chunked_loss_lowers_the_peak_of_a_large_vocabulary() -> None:
 SEVENTY = """
 import resource, sys
 import torch
-from remat import compose, loss, model
-from remat.activation_checkpointing import apply, layers, policy
-from remat.activation_checkpointing.counts import Scope
-from remat.activation_checkpointing.watch import Watch
-from remat.choices import LossKind
-from remat.planning import simulate
-from remat.planning.records import ZeroSettings
+from remat.config import compose
+from remat.model import loss, hf_model
+from remat.activation_checkpointing import apply, policy
+from remat.model import layers
+from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.op_watch import Watch
+from remat.config.choices import LossKind
+from remat.planning.simulation import simulate
+from remat.planning.simulation.types import ZeroSettings
 cfg = compose.compose_run(["model=llama70b", "checkpointing=full"]).run
-net = model.skeleton(model.shape_config(cfg.model), cfg.model).to(torch.bfloat16).train()
+net = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model).to(torch.bfloat16).train()
 decided = policy.plan(cfg.checkpointing, len(layers.decoder_layers(net)), zero_stage=3)
 applied = apply.apply(net, decided, cfg.checkpointing, zero_stage=3, device=torch.device("meta"))
 found = simulate.run(

@@ -19,7 +19,7 @@ from tests.pool import free_port
 
 NOTED = """
 import os, signal, sys, time
-from remat import stop_signals
+from remat.machine import signals
 """
 
 
@@ -120,7 +120,7 @@ RING = """
 import datetime, multiprocessing, os, sys
 import psutil, torch
 import torch.distributed as dist
-from remat import distributed
+from remat.machine import distributed
 
 def connections():
     return sum(found.status == "ESTABLISHED" for found in psutil.Process().net_connections("tcp"))

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 UNSHARED = 4  # what _use_count() says of a gradient that only autograd has, while an operation on it is watched
 
 
-def cost(
+def op_cost(
     func: Any,
     args: Any,
     kwargs: Any,
@@ -25,7 +25,7 @@ def cost(
     """None for what runs nothing: views, and memory that is only allocated."""
     if _is_free(func, given, made):
         return None
-    formula = op_flops.formula(func)
+    formula = op_flops.flop_formula(func)
     flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
     name = str(func)
     kind = "elementwise" if formula is None else "attention" if "attention" in name else "matmul"

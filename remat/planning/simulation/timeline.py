@@ -123,7 +123,7 @@ class Timeline(TorchDispatchMode):
             workspace -= op_costs.summed_in_place_bytes(func, args) if phase is Phase.backward else 0
         self._bump(phase, layer, name, workspace)
         costs = (
-            op_costs.cost(func, args, kwargs, result, given, made, phase),
+            op_costs.op_cost(func, args, kwargs, result, given, made, phase),
             op_costs.dequantisation(func, args, phase),
         )
         for cost in filter(None, costs):
