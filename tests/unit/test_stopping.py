@@ -34,9 +34,9 @@ def test_a_stop_signal_that_comes_twice_is_noted_and_ends_nothing() -> None:
 def main(argv):
     for name in ("SIGUSR1", "SIGTERM", "SIGTERM", "SIGINT", "SIGINT"):
         os.kill(os.getpid(), signal.Signals[name])
-    print(signal.Signals(stop_signals.noted()).name)
+    print(signal.Signals(signals.noted()).name)
     return 75
-code = stop_signals.around(main, [])
+code = signals.around(main, [])
 os.kill(os.getpid(), signal.SIGTERM)  # while Python leaves
 sys.exit(code)
 """
@@ -45,8 +45,8 @@ sys.exit(code)
 
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     program = """
-stop_signals.catch()
-stop_signals.SAME_STOP_S = 0.0
+signals.catch()
+signals.SAME_STOP_S = 0.0
 os.kill(os.getpid(), signal.SIGINT)
 print("first", flush=True)
 os.kill(os.getpid(), signal.SIGINT)
@@ -57,7 +57,7 @@ print("second", flush=True)
 
 def test_a_forked_process_is_ended_by_the_signals_as_ever() -> None:
     program = """
-stop_signals.catch()
+signals.catch()
 child = os.fork()
 if not child:
     os.kill(os.getpid(), signal.SIGTERM)
