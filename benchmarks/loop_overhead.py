@@ -181,7 +181,7 @@ def trainer_with(
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    from remat.config.choices import Precision
+    from remat.config.options import Precision
     from remat.model import hf_model
 
     cfg, ds = parts.cfg, parts.strategy.ds

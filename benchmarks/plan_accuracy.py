@@ -37,7 +37,7 @@ from remat.config import compose  # noqa: E402
 from remat.config.options import ConfigError  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.machine.host_memory import host_memory  # noqa: E402
-from remat.planning import planner  # noqa: E402
+from remat.planning.plan import make_plan, needed_bytes  # noqa: E402
 from remat.report.tracking import RECORD  # noqa: E402
 
 LIMIT_S = 180  # for one point; advice after an out-of-memory takes long
@@ -187,15 +187,15 @@ def plan(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     """
     try:
         run = compose.compose_run(overrides(point, args)).run
-        made = planner.make(run, world_size=1, on_gpu=args.device == "cuda")
+        made = make_plan(run, world_size=1, on_gpu=args.device == "cuda")
     except ConfigError as error:
         return dict.fromkeys(PLANNED) | {"status": "refused", "said": str(error).splitlines()[0]}
-    needed = planner.needed_bytes(made, "GPU memory") if args.device == "cuda" else made.plan.peak_bytes
+    needed = needed_bytes(made, "GPU memory") if args.device == "cuda" else made.plan.peak_bytes
     peak = made.plan.peak
     figures = (
         made.plan.peak_bytes,
         needed,
-        planner.needed_bytes(made, "host memory per node"),
+        needed_bytes(made, "host memory per node"),
         {str(name): size for name, size in made.plan.gpu.items()},
         f"{peak.phase}, layer {peak.layer}, {peak.operation}",
     )

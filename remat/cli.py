@@ -68,17 +68,18 @@ def plan_command(
 
 def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     from remat.config import compose
-    from remat.planning import advice, planner, recording
+    from remat.planning import advice, recording
+    from remat.planning.plan import make_plan, plan_as_json
     from remat.report import plan, plan_charts
 
     known = recording.Recordings()
-    planned = planner.make(compose.from_command_line(args).run, recordings=known)
+    planned = make_plan(compose.from_command_line(args).run, recordings=known)
     console = _console()
     if not as_json:
         plan.show(planned, console)
     found = advice.advise(args, planned, recordings=known)
     if as_json:
-        print(json.dumps(planner.plan_as_json(planned) | advice.as_json(found), indent=2))
+        print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:

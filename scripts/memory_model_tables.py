@@ -12,7 +12,9 @@ sys.path.insert(0, str(ROOT))
 
 from remat.config import compose, ds_config  # noqa: E402
 from remat.config.options import Precision  # noqa: E402
-from remat.planning import planner  # noqa: E402
+from remat.planning import (  # noqa: E402
+    plan,
+)
 from remat.planning.model_states import Item, by_place, model_states  # noqa: E402
 from remat.planning.recording import Recordings  # noqa: E402
 from remat.planning.simulation.types import Category  # noqa: E402
@@ -152,7 +154,7 @@ def kept_bytes(name: str, seq_len: int, layers: str, policy: str) -> int:
         f"model={name}", f"model.architecture.{layers}=3", f"train.seq_len={seq_len}", "train.micro_batch_size=1",
         "deepspeed.config=zero2", f"checkpointing={policy}", "peft=none",
     ]  # fmt: skip
-    made = planner.make(compose.compose_run(words).run, world_size=1)
+    made = plan.make_plan(compose.compose_run(words).run, world_size=1)
     return made.simulation.kept_bytes[1]
 
 
@@ -180,7 +182,7 @@ def gathers() -> str:
     recordings, rows = Recordings(), []
     for label, knobs in KNOBS.items():
         words = [*EXAMPLE, *(f"deepspeed.overrides.zero_optimization.{knob}" for knob in knobs)]
-        made = planner.make(compose.compose_run(words).run, recordings=recordings)
+        made = plan.make_plan(compose.compose_run(words).run, recordings=recordings)
         volume = made.simulation.gathered_elements / made.strategy.facts.num_params
         gathered = made.plan.gpu.get(Category.gathered, 0)
         rows.append(
@@ -196,7 +198,7 @@ def losses() -> str:
     for kind in ("full", "chunked"):
         for seq_len in (4096, 16384):
             words = [EXAMPLE[0], f"train.seq_len={seq_len}", f"train.loss={kind}"]
-            made = planner.make(compose.compose_run(words).run)
+            made = plan.make_plan(compose.compose_run(words).run)
             size = made.plan.gpu.get(Category.loss, 0)
             where = f"{made.plan.peak.phase}, {'a layer' if made.plan.peak.layer is not None else 'the loss'}"
             rows.append([f"`{kind}`", str(seq_len), _gib(size), _gib(made.plan.peak_bytes), where])

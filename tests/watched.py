@@ -11,8 +11,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.op_watch import Watch
 from remat.activation_checkpointing.replay import Replayed
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
 
 NONE = CheckpointingConfig(policy=Policy.none)

@@ -19,8 +19,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import GIB
 from remat.machine import gpus
-from remat.planning import planner
-from remat.planning.plan import Capacity
+from remat.planning.plan import Capacity, make_plan
 from remat.report.tracking import RECORD
 
 STEPS_OF_A_RUNG = 2
@@ -159,7 +158,7 @@ def planned_ladder(point: Point, work: Path, device: str, machine: Mapping[str, 
         if fits:
             words = overrides(point, work, device, seq_len=tokens, steps=STEPS_OF_A_RUNG)
             try:
-                made = planner.make(
+                made = make_plan(
                     compose.compose_run([*words, *known]).run,
                     world_size=1, capacity=capacity, on_gpu=device == "cuda",
                 )  # fmt: skip

@@ -36,8 +36,7 @@ from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
 from remat.activation_checkpointing.op_watch import Watch
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism
 from remat.activation_checkpointing.replay import Recorder
-from remat.config.choices import StorageDtype
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
 from remat.model.layers import Stacks, find_stacks
 
 LayerForward = Callable[..., Any]

@@ -21,7 +21,7 @@ from remat.activation_checkpointing.calls import Calls
 from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
-from remat.model import op_flops
+from remat.model.flops import dequantised_bytes, flop_formula
 
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._track(tensor)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + op_flops.dequantised_bytes(func, args))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + dequantised_bytes(func, args))
         self._count(func, args, kwargs, result)
         return result
 
@@ -185,7 +185,7 @@ class Watch(TorchDispatchMode):
         self._in_region.discard(key)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = op_flops.flop_formula(func)
+        formula = flop_formula(func)
         if formula is not None:
             self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
 
 class Mechanism(StrEnum):

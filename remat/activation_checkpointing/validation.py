@@ -13,8 +13,7 @@ from torch import nn
 
 from remat.activation_checkpointing import policy
 from remat.activation_checkpointing.mechanisms import deepspeed_checkpointing, discard_output, selective_ops
-from remat.config.choices import Attention, Policy, StorageDtype
-from remat.config.options import CheckpointingConfig
+from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
 from remat.model import roles
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}

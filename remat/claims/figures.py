@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from remat.config import compose
-from remat.planning import planner
+from remat.planning.plan import Planned, make_plan
 from remat.planning.recording import Recordings
 from remat.planning.simulation.timeline import LOSS, Snapshot
 from remat.planning.simulation.types import Category, Phase
@@ -78,7 +78,7 @@ class Planning:
         """Raises ConfigError for a run that cannot be."""
         if overrides not in self._found:
             cfg = compose.compose_run(shlex.split(overrides)).run
-            planned = planner.make(cfg, recordings=self._recordings)
+            planned = make_plan(cfg, recordings=self._recordings)
             parts = self._recordings.get(cfg, planned.strategy).timeline.parts
             self._found[overrides] = _figures(planned, [part.peak for part in parts])
         return self._found[overrides]
@@ -105,7 +105,7 @@ def saved(before: float, after: float) -> float:
     return 1 - after / before
 
 
-def _figures(planned: planner.Planned, instants: list[Snapshot]) -> Figures:
+def _figures(planned: Planned, instants: list[Snapshot]) -> Figures:
     plan, time, flops = planned.plan, planned.time, planned.simulation.flops
     gpu, host = plan.resources[0], plan.resources[1]
     passing = (Category.gathered, Category.gradients, Category.buckets)

@@ -1,23 +1,29 @@
-"""DeepSpeed configuration: a file in the Hugging Face "auto" vocabulary becomes one complete, explicit dict.
+"""DeepSpeed's configuration: a file in the Hugging Face "auto" vocabulary becomes one complete, explicit dict.
 
-Dict in, dict out: nothing here touches a device or imports DeepSpeed. Precedence, weakest first: the JSON file,
-`deepspeed.overrides` (deep merge; null deletes a key), the values the run owns. No "auto" is left, and every value
-whose default could matter is written, so the dict does not depend on DeepSpeed's defaults.
+Nothing here touches a device or imports DeepSpeed. Precedence, weakest first: the JSON file, `deepspeed.overrides`
+(deep merge; null deletes a key), the values the run owns. No "auto" is left, and every value whose default could
+matter is written, so the dict does not depend on DeepSpeed's defaults. What is wrong in it is told in lines that name
+key, value and remedy.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat.config import ds_defaults, ds_problems
-from remat.config.choices import Precision
+from remat.config import ds_defaults
 from remat.config.ds_defaults import OFFLOADS, ZERO
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Precision
+from remat.config.redact import is_secret
+
+DEVICES = ("none", "cpu", "nvme")
+OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-group are swapped in together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
         choices = sorted(p.stem for p in folder.glob("*.json"))
         if name_or_path not in choices:
             raise ConfigError(
-                f"deepspeed.config={name_or_path}: no such configuration{ds_problems.close(name_or_path, choices)}; "
+                f"deepspeed.config={name_or_path}: no such configuration{close(name_or_path, choices)}; "
                 f"choices: {', '.join(choices)}, or a path that ends in .json"
             )
     try:
@@ -130,32 +136,32 @@ def _render(
     raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues
 ) -> tuple[dict[str, Any], list[str]]:
     merged = _merge(raw, overrides)
-    unknown = ds_problems.unknown_at_top(merged)
-    found = ds_problems.stage(merged)
+    unknown = unknown_at_top(merged)
+    found = stage(merged)
     if found:
         return {}, [*unknown, *found, *_accumulation_problem(values)]
     zero = merged[ZERO]
     defaults = ds_defaults.defaults(zero["stage"], {name: zero.get(name) for name in OFFLOADS})
-    found = ds_problems.sections(merged, defaults)
+    found = sections(merged, defaults)
     if found:
         return {}, [*unknown, *found, *_accumulation_problem(values)]
     found = [
         *unknown,
-        *ds_problems.unknown_inside(merged, zero["stage"]),
-        *ds_problems.offload(
+        *unknown_inside(merged, zero["stage"]),
+        *offload(
             zero, nvme_path=values.nvme_path, largest_param=values.largest_param, world_size=values.world_size
         ),
     ]
     ds = _merge(defaults, merged)
     for section in OFFLOADS:  # one that moves nothing is the same as none
-        if ds_problems.get(ds, f"{ZERO}.{section}.device") == "none":
+        if get(ds, f"{ZERO}.{section}.device") == "none":
             del ds[ZERO][section], defaults[ZERO][section]
     found += _fill(ds, values)
-    found += ds_problems.types(ds, defaults)
-    found += ds_problems.fixed(ds, defaults)
-    found += ds_problems.combinations(ds, ds_defaults.DTYPE[values.precision])
-    found += ds_problems.secrets(ds)
-    found += ds_problems.leftover_auto(ds)
+    found += types(ds, defaults)
+    found += fixed(ds, defaults)
+    found += combinations(ds, ds_defaults.DTYPE[values.precision])
+    found += secrets(ds)
+    found += leftover_auto(ds)
     return {key: ds[key] for key in sorted(ds, key=_reading_order)}, found
 
 
@@ -229,9 +235,9 @@ def _fill_owned(ds: dict[str, Any], values: RunValues) -> list[str]:
         found.append('bf16.enabled=true and fp16.enabled=true: write "auto" in both, train.precision chooses')
         ds["bf16"]["enabled"] = ds["fp16"]["enabled"] = "auto"
     for path, value in owned.items():
-        given = ds_problems.get(ds, path)
+        given = get(ds, path)
         if given is not None and given != "auto" and value != "auto":
-            found += ds_problems.contradiction(path, given, value, values.precision)
+            found += contradiction(path, given, value, values.precision)
         section, _, key = path.rpartition(".")
         (ds[section] if section else ds)[key] = value
     if owned["gradient_accumulation_steps"] == "auto":
@@ -249,3 +255,251 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if double:
         raise _DoubleKeyError(f"written twice in one object: {', '.join(double)}; keep one")
     return dict(pairs)
+
+
+def close(word: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(choices), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def get(ds: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; None when it is not there."""
+    value: Any = ds
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def stage(merged: Mapping[str, Any]) -> list[str]:
+    zero = merged.get(ZERO)
+    value = zero.get("stage") if isinstance(zero, dict) else None
+    if type(value) is int and value in range(4):
+        return []
+    return [f"{ZERO}.stage={_word(value)}: write 0, 1, 2 or 3"]
+
+
+def unknown_at_top(merged: Mapping[str, Any]) -> list[str]:
+    allowed = ds_defaults.top_level()
+    found = []
+    for key, value in merged.items():
+        if key in ds_defaults.REFUSED:
+            found.append(f"{key}={_word(value)} is refused: {ds_defaults.REFUSED[key]}")
+        elif key not in allowed:
+            found.append(f"{key} is no DeepSpeed key{close(key, allowed)}: correct or delete it")
+    return found
+
+
+def unknown_inside(merged: Mapping[str, Any], at_stage: int) -> list[str]:
+    """Unknown keys of `zero_optimization` and of the nested sections, and keys without effect at this stage."""
+    allowed, known = (
+        ds_defaults.zero_allowed(at_stage),
+        ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3),
+    )
+    found, idle = [], []
+    for key, value in merged[ZERO].items():
+        if key in ds_defaults.ZERO_REFUSED:
+            found.append(f"{ZERO}.{key}={_word(value)} is refused: {ds_defaults.ZERO_REFUSED[key]}")
+        elif key not in known:
+            found.append(f"{ZERO}.{key} is no DeepSpeed key{close(key, allowed)}: correct or delete it")
+        elif key not in allowed:
+            idle.append(key)
+    if idle:
+        found.append(
+            f"{ZERO}.stage={at_stage} does not read {', '.join(idle)}: delete them, or choose a "
+            f"deepspeed.config of {'a lower stage' if at_stage == 3 else 'stage 3'}"
+        )
+    for path, names in ds_defaults.SECTIONS.items():
+        section = get(merged, path)
+        if isinstance(section, dict):
+            found += [
+                f"{path}.{key} is no DeepSpeed key{close(key, names)}: correct or delete it"
+                for key in section
+                if key not in names
+            ]
+    return found
+
+
+def sections(merged: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Keys that hold an object in DeepSpeed and something else here."""
+    found = []
+    for key in (*defaults, *(() if prefix else ("data_types",))):
+        if isinstance(defaults.get(key, {}), dict) and key in merged:
+            if isinstance(merged[key], dict):
+                found += sections(merged[key], defaults.get(key, {}), f"{prefix}{key}.")
+            elif merged[key] is not None:
+                found.append(f"{prefix}{key}={_word(merged[key])}: write an object in braces")
+    return found
+
+
+def offload(
+    zero: Mapping[str, Any], *, nvme_path: str | None, largest_param: int | None, world_size: int
+) -> list[str]:
+    found = []
+    lowest = {"offload_optimizer": 1, "offload_param": 3}
+    for section in OFFLOADS:
+        inside = zero.get(section)
+        if inside is None:
+            continue
+        path = f"{ZERO}.{section}"
+        device = inside.get("device") if isinstance(inside, dict) else None
+        if device not in DEVICES:
+            found.append(f"{path}.device={_word(device)}: write one of {', '.join(DEVICES)}")
+            continue
+        needed = 3 if device == "nvme" else lowest[section]
+        if device != "none" and zero["stage"] < needed:
+            found.append(
+                f"{path}.device={device} needs ZeRO stage {needed} or higher, {ZERO}.stage={zero['stage']}: "
+                "raise the stage or delete the section"
+            )
+        elif device == "nvme":
+            found += _nvme(path, inside, nvme_path)
+            if section == "offload_param":
+                found += _param_buffer(path, inside, largest_param, world_size)
+    ratio = get(zero, "offload_optimizer.ratio")
+    if zero["stage"] < 3 and ratio not in (None, 1, 1.0):
+        found.append(f"{ZERO}.offload_optimizer.ratio={ratio} needs ZeRO stage 3: write 1.0 or raise the stage")
+    return found
+
+
+def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[str]:
+    found = []
+    if not nvme_path:
+        found.append(
+            f"{path}.device=nvme needs hardware.nvme_path, which is not set: give hardware.nvme_path=FOLDER on a "
+            "fast local disk, or choose a deepspeed.config that offloads to cpu"
+        )
+    count = inside.get("buffer_count", OPTIMIZER_SWAP_BUFFERS)
+    if path.endswith("offload_optimizer") and isinstance(count, int) and count < OPTIMIZER_SWAP_BUFFERS:
+        found.append(
+            f"{path}.buffer_count={count} is too small: Adam swaps {OPTIMIZER_SWAP_BUFFERS} tensors at a time; "
+            f"write at least {OPTIMIZER_SWAP_BUFFERS}"
+        )
+    return found
+
+
+def _param_buffer(
+    path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int
+) -> list[str]:
+    """A parameter's shard must fit one swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
+    size = inside.get("buffer_size", ds_defaults.OFFLOAD_PARAM_NVME["buffer_size"])
+    if largest_param is None or not isinstance(size, (int, float)):
+        return []
+    shard = math.ceil(largest_param / world_size)
+    if shard <= size:
+        return []
+    return [
+        f"{path}.buffer_size={size:.0f} is smaller than the largest parameter's shard, {shard} elements on each of "
+        f"{world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
+    ]
+
+
+def contradiction(path: str, given: Any, value: Any, precision: Precision) -> list[str]:
+    """A literal of the file or the overrides against the value the run owns."""
+    if given == value and isinstance(given, bool) == isinstance(value, bool):
+        return []
+    option = ds_defaults.OWNED[path]
+    said = precision if option == "train.precision" else value
+    return [
+        f'{path}={_word(given)} contradicts {option}={said}: write "auto" in the DeepSpeed file or drop the '
+        "override; the option decides"
+    ]
+
+
+def types(ds: dict[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Values of another kind than DeepSpeed reads; whole floats (5e8) become integers in place."""
+    found = []
+    for key, default in defaults.items():
+        value, path = ds.get(key), f"{prefix}{key}"
+        if isinstance(default, dict):
+            found += types(ds[key], default, f"{path}.")
+        elif default == "auto" or value == "auto":
+            if key in ds_defaults.SIZES:
+                found += _integer(ds, key, path)
+        elif isinstance(default, bool):
+            if not isinstance(value, bool):
+                found.append(f"{path}={_word(value)}: write true or false")
+        elif isinstance(default, int):
+            found += _integer(ds, key, path)
+        elif isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            found.append(f"{path}={_word(value)}: write a number")
+    return found
+
+
+def _integer(ds: dict[str, Any], key: str, path: str) -> list[str]:
+    value = ds[key]
+    if type(value) not in (int, float) or value < 0 or not float(value).is_integer():
+        return [f"{path}={_word(value)}: write a whole number, 0 or more"]
+    ds[key] = int(value)
+    return []
+
+
+def fixed(ds: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{path}={_word(get(ds, path))} is not possible: {reason}; delete the key"
+        for path, reason in ds_defaults.FIXED.items()
+        if get(ds, path) != get(defaults, path)
+    ]
+
+
+def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
+    """Pairs that DeepSpeed refuses only after the model is loaded. `dtype` is the run's: fp32, bf16 or fp16."""
+    found = [
+        f"{path}={_word(get(ds, path))}: write one of {', '.join(ds_defaults.BYTES)}"
+        for path in ("communication_data_type", "data_types.grad_accum_dtype")
+        if get(ds, path) not in [*ds_defaults.BYTES]  # a list, for values that cannot be hashed
+    ]
+    accumulated, parameters = ds["data_types"]["grad_accum_dtype"], ds["data_types"].get("param_dtype", dtype)
+    if parameters != dtype:
+        found.append(
+            f"data_types.param_dtype={_word(parameters)} contradicts train.precision={dtype}: delete it"
+        )
+    if ds[ZERO]["stage"] == 0 and accumulated in [*ds_defaults.BYTES] and accumulated != dtype:
+        found.append(
+            f"data_types.grad_accum_dtype={accumulated} with train.precision={dtype} needs ZeRO stage 1 or higher: "
+            "delete it or raise zero_optimization.stage"
+        )
+    if ds[ZERO]["stage"] == 0 and dtype == "fp16":
+        found.append(
+            "train.precision=fp16 with zero_optimization.stage=0: DeepSpeed does not scale the loss there but divides "
+            "the gradients by the scale; use stage 1 or higher, or bf16"
+        )
+    scaled = ds["prescale_gradients"] or ds["gradient_predivide_factor"] != 1.0
+    if ds[ZERO]["stage"] >= 2 and ds[ZERO]["reduce_scatter"] and scaled:
+        found.append(
+            f"prescale_gradients={_word(ds['prescale_gradients'])} and gradient_predivide_factor="
+            f"{ds['gradient_predivide_factor']} do not work with reduce_scatter at ZeRO stages 2 and 3: delete them"
+        )
+    return found
+
+
+def secrets(ds: Mapping[str, Any]) -> list[str]:
+    """DeepSpeed writes its whole config into every saved state."""
+    return [
+        f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
+        for path, value in _leaves(ds)
+        if value and is_secret(path, value)
+    ]
+
+
+def leftover_auto(ds: Mapping[str, Any]) -> list[str]:
+    return [
+        f'{path}="auto": nothing fills this key; write a value'
+        for path, value in _leaves(ds)
+        if value == "auto" and path != "data_types.keep_in_fp32_modules"  # there it is DeepSpeed's own word
+    ]
+
+
+def _leaves(ds: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in ds.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _word(value: Any) -> str:
+    """A value as JSON writes it, short."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."

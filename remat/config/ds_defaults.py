@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from remat.config.choices import Precision
+from remat.config.options import Precision
 
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")

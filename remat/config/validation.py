@@ -6,17 +6,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from remat.config.choices import DataFormat, DataSource, ModelInit, Packing, PeftMethod, Policy, Schedule
 from remat.config.options import (
     CheckpointingConfig,
     ConfigError,
     DataConfig,
+    DataFormat,
+    DataSource,
     ModelConfig,
+    ModelInit,
     OptimConfig,
+    Packing,
     PeftConfig,
+    PeftMethod,
+    Policy,
     ProfileConfig,
     RunConfig,
     SaveConfig,
+    Schedule,
     TrainConfig,
 )
 

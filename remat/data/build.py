@@ -18,16 +18,14 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.choices import DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
 from remat.config.redact import redact
 from remat.data.blocks import BlockCounts, BlockWriter, divide
+from remat.data.files import Hashes
 from remat.data.formats import encode
-from remat.data.hashes import Hashes
 from remat.data.held_out import choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus
-from remat.data.synthetic import synthetic_blocks
+from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
 CACHE_VERSION = 2  # raise it when the same data and settings would give other blocks
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works

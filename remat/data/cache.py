@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.choices import BadRows, DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.config.redact import redact_text
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
-from remat.data.hashes import Hashes
+from remat.data.files import Hashes
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
 from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, labelled

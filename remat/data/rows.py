@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat.config.choices import BadRows, DataFormat
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
 
 FIRST_BAD_ROWS = 20  # kept in the cache's report
 STOP_AFTER_BAD_ROWS = 5  # enough to see the pattern

@@ -1,4 +1,4 @@
-"""Where documents come from: text files, jsonl, parquet, the hub, and this Python's own standard library."""
+"""Read documents: text files, jsonl, parquet, the hub, this Python's own standard library, and random tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,39 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from remat.config.choices import DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
-from remat.data.files import SourceFile, find_files, stdlib_files
-from remat.data.hashes import Hashes
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
+from remat.data.files import Hashes, SourceFile, find_files, stdlib_files
 from remat.data.rows import BadRowLog, Document, content_of, needed_columns
+
+SYMBOLS = 256  # few enough that a short run meets each of them often
+BRANCHES = 4
+
+
+def synthetic_blocks(
+    start: int, count: int, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int
+) -> np.ndarray:
+    """Blocks `start` to `start + count` of an endless stream: int32 [count, seq_len].
+
+    A Markov chain in which every symbol has 4 equally likely successors, so the lowest possible loss is
+    ln 4 = 1.386 nats per token; a model that learned nothing has ln(vocabulary). Special tokens do not occur.
+    A block depends on the seed and its own index alone.
+    """
+    special = set(tokenizer.all_special_ids)
+    ids = np.array(
+        [i for i in range(min(len(tokenizer), SYMBOLS + len(special))) if i not in special][:SYMBOLS]
+    )
+    shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(ids)
+    blocks = np.empty((count, seq_len), dtype=np.int32)
+    for row in range(count):
+        random = np.random.Generator(np.random.PCG64([seed, 1 + start + row]))
+        steps = random.integers(1, 1 + BRANCHES, size=seq_len)
+        steps[0] = random.integers(len(ids))
+        blocks[row] = shuffled[np.cumsum(steps) % len(ids)]
+    return blocks
+
 
 # Text is read in pieces, so that any size fits in memory. Of many files, whole ones are held out, except for one that
 # is too large a share of them; of few files, pieces, which are small enough to come near to data.eval_fraction.

@@ -12,7 +12,7 @@ from typing import Any
 
 from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.simulation.gradients import IN_BACKWARD
+from remat.planning.simulation.peaks import IN_BACKWARD
 from remat.planning.simulation.types import Category, Phase
 from remat.training.ledger import KEPT, MICRO_BATCH, OFF_GPU
 from remat.training.proof import LEARNT

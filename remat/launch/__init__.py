@@ -1,0 +1,4 @@
+"""`remat launch`: a supervisor in front of the `deepspeed` runner, and one keeper for each rank.
+
+May import `config` and `machine`, and nothing heavy: no torch. Start with `supervisor.py`.
+"""

@@ -28,10 +28,58 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remat.config.options import ConfigError
-from remat.launch import launch_report, processes, rank_keeper
+from remat.config.units import GIB
+from remat.launch import processes, rank_keeper
 from remat.launch.arguments import LaunchWords
-from remat.launch.launch_report import ranks_in_words, say, short
 from remat.machine.host_memory import host_memory, oom_kills
+
+TAIL_LINES = 30
+
+
+def say(text: str) -> None:
+    print(f"remat launch: {text}", file=sys.stderr, flush=True)
+
+
+def ranks_in_words(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def failure(rank: int, code: int) -> str:
+    """How a rank ended that was not killed; `code` is negative for a signal."""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"rank {rank} {how}"
+
+
+def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int, oom_kills: int | None) -> str:
+    """A SIGKILL nobody here sent: likely the kernel, out of memory. Says what speaks for it.
+
+    `peak_bytes` is the rank's peak RSS (0: unknown), `together_bytes` that of all ranks of the node, `oom_kills`
+    how many processes the kernel killed for memory since launch, where the control group tells.
+    """
+    own = f"{peak_bytes / GIB:.1f}" if peak_bytes else "an unknown part"
+    if oom_kills is None:
+        counted = "the control group does not tell whether the kernel did it"
+    else:
+        counted = (
+            f"the control group counts {oom_kills} out-of-memory kill{'s' * (oom_kills != 1)} since launch"
+        )
+    return (
+        f"rank {rank} was killed (SIGKILL). Host out of memory? Its peak RSS was {own} of {limit_bytes / GIB:.1f} GiB, "
+        f"{together_bytes / GIB:.1f} GiB with the other ranks of this node; {counted}"
+    )
+
+
+def show_tail(rank: int, log: Path) -> None:
+    """The end of a log that was not shown live."""
+    if log.exists():
+        say(f"the last lines of rank {rank}, which failed first:")
+        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+
 
 EXIT_STOPPED = 75
 EXIT_KILLED = 128 + signal.SIGKILL
@@ -269,7 +317,7 @@ class _Supervisor:
         if first and first.rank != min(
             (r.rank for r in self.ranks if r.rank >= 0), default=-1
         ):  # that one was seen live
-            launch_report.show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
+            show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
         if code and not self.words.asks_help:
             say(f"exit code {code}; logs in {short(self.words.log_dir)}")
         for signum in rank_keeper.STOP_SIGNALS:
@@ -297,13 +345,13 @@ class _Supervisor:
 
     def _tell_failure(self, rank: _Rank) -> None:
         if rank.code != -signal.SIGKILL:
-            say(launch_report.failure(rank.rank, rank.code or 0))
+            say(failure(rank.rank, rank.code or 0))
             return
         others = sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
         after = oom_kills()
         known = after is not None and self.kills_before is not None
         say(
-            launch_report.killed(
+            killed(
                 rank.rank,
                 peak_bytes=rank.peak_rss_bytes,
                 together_bytes=rank.peak_rss_bytes + others,

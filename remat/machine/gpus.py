@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat.config.choices import Precision
-from remat.config.options import ConfigError, HardwareConfig
+from remat.config.options import ConfigError, HardwareConfig, Precision
 
 
 @dataclass(frozen=True)

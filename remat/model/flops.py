@@ -1,7 +1,8 @@
-"""FLOPs per token of a decoder, for MFU and HFU: counted in its own forward on the meta device, not guessed from sizes.
+"""Count FLOPs per token of a decoder, for MFU and HFU: in its own forward on the meta device, not guessed from sizes.
 
 Products with weights are counted as they run, experts by the number that each token visits, attention by the widths of
-query and value and the keys that a token can see. What cannot be counted is refused: no figure is better than a wrong
+query and value and the keys that a token can see. One operation is counted by torch's formula, or by ours where torch
+has none or too narrow a one; a multiply-add is 2. What cannot be counted is refused: no figure is better than a wrong
 one.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,12 +20,70 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.config.options import ConfigError
-from remat.model import meta_kernels, op_flops
+from remat.model import meta_kernels
+
+aten = torch.ops.aten
+FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name: the library is there only if it is used
+
+
+def flop_formula(func: Any) -> Callable[..., int] | None:
+    """`formula(func)(*args, **kwargs, out_val=result)`; None when `func` is no matrix product and no attention."""
+    packet = getattr(func, "_overloadpacket", func)
+    if str(packet) == FOUR_BIT_PRODUCT:
+        return _four_bit
+    return _OWN.get(packet) or flop_registry.get(packet)
+
+
+def dequantised_bytes(func: Any, args: Any) -> int:
+    """What a product with a 4-bit weight allocates within: the weight in the dtype of its input, and its constants.
+
+    No dispatcher sees it. bitsandbytes 0.50.2, backends/cuda/ops.py:911-914, as on a CPU (backends/default/ops.py:336).
+    A fused kernel that needs neither runs for few tokens only (cuda/ops.py:583).
+    """
+    if str(getattr(func, "_overloadpacket", func)) != FOUR_BIT_PRODUCT:
+        return 0
+    (rows, columns), block = args[2], args[4]
+    return int(rows * columns * args[0].element_size() + 4 * -(-rows * columns // block))
+
+
+def _four_bit(left: Any, packed: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
+    """[..., k] x [n, k] as `shape` says."""
+    return 2 * int(left.numel()) * int(shape[0])
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """QK^T and PV: [b, h, s_q, d_q], [b, h or fewer, s_k, d_q], [b, h or fewer, s_k, d_v].
+
+    torch's own formulas refuse grouped-query attention before 2.13.
+    """
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """QK^T again, then the gradients of P, V, Q and K: five products, three of them of the width of the query."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
+
+
+def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """[tokens, k] x [experts, k, n] forward, [k, tokens] x [tokens, n] for the weights' gradient."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_OWN: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped_mm,
+    **{getattr(aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _KERNELS},
+    **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _KERNELS},
+}
+
 
 COUNTED = "remat_counted"  # the name of our attention, masks and experts in transformers' tables
 STEPWISE = (32, 64)  # tokens; enough for a model that computes token by token, which takes its time
@@ -40,7 +99,6 @@ WINDOWS = (
     "attention_chunk_size",
 )
 BIASED = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv")  # their first tensor is added
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -181,7 +239,7 @@ class _Forward(TorchDispatchMode):
             self.looked_up.add(owners[0])
         else:
             self.passed |= {owner for owner in owners if owner is not None}
-        formula = op_flops.flop_formula(func)
+        formula = flop_formula(func)
         if formula is not None:
             biased = getattr(func, "_schema", None) is not None and func._schema.name in BIASED
             self._product(

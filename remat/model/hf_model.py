@@ -20,8 +20,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from remat.config.choices import ModelInit, Precision
-from remat.config.options import ConfigError, ModelConfig
+from remat.config.options import ConfigError, ModelConfig, ModelInit, Precision
 from remat.machine import rng
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.config.choices import LossKind
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, LossKind
 from remat.machine import distributed
 
 IGNORED = -100

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.config.choices import Schedule
-from remat.config.options import OptimConfig
+from remat.config.options import OptimConfig, Schedule
 
 KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what
 

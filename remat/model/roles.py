@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
 Found = list[tuple[str, nn.Module]]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.planning import advice_candidates, planner
+from remat.planning import advice_candidates
 from remat.planning.advice_candidates import Kind, Option
-from remat.planning.planner import Planned, needed_bytes
+from remat.planning.plan import Planned, make_plan, needed_bytes
 from remat.planning.recording import Recordings
 from remat.planning.screening import NOTHING, Screen
 
@@ -241,7 +241,7 @@ class _Search:
         if candidate not in self._plans:
             try:
                 cfg = compose.from_command_line([*self._args, *_words(candidate)]).run
-                self._plans[candidate] = planner.make(cfg, recordings=self._recordings)
+                self._plans[candidate] = make_plan(cfg, recordings=self._recordings)
             except ConfigError:
                 self._plans[candidate] = None
         return self._plans[candidate]

@@ -8,8 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from remat.config import compose, ds_config
-from remat.config.choices import LossKind, PeftMethod
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError, LossKind, PeftMethod, RunConfig
 
 SHORTEST_SEQ_LEN = 256
 ZERO = "deepspeed.overrides.zero_optimization"

@@ -22,9 +22,9 @@ from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
 from remat.parallel import tensor_parallel
-from remat.planning import planner, preflight, strategy
+from remat.planning import preflight, strategy
 from remat.planning.model_states import Item
-from remat.planning.plan import Capacity, Resource
+from remat.planning.plan import Capacity, Resource, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.strategy import Strategy
 
@@ -178,7 +178,7 @@ def _planned(
     """The plan as plain data, or why there is none: whatever goes wrong here must not end a run that would work."""
     here = replace(cfg, hardware=_hardware(cfg.hardware, world))
     try:
-        made = planner.make(
+        made = make_plan(
             here,
             world_size=world.size,
             capacity=Capacity(machine.gpu_bytes, _host_bytes(machine)),
@@ -191,7 +191,7 @@ def _planned(
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
     simulation = made.simulation
-    return planner.plan_as_json(made) | {
+    return plan_as_json(made) | {
         "micro_batch_peak_bytes": simulation.peak.total_bytes,
         "gathered_elements": simulation.gathered_elements,
         "flops": {str(phase): count for phase, count in simulation.flops.items()},

@@ -10,13 +10,12 @@ import torch
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import compose, validation
-from remat.config.choices import PeftMethod
-from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
+from remat.config.options import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.config.units import MIB
-from remat.model import hf_model, layers, meta_kernels, packed_inputs
+from remat.model import hf_model, layers, meta_kernels, packing
 from remat.planning import strategy
-from remat.planning.simulation import simulate, zero3, zero3_events
-from remat.planning.simulation.zero3_events import Event, Parameters
+from remat.planning.simulation import simulate, zero3
+from remat.planning.simulation.zero3 import Event, Parameters
 
 META = torch.device("meta")
 
@@ -91,7 +90,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         with (
             meta_kernels.explained(net),
             meta_kernels.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
-            zero3_events.recorded(net, events.append),
+            zero3.recorded(net, events.append),
             applied.micro_batch(),
             watch,
         ):
@@ -100,7 +99,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
                 micro_batch_size=cfg.train.micro_batch_size,
                 seq_len=cfg.train.seq_len,
                 forward_done=watch.forward_done,
-                given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
+                given=packing.planned(decided.packed, cfg.model.attention, net),
             )
     finally:
         applied.remove()

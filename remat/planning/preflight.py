@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config import ds_config, ds_defaults
-from remat.config.choices import ModelInit
-from remat.config.options import ModelConfig, RunConfig, SaveConfig
+from remat.config.options import ModelConfig, ModelInit, RunConfig, SaveConfig
 from remat.config.units import GIB
 from remat.machine.node import Disk, Machine
 from remat.planning.model_states import Item

@@ -9,7 +9,7 @@ import torch
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import without_engine
 from remat.config.options import ConfigError, RunConfig
-from remat.model import loss, meta_kernels, packed_inputs
+from remat.model import loss, meta_kernels, packing
 from remat.planning import strategy
 from remat.planning.simulation import simulate
 
@@ -60,7 +60,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             stage_3=decided.zero_stage == 3,
             micro_batch_size=cfg.train.micro_batch_size,
             seq_len=cfg.train.seq_len,
-            given=packed_inputs.planned(decided.packed, cfg.model.attention, net),
+            given=packing.planned(decided.packed, cfg.model.attention, net),
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
             on_gpu=on_gpu,

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError, RunConfig
+from remat.config.options import CheckpointingConfig, ConfigError, Policy, RunConfig
 from remat.model.hf_model import ModelFacts
-from remat.planning import planner, strategy
-from remat.planning.planner import Planned
+from remat.planning import plan, strategy
+from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 
@@ -36,24 +35,24 @@ class Screen:
         When not even the model states fit it is those alone (its simulation is NOTHING), unless `hopeless_too`.
         """
         low, high = _depths(cfg)
-        ranks = planner.ranks_of(cfg)
+        ranks = plan.ranks_of(cfg)
         try:
             large = _with_depth(cfg, high) if high else cfg
             decided = strategy.decide(large, world_size=ranks, can_pin=True)
             if high:
                 facts = self._whole(cfg)
                 decided = replace(decided, facts=facts, held=facts)
-            bound = planner.priced(cfg, decided, NOTHING, world_size=ranks)
+            bound = plan.estimate(cfg, decided, NOTHING, world_size=ranks)
             if not bound.plan.fits and not hopeless_too:
                 return bound
             if high:
                 few, more = self._simulation(_with_depth(cfg, low), ranks), self._simulation(large, ranks)
                 whole = _stretched(few, more, (_depth(cfg) - high) / (high - low))
-                return planner.priced(cfg, decided, whole, world_size=ranks)
+                return plan.estimate(cfg, decided, whole, world_size=ranks)
         except ConfigError:
             if not high:
                 raise  # else it may be that only the few layers are refused: layer ranges
-        return planner.make(cfg, recordings=self._recordings)
+        return plan.make_plan(cfg, recordings=self._recordings)
 
     def _simulation(self, cfg: RunConfig, ranks: int) -> Simulation:
         decided = strategy.decide(cfg, world_size=ranks, can_pin=True)
@@ -62,7 +61,7 @@ class Screen:
     def _whole(self, cfg: RunConfig) -> ModelFacts:
         key = repr((cfg.model, cfg.peft))
         if key not in self._facts:
-            ranks = planner.ranks_of(cfg)
+            ranks = plan.ranks_of(cfg)
             self._facts[key] = strategy.decide(cfg, world_size=ranks, can_pin=True).facts
         return self._facts[key]
 

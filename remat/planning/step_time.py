@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from remat.config.choices import Precision
+from remat.config.options import Precision
 from remat.config.units import GB
 from remat.machine.gpus import ADAM_BYTES, Machine
 from remat.planning.simulation.types import OpCost, Phase, Simulation, ZeroSettings

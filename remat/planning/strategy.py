@@ -11,11 +11,10 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.config import compose, ds_config
-from remat.config.choices import Attention, LossKind, PeftMethod, Precision
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import Attention, ConfigError, LossKind, PeftMethod, Precision, RunConfig
 from remat.machine import gpus, versions
-from remat.model import flops, hf_model, layers, lora, loss, meta_kernels, packing, qlora
-from remat.model.packed_inputs import Packed
+from remat.model import adapters, flops, hf_model, layers, loss, meta_kernels, packing
+from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
 from remat.planning import preflight
@@ -82,9 +81,9 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
     if cfg.peft.method is PeftMethod.lora:
-        lora.check_offload(ds_config.param_offload_device(rendered))
+        adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
-        qlora.check(zero_stage)
+        adapters.check_quantised(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
     return Strategy(
@@ -143,7 +142,7 @@ def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
     """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
     quantised: tuple[int, ...] = ()
     if cfg.peft.method is PeftMethod.qlora:
-        quantised = qlora.weights(layers.decoder_layers(skeleton))
+        quantised = adapters.find_quantised(layers.decoder_layers(skeleton))
     facts = hf_model.facts(_with_adapters(cfg, skeleton))
     return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
@@ -154,7 +153,7 @@ def meta_model(cfg: RunConfig) -> Any:
     net: Any = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
-        qlora.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
+        adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
     return _with_adapters(cfg, net).to(dtype).train()
 
 
@@ -162,7 +161,7 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
     if cfg.peft.method is PeftMethod.none:
         return skeleton
     with torch.device("meta"):
-        return lora.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
+        return adapters.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
 
 
 def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model.ModelFacts:

@@ -9,8 +9,8 @@ from typing import Any
 
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.planning import planner
-from remat.planning.planner import Planned
+from remat.planning import plan
+from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
 
 MOST_POINTS = 500
@@ -84,7 +84,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
         progress(done, len(points))
         try:
             cfg = compose.from_command_line([*fixed, *overrides]).run
-            found.append(Point(overrides, planner.make(cfg, recordings=recordings)))
+            found.append(Point(overrides, plan.make_plan(cfg, recordings=recordings)))
         except ConfigError as error:
             found.append(Point(overrides, None, refused=" ".join(str(error).split())))
     progress(len(points), len(points))
@@ -95,7 +95,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
 
 
 def gpu_bytes(planned: Planned) -> int:
-    return planner.needed_bytes(planned, "GPU memory")
+    return plan.needed_bytes(planned, "GPU memory")
 
 
 def is_timed(planned: Planned) -> bool:
@@ -129,7 +129,7 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "fits": point.fits,
             "refused": point.refused or None,
             "on_front": point.on_front,
-            "plan": planner.plan_as_json(point.planned) if point.planned else None,
+            "plan": plan.plan_as_json(point.planned) if point.planned else None,
         }
         for point in points
     ]

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from remat.config.units import GIB
 from remat.planning.advice import Advice, Change, missing_bytes
-from remat.planning.plan import Resource
-from remat.planning.planner import Planned, needed_bytes
+from remat.planning.plan import Planned, Resource, needed_bytes
 from remat.planning.sweep import Point
 
 

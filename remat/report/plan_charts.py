@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.planning.planner import Planned, needed_bytes
+from remat.planning.plan import Planned, needed_bytes
 from remat.planning.simulation.peaks import Instant
 from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Phase, ZeroSettings

@@ -13,8 +13,7 @@ import yaml
 
 from remat.config.options import ConfigError
 from remat.config.redact import redact
-from remat.report import report_snapshots
-from remat.report.charts import DARK, LIGHT, PHASES, Rows, charts, series
+from remat.report.charts import DARK, LIGHT, PHASES, SNAPSHOT_ALT, Rows, charts, draw_snapshots, series
 from remat.report.page import Page, Picture, Table, render
 from remat.report.tracking import RECORD, read_metrics
 
@@ -40,14 +39,14 @@ def draw(run_dir: Path) -> list[Path]:
     folder has no record or an empty one.
     """
     rows = _record(run_dir)
-    light, dark = (charts(rows, theme) | report_snapshots.pictures(run_dir, theme) for theme in (LIGHT, DARK))
+    light, dark = (charts(rows, theme) | draw_snapshots(run_dir, theme) for theme in (LIGHT, DARK))
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
     paths = []
     for name, image in light.items():
         paths.append(folder / f"{name}.png")
         paths[-1].write_bytes(image)
-    alt = ALT | report_snapshots.SNAPSHOT_ALT
+    alt = ALT | SNAPSHOT_ALT
     pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
     paths.append(folder / "index.html")
     paths[-1].write_text(render(_page(run_dir, rows, pictures)), encoding="utf-8")

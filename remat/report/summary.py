@@ -11,12 +11,11 @@ import psutil
 
 from remat.activation_checkpointing import policy
 from remat.config import ds_config
-from remat.config.choices import PeftMethod
-from remat.config.options import RunConfig
+from remat.config.options import PeftMethod, RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
-from remat.model import lora, qlora
+from remat.model import adapters
 from remat.planning.launch_plan import LaunchPlan, rehearses
 from remat.planning.strategy import Strategy
 
@@ -60,9 +59,9 @@ def rows(parts: Described) -> dict[str, str]:
         "run": str(parts.folder),
     }
     if cfg.peft.method is not PeftMethod.none:
-        found["trained"] = lora.describe(cfg.peft, facts.num_trainable_params, facts.num_params)
+        found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     if facts.quantised_weights:
-        found["frozen"] = qlora.describe(facts.quantised_weights)
+        found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
     if rehearses(cfg, parts.strategy):
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
     if parts.resumed is not None:

@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 
-from remat.config.choices import WandbMode
-from remat.config.options import TrackingConfig
+from remat.config.options import TrackingConfig, WandbMode
 from remat.config.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B

@@ -21,9 +21,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from remat.config.choices import Precision
-from remat.config.options import ConfigError
-from remat.saving import adapter_files, hf_files, manifest, safe_load
+from remat.config.options import ConfigError, Precision
+from remat.saving import hf_files, manifest, safe_load
 from remat.saving.manifest import ENGINE, SaveError
 from remat.saving.state_files import SavedWeights
 
@@ -57,13 +56,13 @@ def export(
     """
     module = engine.module
     dtype = dtype or dtype_of(module)
-    plan, adapter = live_plan(module, dtype, max_shard_size), adapter_files.config_of(module)
+    plan, adapter = live_plan(module, dtype, max_shard_size), hf_files.find_adapter_config(module)
     if adapter is None:
         _check_same_weights(module, plan)
 
     def describe(target: Path) -> None:
         if adapter is not None:
-            adapter_files.write_config(target, adapter)
+            hf_files.write_adapter_config(target, adapter)
             return _write_extras(target, tokenizer, None)
         if module.is_remote_code():
             config: Any = plan.skeleton.config  # annotated as dict upstream, which means either
@@ -87,8 +86,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.Plan:
     """What an export of this model, or of its adapters, consists of."""
-    if adapter_files.config_of(module) is not None:
-        return adapter_files.plan(module, dtype)
+    if hf_files.find_adapter_config(module) is not None:
+        return hf_files.plan_adapter(module, dtype)
     conversions = getattr(module, "_weight_conversions", None)
     return hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
 
@@ -103,7 +102,7 @@ def write_model_card(
     target = run_dir / MODEL_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     if adapter is not None:
-        adapter_files.write_config(target, adapter)
+        hf_files.write_adapter_config(target, adapter)
     hf_files.inference_config(model_config).save_pretrained(target)
     _write_extras(target, tokenizer, generation_config)
 
@@ -132,7 +131,7 @@ def export_saved_state(
     unsafe = safe_load.problem(safe_load.pickled(state_dir))  # also the files that an export does not read
     if unsafe is not None:
         raise safe_load.UnsafeFile(unsafe)
-    adapted = (card / adapter_files.CONFIG).exists()
+    adapted = (card / hf_files.ADAPTER_CONFIG).exists()
 
     def describe(target: Path) -> None:
         if not adapted:
@@ -161,8 +160,8 @@ def open_saved_state(
         raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
     wanted = dtype or DTYPES[info.precision]
     plan = (
-        adapter_files.plan(adapter_files.skeleton(model_class, config, card), wanted)
-        if (card / adapter_files.CONFIG).exists()
+        hf_files.plan_adapter(hf_files.build_adapter_skeleton(model_class, config, card), wanted)
+        if (card / hf_files.ADAPTER_CONFIG).exists()
         else hf_files.plan(model_class, config, wanted, max_shard_size, None)
     )
     weights = _saved_weights(state_dir, info, wanted)

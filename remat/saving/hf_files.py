@@ -1,7 +1,8 @@
-"""The files of a Hugging Face model: which names, shapes and shards a plain model has, written and read back.
+"""The files of a Hugging Face model or of a peft adapter: names, shapes and shards, written and read back.
 
 What a file holds is not what a module holds: tied weights are written once, and transformers files some weights
-apart that it keeps fused (the experts of a mixture). transformers itself says how, on a model without storage.
+apart that it keeps fused (the experts of a mixture). transformers itself says how, on a model without storage. An
+adapter's folder is as peft's `save_pretrained` writes it: without base weights, for `PeftModel.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -154,3 +155,58 @@ class Shards:
             raise SaveError(
                 f"{wrong[0]} was written as {found.get(wrong[0])}, expected {expected.get(wrong[0])}"
             )
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model{suffix}.safetensors"
+
+
+def find_adapter_config(module: Any) -> PeftConfig | None:
+    """The adapter's configuration, None for a model without one."""
+    configs = getattr(module, "peft_config", None)
+    return configs["default"] if configs else None
+
+
+def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
+    """Every trained parameter of `model`, live (sharded or whole) or a skeleton, in one file: peft reads no shards."""
+    from peft import get_peft_model_state_dict
+
+    def keys(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return get_peft_model_state_dict(model, values, save_embedding_layers=False)
+
+    trained = {
+        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=dtype, device="meta")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    files = keys(trained)
+    split = split_torch_state_dict_into_shards(
+        files,
+        filename_pattern=ADAPTER_WEIGHTS,
+        max_shard_size=1 + sum(value.nbytes for value in files.values()),
+    )
+    shapes = {name: value.shape for name, value in files.items()}
+    return Plan(model, [list(trained)], {}, shapes, split, convert=keys)
+
+
+def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftModel:
+    """The adapted model without storage, from the base's configuration and `card`/adapter_config.json."""
+    from peft import LoraConfig, PeftModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        base = model_class(inference_config(config))
+        adapter = LoraConfig.from_pretrained(str(card))
+        if adapter.megatron_config is not None:  # names a module, which would be imported
+            raise ConfigError(
+                f"{card / ADAPTER_CONFIG}: megatron_config is refused: adapters of this program have none"
+            )
+        adapter.inference_mode = False
+        return PeftModelForCausalLM(base, adapter, autocast_adapter_dtype=False)
+
+
+def write_adapter_config(folder: Path, config: PeftConfig) -> None:
+    config = copy.deepcopy(config)
+    config.inference_mode = True  # as peft writes it: who loads the adapter does not train it unless he says so
+    config.save_pretrained(str(folder))

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from remat.saving import adapter_files, export, hf_files, manifest
+from remat.saving import export, hf_files, manifest
 
 
 def problem(
@@ -62,7 +62,7 @@ def _other_names(plan: hf_files.Plan, files: dict[str, Path]) -> str | None:
 
 def _other_config(module: Any, exported: Path, plan: hf_files.Plan, max_shard_size: str) -> str | None:
     """The model that transformers would build from the exported config.json must want these very names and ties."""
-    if adapter_files.config_of(module) is not None or module.is_remote_code():
+    if hf_files.find_adapter_config(module) is not None or module.is_remote_code():
         return None
     config, conversions = AutoConfig.from_pretrained(exported), getattr(module, "_weight_conversions", None)
     built = hf_files.plan(type(module), config, export.dtype_of(module), max_shard_size, conversions)
@@ -75,7 +75,7 @@ def _other_config(module: Any, exported: Path, plan: hf_files.Plan, max_shard_si
 
 def _readable_without_engine(module: Any, state: Path) -> bool:
     """As `remat export` reads it: not the NVMe files of DeepSpeed, nor a model whose code comes with its weights."""
-    if adapter_files.config_of(module) is None and module.is_remote_code():
+    if hf_files.find_adapter_config(module) is None and module.is_remote_code():
         return False
     return not any("/offloaded_tensors/" in name for name in manifest.read(state).files)
 

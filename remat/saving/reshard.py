@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from remat.config.choices import Reshard
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Reshard
 from remat.machine import distributed, rng
 from remat.saving import disk_space, frozen, manifest, safe_load, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError

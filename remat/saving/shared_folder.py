@@ -1,4 +1,4 @@
-"""Whether all nodes see one folder: found out by looking for what rank 0 wrote there, before anything relies on it."""
+"""Check that all nodes see one folder: look for what rank 0 wrote there, before anything relies on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from remat.config.options import ConfigError
 from remat.machine import distributed
-from remat.saving import file_systems
+
+LOCAL = {  # of this node's own disks and memory: nothing else writes to them, and what is written is seen at once
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "tmpfs", "ramfs", "overlay",
+    "aufs",
+}  # fmt: skip
+
+
+def kind(folder: Path) -> str:
+    """The type of the file system that `folder` is on, or will be made on: ext4, nfs4, lustre."""
+    path = folder.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    path = path.resolve()
+    # of two mounts on one folder the later one counts
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    for parent in (path, *path.parents):
+        if str(parent) in mounts:
+            return mounts[str(parent)]
+    return "unknown"
+
+
+def is_local(folder: Path) -> bool:
+    """Whether nothing but this node can see `folder`. A network file system may show what others did a minute late."""
+    return kind(folder) in LOCAL
+
 
 LATE_S = 90.0  # what a network file system may take to show another node's file: NFS caches folders for 60 s
 LOCAL_S = 2.0  # on a disk of this node's own nothing comes late
@@ -78,7 +104,7 @@ def _seen(path: Path, size: int | None = None) -> bool:
     """Whether this node's first rank finds the file; it looks for a while where other nodes' files come late."""
     if distributed.local_rank_from_env() != 0:
         return True
-    end = time.monotonic() + (LOCAL_S if file_systems.is_local(path.parent) else LATE_S)
+    end = time.monotonic() + (LOCAL_S if is_local(path.parent) else LATE_S)
     while True:
         # listing the folder asks the server anew, where a cached answer would say that there is no such file
         listed = path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}

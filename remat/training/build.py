@@ -1,9 +1,12 @@
-"""Build everything a run needs, in the order in which it can fail cheapest: options, machine, data, model, engine."""
+"""Build everything a run needs, in the order in which it can fail cheapest: options, machine, data, model, engine.
+
+A saved state to resume from is found and checked against the launch and its data before a model exists.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ds_config, validation
-from remat.config.choices import PeftMethod
-from remat.config.options import RunConfig
-from remat.data.batches import GlobalBatches
+from remat.config.options import ConfigError, PeftMethod, RunConfig
+from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.read_ahead import ReadAhead
@@ -23,24 +25,100 @@ from remat.data.tokenizer import load_tokenizer
 from remat.machine import distributed, ops, peers, rng
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import flops, layers, lora, loss, qlora
-from remat.model import hf_model as model
+from remat.model import adapters, flops, hf_model, layers, loss
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
 from remat.planning.launch_plan import LaunchPlan
+from remat.planning.preflight import DoesNotFit
 from remat.planning.strategy import Strategy, check_machine, decide, throughput_figures
 from remat.report import run_dir, summary
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving import adapter_files, export, save, shared_folder, swapping
-from remat.training import lost_peer, out_of_memory, profiling, resuming, same_launch
+from remat.saving import disk_space, export, hf_files, nvme, reshard, save, shared_folder
+from remat.saving.manifest import FILE, SAVED, STEP, SavedState
+from remat.training import lost_peer, out_of_memory, profiling, same_launch
+from remat.training.profiling import Snapshots
 from remat.training.run import Parts, record_folder
-from remat.training.snapshots import Snapshots
 from remat.training.stopping import Stop
 from remat.training.throughput import FORMULAS, PhaseTimer, Window
 from remat.training.watchdog import Watchdog
+
+
+def find_resume_point(
+    cfg: RunConfig,
+    strategy: Strategy,
+    world: World,
+    console: Console,
+    own: Callable[[Path], None] = lambda run_dir: None,
+    progress: Callable[[], object] = lambda: None,
+) -> save.ResumePoint | None:
+    """The saved state to go on from, if one was asked for, checked against this launch. Collective.
+
+    `own` takes the run directory for this launch before states are looked for; `progress` is called while the files
+    of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it
+    for other ranks.
+    """
+    _check_shared(cfg)
+    found = save.resolve_resume(
+        cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own, progress=progress
+    )
+    if found is not None:
+        also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
+        save.check_compatible(
+            found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
+        )
+        save.refuse_code(found.state)
+        for note in found.notes:
+            console.warning(note)
+        if found.state.info.world_size != world.size:
+            _check_reshard(found.state, world, console)
+    return found
+
+
+def _check_shared(cfg: RunConfig) -> None:
+    """Every node sees the states that rank 0 sees: else half of a state would count as damaged."""
+    if cfg.resume == "none":
+        return
+    state = f"{STEP}*/{FILE}"
+    if cfg.resume == "auto":
+        runs = Path(cfg.output_dir).expanduser() / cfg.name
+        patterns = [f"{cfg.run_id or '*'}/{SAVED}/{state}"]
+        shared_folder.check_newest(runs, patterns, f"resume=auto output_dir={cfg.output_dir}")
+    else:
+        patterns = [FILE, state, f"{SAVED}/{state}"]
+        shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
+
+
+def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
+    """A data position means something only over the same blocks in the same order."""
+    now = Path(splits.report["folder"]).name
+    found = check_same_order(saved["data"], batches)
+    if saved["data_key"] != now:
+        found.append(
+            f"the data, tokenizer or train.seq_len changed (now {now[:12]}, was {saved['data_key'][:12]})"
+        )
+    if found:
+        raise ConfigError(
+            f"resume={resume}: the saved data position means nothing now: {'; '.join(found)}. Or start a new run from "
+            "the exported model: model=hf model.path=RUN_DIR/export"
+        )
+
+
+def _check_reshard(state: SavedState, world: World, console: Console) -> None:
+    """Refuse a disk without room for the copy that is cut for other ranks; else say that it will be made."""
+    needed, free = reshard.room(state, world.size)
+    place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
+    if needed > free:
+        raise DoesNotFit(
+            f"resume: cutting {state.path.name} of {ranks} needs {disk_space.words(needed)} in {place} while it is "
+            f"loaded, and {disk_space.words(free)} are free: free some, or start {state.info.world_size} ranks"
+        )
+    console.note(
+        f"cutting {state.path.name} of {ranks} ({disk_space.words(needed)} in {place} while it is loaded); random "
+        "states start anew and sums are taken in another order: losses agree closely, not bit for bit"
+    )
 
 
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
@@ -80,15 +158,15 @@ def _build(
     snapshots = Snapshots(world.device)
     plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
     validation.check_launch(cfg)
-    hf_config = model.load_config(cfg.model)
+    hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = resuming.point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
+    point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
-        resuming.check_same_data(point.state.client_state, splits, batches, cfg.resume)
+        check_same_data(point.state.client_state, splits, batches, cfg.resume)
     folder = _run_folder(cfg, point, watchdog, ownership)
-    swap_folder = swapping.own_folder(strategy.ds, folder, world)
+    swap_folder = nvme.own_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
         engine, applied = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
@@ -180,7 +258,7 @@ def _data(
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
-    model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
+    hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
         cfg.data,
         tokenizer=tokenizer,
@@ -259,7 +337,7 @@ def _model(
     cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, world: World, *, resuming: bool
 ) -> torch.nn.Module:
     """The model of this rank, with adapters where it is fine-tuned through them; under ZeRO-3 proven to be shards."""
-    net = model.build(
+    net = hf_model.build(
         cfg.model,
         hf_config,
         precision=cfg.train.precision,
@@ -271,11 +349,11 @@ def _model(
         onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
     )
     if cfg.peft.method is PeftMethod.qlora:
-        qlora.quantise(net, layers.decoder_layers(net), model.DTYPES[cfg.train.precision], world.device)
+        adapters.quantise(net, layers.decoder_layers(net), hf_model.DTYPES[cfg.train.precision], world.device)
     tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     trained: torch.nn.Module = net
     if cfg.peft.method is not PeftMethod.none:
-        trained = lora.apply(
+        trained = adapters.add_lora(
             net,
             cfg.peft,
             layers=layers.decoder_layers(net),
@@ -284,15 +362,15 @@ def _model(
             seed=cfg.train.seed,
         )
     if strategy.zero_stage == 3:
-        model.assert_sharded(trained, world.size)
+        hf_model.assert_sharded(trained, world.size)
     return trained
 
 
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
     """How a pretrained base is quantised while it is read."""
-    skeleton = model.skeleton(hf_config, cfg.model)
-    found: dict[str, Any] = qlora.loading(
-        skeleton, layers.decoder_layers(skeleton), model.DTYPES[cfg.train.precision], world.device
+    skeleton = hf_model.skeleton(hf_config, cfg.model)
+    found: dict[str, Any] = adapters.loading_quantised(
+        skeleton, layers.decoder_layers(skeleton), hf_model.DTYPES[cfg.train.precision], world.device
     )
     return found
 
@@ -300,7 +378,7 @@ def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[
 def _write_card(
     folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
 ) -> None:
-    adapter = adapter_files.config_of(module)
+    adapter = hf_files.find_adapter_config(module)
     export.write_model_card(folder, hf_config, tokenizer, module.generation_config, adapter)
 
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine holds between operations, counted from the storages of its tensors, on this rank.
+"""What a DeepSpeed engine holds between operations, and where: counted from its tensors' storages, on this rank.
 
 Two moments together show every model state: gradients and reduction buffers when a backward is over, weights and
 optimizer state when a step was applied.
@@ -6,10 +6,16 @@ optimizer state when a step was applied.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from remat.config import ds_config
+from remat.config.units import format_size
+
+NVME = "nvme"
 
 Held = dict[str, dict[str, int]]  # category -> kind of device (cpu, cuda) -> bytes
 DEPTH = 4  # of lists and dicts inside the optimizer's attributes
@@ -105,3 +111,111 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(inner, depth - 1)
     elif hasattr(value, "buffer"):  # DeepSpeed's buckets
         yield from _tensors(value.buffer, depth - 1)
+
+
+def find_placement(engine: Any) -> dict[str, Any]:
+    """Bytes by device kind (cpu, cuda, nvme), of this rank; call it after a step was applied.
+
+    `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped tensors.
+    """
+    parameters = list(engine.module.parameters())
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    held = [p.ds_tensor if hasattr(p, "ds_id") else p for p in parameters]
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    moments = [t for state in base.state.values() for t in state.values() if _is_moment(t)]
+    swapped = _swapped_numel(engine)
+    return {
+        "parameters": {
+            "count": len(parameters),
+            "elements": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+            "trained_elements": sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
+            "sharded": len(sharded),
+            "bytes_on": _bytes_by_device(held),
+        },
+        "optimizer_state": {
+            "elements": sum(t.numel() for t in moments) + 2 * swapped,
+            "bytes_on": _bytes_by_device(moments) | ({NVME: 2 * 4 * swapped} if swapped else {}),
+            "pinned_bytes": sum(t.nbytes for t in moments if t.device.type == "cpu" and t.is_pinned()),
+        },
+    }
+
+
+def broken_promises(
+    found: Mapping[str, Any], ds: Mapping[str, Any], *, ranks: int, device_type: str
+) -> list[str]:
+    """What the DeepSpeed config promised and the engine does not do.
+
+    `ranks` share the optimizer state, `device_type` is where the model computes.
+    """
+    parameters, state = found["parameters"], found["optimizer_state"]
+    stage = ds_config.zero_stage(ds)
+    problems = []
+    if stage == 3 and parameters["sharded"] < parameters["count"]:
+        problems.append(
+            f"zero_optimization.stage=3 is not in effect: {parameters['count'] - parameters['sharded']} of "
+            f"{parameters['count']} parameters are whole on every rank"
+        )
+    share = 2 * parameters["trained_elements"] / (ranks if stage else 1)  # Adam's two moments
+    padding = 2 * 2 * ranks * max(1, parameters["count"])
+    if not 0 < state["elements"] <= share + padding:
+        problems.append(
+            f"zero_optimization.stage={stage} is not in effect: this rank holds {state['elements']} elements of "
+            f"optimizer state, its share is {share:.0f}"
+        )
+    places = {
+        "offload_optimizer": (ds_config.optimizer_offload_device(ds), state["bytes_on"]),
+        "offload_param": (ds_config.param_offload_device(ds) if stage == 3 else None, parameters["bytes_on"]),
+    }
+    for section, (wanted, bytes_on) in places.items():
+        # NVMe keeps what is too small to be swapped in host memory
+        allowed = {wanted or device_type} | ({"cpu"} if wanted == NVME else set())
+        if section == "offload_optimizer" and _keeps_part_on_device(ds):
+            allowed.add(device_type)
+        elsewhere = {place: size for place, size in bytes_on.items() if place not in allowed and size}
+        if elsewhere:
+            problems.append(
+                f"zero_optimization.{section}.device={wanted or 'none'} is not in effect: bytes are on "
+                f"{dict(bytes_on)}"
+            )
+    return problems
+
+
+def describe_placement(found: Mapping[str, Any]) -> str:
+    """`12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`."""
+    parameters, state = found["parameters"], found["optimizer_state"]
+    return (
+        f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
+        f"{_places(parameters['bytes_on'])}; optimizer state {_places(state['bytes_on'])}"
+    )
+
+
+def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
+    """Twin-Flow: the first (1 - ratio) of the sub-groups are updated where the model computes."""
+    return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        on_nvme = getattr(getattr(tensor, "final_location", None), "value", None) == NVME
+        numel = getattr(tensor, "ds_numel", tensor.numel())
+        sizes[NVME if on_nvme else tensor.device.type] += numel * tensor.element_size()
+    return dict(sizes)
+
+
+def _swapped_numel(engine: Any) -> int:
+    """Elements of the master weights whose moments are on NVMe; DeepSpeed keeps empty tensors in their place."""
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return 0
+    swappable = engine.optimizer._swappable_optimizer_subgroup
+    sizes = engine.optimizer.fp16_partitioned_groups_flat_numel
+    return sum(numel for index, numel in enumerate(sizes) if swappable(index))
+
+
+def _places(bytes_on: Mapping[str, int]) -> str:
+    return ", ".join(f"{format_size(size)} on {place}" for place, size in sorted(bytes_on.items())) or "nothing"

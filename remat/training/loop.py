@@ -1,22 +1,202 @@
-"""The training loop. Read `train` first: it is the table of contents."""
+"""Train: read `train` first, it is the table of contents. Then evaluation, steps that are skipped, and the end of a run.
+
+A step whose loss or gradient is not finite on any rank is applied by none, recorded with its samples, and bounded.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
+import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import NotInEffect
-from remat.data.batches import StepBatch
+from remat.config.units import format_size
+from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
 from remat.machine import distributed
 from remat.machine.peers import LostPeer
 from remat.model import optimizer
-from remat.saving import swapping
+from remat.report import run_dir, summary
+from remat.report.console import final_rows
+from remat.saving import export, nvme
 from remat.saving.manifest import SaveError
-from remat.training import ending, lost_peer, nonfinite, out_of_memory, proof, rehearsal, saves
-from remat.training.evaluation import evaluate
-from remat.training.nonfinite import TrainingFailed
+from remat.training import ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.run import Parts
+
+
+def finish(parts: Parts, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
+    """Export when the run reached its end; write the ledger; close the record; print the table."""
+    parts.watchdog.enter("export", step)
+    if finished and parts.cfg.save.export:
+        _export(parts, step)
+    distributed.barrier()  # no rank still reads its swap files when they are removed
+    whole = distributed.max_min(parts.window.summary(), parts.world.device)
+    lines = _write_ledger(parts, whole, finished=finished) if parts.proven else []
+    parts.tracker.summarise(ledger.metrics(lines))
+    parts.tracker.finish(0)
+    how = "finished" if finished else f"stopped at step {step}, resumable with resume=auto"
+    parts.console.final_table(
+        f"{parts.cfg.name} {how}",
+        final_rows(whole, dict(metrics) | parts.peaks, ledger.in_words(lines) | summary.files(parts.folder)),
+    )
+
+
+def failed(parts: Parts, error: BaseException) -> None:
+    """What is known when a run fails: the allocator's history if memory ran out and `profile.memory` is on; the
+    ledger, once there was a first step. No collectives; raises nothing."""
+    if isinstance(error, out_of_memory.OutOfMemory) and (path := parts.profiler.out_of_memory()):
+        parts.console.warning(f"the allocator's history: {path} (pytorch.org/memory_viz)")
+    if not parts.proven:
+        return
+    try:
+        _write_ledger(parts, {}, finished=False)
+    except Exception as second:  # it would hide why the run failed
+        parts.console.warning(f"no ledger: {type(second).__name__}: {second}")
+
+
+def _export(parts: Parts, step: int) -> None:
+    parts.console.progress(step, parts.cfg.train.steps, doing="exporting")
+    with out_of_memory.named("export", parts.plan):
+        result = export.export(
+            parts.engine,
+            parts.folder / "export",
+            tokenizer=parts.tokenizer,
+            max_shard_size=parts.cfg.save.max_shard_size,
+        )
+    parts.take_memory_peaks()
+    parts.console.note(f"exported {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s)")
+
+
+def _write_ledger(parts: Parts, whole: Mapping[str, float], *, finished: bool) -> list[ledger.Row]:
+    if not parts.world.is_main:
+        return []
+    lines = ledger.rows(parts, whole)
+    content = ledger.record(parts, lines, finished=finished)
+    run_dir.write_json(parts.record_folder / "ledger.json", content)
+    return lines
+
+
+def evaluate(parts: Parts, step: int) -> dict[str, float]:
+    """Mean loss per trained token over the held-out blocks; the same number of forwards on every rank.
+
+    {} without held-out blocks, or when the ranks agree to stop before it is done.
+    """
+    if parts.held_out is None or parts.stop.why is not None:
+        return {}
+    started = time.perf_counter()
+    parts.console.progress(step, parts.cfg.train.steps, doing="evaluating")
+    with parts.window.excluded(), out_of_memory.named("evaluate", parts.plan):
+        mean = _mean_loss(parts, step)
+    parts.in_a_row = 0
+    parts.take_memory_peaks()
+    if parts.stop.why is not None:
+        return {}
+    metrics = {"loss/eval": mean}
+    parts.tracker.log(step, metrics)
+    parts.console.eval_line(step, mean, time.perf_counter() - started)
+    return metrics
+
+
+@torch.no_grad()
+def _mean_loss(parts: Parts, step: int) -> float:
+    cfg, device = parts.cfg.train, parts.world.device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    assert parts.held_out is not None
+    parts.engine.eval()
+    for micro_batch in eval_micro_batches(
+        parts.held_out,
+        micro_batch_size=cfg.micro_batch_size,
+        rank=parts.world.data_rank,
+        world_size=parts.world.data_size,
+        max_batches=cfg.eval_batches,
+    ):
+        parts.watchdog.enter("evaluate", step)
+        if parts.stop.answer():  # asked a micro-batch ago: there is nothing to wait for
+            break
+        parts.stop.ask()
+        inputs = parts.inputs(micro_batch)
+        totals[0] += parts.token_loss(parts.engine, inputs)
+        totals[1] += (inputs["labels"][:, 1:] != NO_LOSS).sum()
+    parts.stop.answer()
+    parts.engine.train()
+    if parts.world.size > 1:
+        dist.all_reduce(totals)
+    return (totals[0] / totals[1].clamp(min=1)).item()
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on (exit 70). Saved states are as they were."""
+
+
+def poison_gradients(loss: torch.Tensor) -> torch.Tensor:
+    """1, or NaN where `loss` is not finite: a factor that makes its gradients so as well, wherever it went wrong.
+
+    The gradients are summed over the ranks, so all of them see it and skip the step.
+    """
+    return 1 + 0 * loss.detach()
+
+
+def skipped(parts: Parts, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None) -> None:
+    """Write a row to `nonfinite.jsonl`. `losses` [micro-batches] are this rank's of step `step`, counted from 0."""
+    own = [index for index, finite in enumerate(losses.isfinite().tolist()) if not finite]
+    everyone = distributed.gather(own)  # a skipped step may take its time
+    if not parts.world.is_main:
+        return
+    scale = loss_scale(parts)
+    micro = parts.cfg.train.micro_batch_size
+    ids = batch.sample_ids.reshape(-1, parts.world.data_size, micro)
+    row = {
+        "step": step + 1,
+        "epoch": batch.epoch,
+        "sample_ids": batch.sample_ids.tolist(),
+        "grad_norm": str(grad_norm),
+        "loss_scale": scale,
+        "non_finite_losses": [
+            {
+                "rank": rank,
+                "micro_batch": index,
+                "sample_ids": ids[index, rank // parts.world.tensor_parallel_size].tolist(),
+            }
+            for rank, indices in enumerate(everyone)
+            for index in indices
+        ],
+    }
+    with (parts.folder / "nonfinite.jsonl").open("a") as record:
+        record.write(json.dumps(row) + "\n")
+    ranks = [str(rank) for rank, indices in enumerate(everyone) if indices]
+    what = f"loss of rank {', '.join(ranks)}" if ranks else "gradient"
+    parts.console.warning(f"step {step + 1} skipped: non-finite {what} (loss scale {scale:g})")
+
+
+def raise_if_nonfinite(parts: Parts, batch: StepBatch, step: int, losses: torch.Tensor) -> None:
+    """ZeRO-0 in fp32 applies any gradient, so a bad one must stop the run before it reaches the weights."""
+    grads = [p.grad for p in parts.engine.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    parts.engine._global_grad_norm = norm
+    if not torch.isfinite(norm):
+        skipped(parts, batch, step, losses, float(norm))
+        raise TrainingFailed(
+            f"step {step + 1}: the gradient is not finite, and ZeRO stage 0 cannot skip a step; "
+            f"batch ids are in {parts.folder / 'nonfinite.jsonl'}"
+        )
+
+
+def raise_if_too_many_skipped(parts: Parts, in_a_row: int, step: int) -> None:
+    """Raise TrainingFailed on every rank once `train.max_skipped_steps` steps in a row, up to `step`, were skipped."""
+    if in_a_row >= parts.cfg.train.max_skipped_steps:
+        raise TrainingFailed(
+            f"{in_a_row} steps in a row had a non-finite loss or gradient (up to step {step}); their batch ids are in "
+            f"{parts.folder / 'nonfinite.jsonl'}. Weights and saved states are as before. Lower optim.lr, look at "
+            "those samples, or raise train.max_skipped_steps"
+        )
+
+
+def loss_scale(parts: Parts) -> float:
+    return float(getattr(parts.engine.optimizer, "cur_scale", 1.0))
+
 
 FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run with exit 70, beside memory
 
@@ -56,7 +236,7 @@ def train(parts: Parts) -> Outcome:
         # raised by all ranks: what they are saving can still be completed
         if isinstance(error, TrainingFailed):
             _complete_last(parts)
-        ending.failed(parts, error)
+        failed(parts, error)
         parts.console.close()
         parts.tracker.finish(1)
         raise
@@ -64,7 +244,7 @@ def train(parts: Parts) -> Outcome:
         parts.batches.close()
         parts.profiler.close()
         parts.applied.remove()
-        swapping.remove(parts.swap_folder, parts.world)
+        nvme.remove_folder(parts.swap_folder, parts.world)
         parts.ownership.release()
         parts.watchdog.close()
 
@@ -91,7 +271,7 @@ def _train(parts: Parts) -> Outcome:
         metrics |= step(parts, progress, last)
         saves.complete_save(parts, progress.step)
         if parts.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
-            rehearsal.rehearse(parts, progress)
+            saves.rehearse(parts, progress)
             stop.now()  # it may have been asked for within the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(parts, progress)
@@ -102,7 +282,7 @@ def _train(parts: Parts) -> Outcome:
         _stop(parts, progress)
     saves.wait_for_save(parts, progress.step)
     finished = progress.step >= cfg.train.steps and stop.why is None
-    ending.finish(parts, progress.step, metrics, finished=finished)
+    finish(parts, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
 
@@ -135,7 +315,7 @@ def start(parts: Parts) -> Progress:
         if "losses" in parts.resumed:  # not in older states
             parts.losses.restore(parts.resumed["losses"])
         parts.tracker.rewind(progress.step)
-    rehearsal.prepare(parts)
+    saves.prepare(parts)
     parts.applied.reset()
     parts.engine.train()
     parts.memory.reset_peak()  # the peak of a step, not of loading
@@ -165,10 +345,10 @@ def _forward_backward_update(parts: Parts, batch: StepBatch, step: int) -> torch
                 loss = parts.token_loss(engine, inputs)
             forward_done(loss)
             with timer.phase("backward"):
-                engine.backward(loss * scale * nonfinite.spread(loss), scale_wrt_gas=False)
+                engine.backward(loss * scale * poison_gradients(loss), scale_wrt_gas=False)
         losses.append(loss.detach())
         if parts.strategy.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
-            nonfinite.refuse(parts, batch, step, torch.stack(losses))
+            raise_if_nonfinite(parts, batch, step, torch.stack(losses))
         if len(losses) == len(batch.micro_batches):
             parts.stop.ask(flushed=parts.saves.flushed)
         with timer.phase("optimizer"):
@@ -185,7 +365,7 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch, losses: torch.T
     else:
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
-        nonfinite.skipped(parts, batch, step, losses, _grad_norm(parts))
+        skipped(parts, batch, step, losses, _grad_norm(parts))
     progress.step += 1
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens
@@ -194,7 +374,7 @@ def _advance(parts: Parts, progress: Progress, batch: StepBatch, losses: torch.T
     if not parts.proven and progress.skipped_in_a_row == 0:
         proof.prove(parts)
         parts.snapshots.write(parts.record_folder, parts.world)
-    nonfinite.refuse_too_many(parts, progress.skipped_in_a_row, progress.step)
+    raise_if_too_many_skipped(parts, progress.skipped_in_a_row, progress.step)
 
 
 def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]:
@@ -206,7 +386,7 @@ def _log(parts: Parts, progress: Progress, mean_loss: float) -> dict[str, float]
     if norm is not None:
         metrics["optim/grad_norm"] = norm
     if parts.engine.fp16_enabled():
-        metrics["optim/loss_scale"] = nonfinite.loss_scale(parts)
+        metrics["optim/loss_scale"] = loss_scale(parts)
     metrics |= {
         "optim/skipped_steps": progress.skipped_steps,
         "tokens/seen": progress.tokens_seen,

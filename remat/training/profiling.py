@@ -1,22 +1,32 @@
-"""`profile=memory|trace|summary`: what a few steps allocate and do, written to RUN_DIR/profile by each rank.
+"""Profile a few steps (`profile=memory|trace|summary`), and take five labelled memory snapshots of every launch.
 
-Three tools of torch, started and stopped at the right places: the allocator's history (`torch.cuda.memory`, for
+Three tools of torch write to RUN_DIR/profile on each rank: the allocator's history (`torch.cuda.memory`, for
 memory_viz), and `torch.profiler`, for a Chrome trace or for tables. None of them changes what is computed. Times of
-the profiled steps are not those of other steps.
+profiled steps are not those of other steps. Snapshots are of load, engine, and of the first optimizer step's last
+forward, last backward and update; reading them costs no synchronisation.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity
 
 from remat.config.options import ConfigError, ProfileConfig
-from remat.machine import nvml
+from remat.machine import distributed, memory
+from remat.machine.distributed import World
+from remat.report import run_dir
 from remat.training.throughput import PhaseTimer, Window
+
+FILE = "snapshots.json"
+LABELS = ("load", "engine", "forward", "backward", "step")
+OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +43,7 @@ def check(cfg: ProfileConfig, device: torch.device) -> None:
             "profile=summary counts what operations take on a CPU too"
         )
     if cfg.nvml_interval_s:
-        nvml.find(device)
+        memory.find_nvml(device)
 
 
 class Profiler:
@@ -52,13 +62,13 @@ class Profiler:
         self._device, self._rank = device, rank
         self._steps = 0
         self._profiler: Any = None
-        self._sampler: nvml.NvmlSampler | None = None
+        self._sampler: memory.NvmlSampler | None = None
         self._wanted = cfg.memory or cfg.trace or cfg.summary
         if self._wanted:
             self._folder.mkdir(exist_ok=True)
         if cfg.nvml_interval_s:
             path = self._folder / f"nvml-rank-{rank}.jsonl"
-            self._sampler = nvml.NvmlSampler(path, nvml.find(device), cfg.nvml_interval_s)
+            self._sampler = memory.NvmlSampler(path, memory.find_nvml(device), cfg.nvml_interval_s)
         if cfg.memory:
             _record(True)  # from now on, so that memory that runs out early is explained too
 
@@ -151,3 +161,55 @@ def _record(on: bool) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
     else:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's memory at one moment. GPU figures are 0 without a GPU and then left out of the file."""
+
+    label: str
+    time_unix_s: float
+    host_resident_bytes: int
+    gpu_allocated_bytes: int = 0
+    gpu_reserved_bytes: int = 0
+
+
+class Snapshots:
+    """Takes them in order; a label that comes again replaces the earlier one until `write` has been called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._process = device, psutil.Process()
+        self._taken: dict[str, Snapshot] = {}
+        self._timer: PhaseTimer | None = None
+
+    def take(self, label: str) -> None:
+        gpu = (0, 0)
+        if self._device.type == "cuda":
+            gpu = (torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
+        resident = self._process.memory_info().rss
+        self._taken[label] = Snapshot(label, round(time.time(), 3), resident, *gpu)
+
+    def follow(self, timer: PhaseTimer) -> None:
+        """Take one at the end of each phase of the first step, until `write`."""
+        self._timer = timer
+        timer.ended = lambda phase: self.take(OF_PHASE[phase]) if phase in OF_PHASE else None
+
+    def write(self, folder: Path, world: World) -> None:
+        """FILE, the largest figures of any rank. Collective; once, after the first step."""
+        if self._timer is None:
+            return
+        self._timer.ended = None
+        self._timer = None
+        every = distributed.gather([asdict(self._taken[name]) for name in LABELS if name in self._taken])
+        if world.is_main:
+            run_dir.write_json(folder / FILE, {"ranks": world.size, "snapshots": highest(every)})
+
+
+def highest(every: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Of the ranks' lists, one list: each figure's largest value; what is 0 on all ranks (no GPU) is left out."""
+    found = []
+    for moment in zip(*every, strict=True):
+        sizes = {key: max(rank[key] for rank in moment) for key in moment[0] if key.endswith("_bytes")}
+        kept = {key: size for key, size in sizes.items() if size}
+        found.append({"label": moment[0]["label"], "time_unix_s": moment[0]["time_unix_s"]} | kept)
+    return found

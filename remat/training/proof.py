@@ -14,7 +14,7 @@ from remat.activation_checkpointing.mechanisms.counters import NotInEffect
 from remat.activation_checkpointing.replay import Recorder
 from remat.machine import distributed
 from remat.report import run_dir, summary
-from remat.training import engine_memory, placement
+from remat.training import engine_memory
 from remat.training.run import Parts
 
 LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather; an evaluation makes it forget
@@ -99,7 +99,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[str]]:
     """What this rank found, and every promise that was not kept on it. No collectives."""
     watch = parts.watch
     assert watch is not None, "the first micro-batch is always watched"
-    where = placement.inspect(parts.engine)
+    where = engine_memory.find_placement(parts.engine)
     found = {
         "layers": verification.rows(parts.applied, watch),
         "placement": where,
@@ -107,7 +107,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[str]]:
         "zero3_gathered_bytes": dict(watch.gathered_bytes),
     }
     broken = verification.broken_promises(parts.applied, watch, parts.cfg.checkpointing)
-    broken += placement.broken_promises(
+    broken += engine_memory.broken_promises(
         where, parts.strategy.ds, ranks=parts.world.data_size, device_type=parts.world.device.type
     )
     return found, broken
@@ -131,4 +131,4 @@ def record(parts: Parts, found: list[dict[str, Any]]) -> dict[str, Any]:
 def line(parts: Parts, found: dict[str, Any]) -> str:
     """For the terminal: layers, bytes, placement."""
     assert parts.watch is not None
-    return f"{verification.line(parts.applied, parts.watch)}; {placement.line(found['placement'])}"
+    return f"{verification.line(parts.applied, parts.watch)}; {engine_memory.describe_placement(found['placement'])}"

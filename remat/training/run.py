@@ -19,16 +19,15 @@ from remat.data.read_ahead import ReadAhead
 from remat.machine import distributed
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import loss, packed_inputs
+from remat.model import loss, packing
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.strategy import Strategy
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
 from remat.training.engine_memory import Held
-from remat.training.profiling import Profiler
+from remat.training.profiling import Profiler, Snapshots
 from remat.training.saves import Saves
-from remat.training.snapshots import Snapshots
 from remat.training.stopping import Stop
 from remat.training.throughput import PhaseTimer, Window
 from remat.training.watchdog import Watchdog
@@ -89,12 +88,12 @@ class Parts:
     def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """A micro-batch on the device, with what this model needs to keep its documents apart."""
         packed, device = self.strategy.packed, self.world.device
-        ends = packed_inputs.ends(packed, self.cfg.model.attention, micro_batch)
+        ends = packing.ends(packed, self.cfg.model.attention, micro_batch)
         found = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in (micro_batch | ends).items()
         }
-        return packed_inputs.given(packed, found, self.engine.module)
+        return packing.given(packed, found, self.engine.module)
 
     def take_memory_peaks(self) -> dict[str, float]:
         """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""

@@ -21,7 +21,7 @@ import torch
 
 from remat.config.options import ConfigError, RunConfig
 from remat.config.redact import redact
-from remat.machine import distributed, network, peers
+from remat.machine import distributed, peers
 from remat.machine.peers import Peers, Wait
 from remat.report import run_dir
 
@@ -67,10 +67,10 @@ def join(
     verdict = Verdict(**found.agree("facts", mine, lambda everyone: asdict(judge(everyone)), wait))
     found.hosts = verdict.hosts
     if verdict.problem is None:
-        interface, problem = network.choose(verdict.addresses, os.environ)
+        interface, problem = distributed.choose_interface(verdict.addresses, os.environ)
         verdict = Verdict(**found.agree("network", {"problem": problem}, lambda e: _network(e, verdict), wait))
         if interface:
-            network.use(interface)
+            distributed.use_interface(interface)
     if verdict.problem:
         found.refuse_together()
         raise ConfigError(verdict.problem)
@@ -86,7 +86,7 @@ def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]
     size, device = str(distributed.world_size_from_env()), "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "host": socket.gethostname(),
-        "address": network.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        "address": distributed.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         "options": {name: told for name, told in options.items() if name not in MAY_DIFFER},
         "code": {key: (value, value) for key, value in code().items()},
         "commit": run_dir.commit(),

@@ -30,7 +30,7 @@ hide_gpus_from_cpu_ranks()
 from remat.config import compose  # noqa: E402
 from remat.machine import distributed, signals  # noqa: E402
 from remat.saving import hf_files, manifest  # noqa: E402
-from remat.training import build, loop, rehearsal, saves  # noqa: E402
+from remat.training import build, loop, saves  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 240.0
@@ -50,7 +50,7 @@ class Fault:
         if self.what in ("nan", "other", "drop"):
             hf_files.save_file = self._save_file
         if self.what == "leftover" and RANK == 0:
-            (parts.folder / rehearsal.FOLDER / "saved").mkdir(parents=True)
+            (parts.folder / saves.FOLDER / "saved").mkdir(parents=True)
         if parts is not None and self.what == "slow":
             self._watch(parts)
 
@@ -99,7 +99,11 @@ class Fault:
                 come()
             real_wait(*args, may_fail=may_fail)
 
-        parts.token_loss, parts.tracker.finish_wandb_soon, saves.wait_for_save = token_loss, finish_wandb_soon, wait
+        parts.token_loss, parts.tracker.finish_wandb_soon, saves.wait_for_save = (
+            token_loss,
+            finish_wandb_soon,
+            wait,
+        )
 
 
 def one(run: dict[str, Any]) -> dict[str, Any]:

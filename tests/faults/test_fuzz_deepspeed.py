@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.config import compose, ds_config, ds_defaults
-from remat.config.choices import Precision
 from remat.config.ds_config import RunValues
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Precision
 from tests.faults.fuzz import as_json, assert_clear, budget, ends, json_values, torn
 
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted(compose.DS_CONFIG_DIR.glob("*.json"))}

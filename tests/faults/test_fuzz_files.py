@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.config.choices import BadRows, DataFormat, DataSource, ModelInit
-from remat.config.options import ConfigError, DataConfig, ModelConfig
+from remat.config.options import (
+    BadRows,
+    ConfigError,
+    DataConfig,
+    DataFormat,
+    DataSource,
+    ModelConfig,
+    ModelInit,
+)
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
 from remat.model import hf_model

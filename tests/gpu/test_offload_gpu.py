@@ -12,8 +12,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.host_pool import slab_bytes
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
-from remat.config.choices import Policy, StorageDtype
-from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, StorageDtype
 from tests import small_models, watched
 
 pytestmark = [

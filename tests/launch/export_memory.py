@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from remat.config.choices import Precision
-from remat.config.options import ModelConfig
+from remat.config.options import ModelConfig, Precision
 from remat.model.hf_model import build
 from remat.saving import export, manifest, state_files
 

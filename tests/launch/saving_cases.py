@@ -24,8 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat.config.choices import Attention, Precision
-from remat.config.options import ModelConfig
+from remat.config.options import Attention, ModelConfig, Precision
 from remat.machine import distributed, ops
 from remat.model import optimizer
 from remat.model.hf_model import build

@@ -9,11 +9,10 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose, ds_config
-from remat.config.choices import Policy, Precision
-from remat.config.options import CheckpointingConfig
+from remat.config.options import CheckpointingConfig, Policy, Precision
 from remat.model import meta_kernels
-from remat.planning.simulation import zero3, zero3_events
-from remat.planning.simulation.zero3_events import Event, Parameters
+from remat.planning.simulation import zero3
+from remat.planning.simulation.zero3 import Event, Parameters
 from tests import small_models
 from tests.pool import RankPool
 
@@ -81,7 +80,7 @@ def replayed(name: str) -> tuple[int, int]:
     net, cfg = model(), POLICIES[name]
     applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     watch, events = applied.watch(torch.device("cpu")), list[Event]()
-    with meta_kernels.linear_of(3), zero3_events.recorded(net, events.append), applied.micro_batch(), watch:
+    with meta_kernels.linear_of(3), zero3.recorded(net, events.append), applied.micro_batch(), watch:
         net(input_ids=IDS, use_cache=False).logits.sum().backward()
     applied.remove()
     assert not any(module._forward_hooks for module in net.modules())

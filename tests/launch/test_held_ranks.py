@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat.config import compose, ds_config
-from remat.config.choices import Precision
+from remat.config.options import Precision
 from remat.planning import model_states
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category

@@ -13,9 +13,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
-from remat.config.choices import ModelInit, PeftMethod, Precision
-from remat.config.options import ModelConfig, PeftConfig
-from remat.model import hf_model, lora
+from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
+from remat.model import hf_model
+from remat.model.adapters import add_lora
 from remat.model.layers import decoder_layers
 from remat.saving import export, manifest
 from tests.launch import tiny
@@ -182,7 +182,7 @@ def trained_engine(folder: Path, stage: int, offload: bool) -> dict[str, Any]:
     built = {"precision": Precision.fp32, "ds_config": ds, "zero_stage": stage, "seed": 3}
     net = hf_model.build(cfg, hf_model.load_config(cfg), **built)  # type: ignore[arg-type]
     peft = PeftConfig(method=PeftMethod.lora, r=4)
-    wrapped = lora.apply(net, peft, layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
+    wrapped = add_lora(net, peft, layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
     adamw = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
     engine = deepspeed.initialize(model=wrapped, optimizer=adamw, config=ds, dist_init_required=False)[0]
 

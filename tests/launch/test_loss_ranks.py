@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat.config.choices import LossKind, Precision
-from remat.config.options import ModelConfig
+from remat.config.options import LossKind, ModelConfig, Precision
 from remat.model import hf_model, loss
 from tests.pool import RankPool
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat.config.choices import ModelInit, Precision
-from remat.config.options import ModelConfig
-from remat.model import hf_model as model
+from remat.config.options import ModelConfig, ModelInit, Precision
+from remat.model import hf_model
 from tests.launch.tiny import make_model
 from tests.pool import RankPool
 
@@ -27,8 +26,8 @@ def build(cfg: ModelConfig, stage: int, precision: Precision) -> Any:
         "bf16": {"enabled": precision is Precision.bf16},
         "zero_optimization": zero,
     }
-    config = model.load_config(cfg)
-    return model.build(cfg, config, precision=precision, ds_config=ds, zero_stage=stage, seed=3)
+    config = hf_model.load_config(cfg)
+    return hf_model.build(cfg, config, precision=precision, ds_config=ds, zero_stage=stage, seed=3)
 
 
 def shards(cfg: ModelConfig, precision: Precision) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def shards(cfg: ModelConfig, precision: Precision) -> dict[str, Any]:
     import deepspeed
 
     net = build(cfg, 3, precision)
-    shard_bytes = model.assert_sharded(net, torch.distributed.get_world_size())
+    shard_bytes = hf_model.assert_sharded(net, torch.distributed.get_world_size())
     resident = sum(p.untyped_storage().nbytes() for p in net.parameters())
     values = {}
     for name, parameter in net.named_parameters():
@@ -71,7 +70,7 @@ def test_every_parameter_is_a_shard_and_the_values_are_those_of_stage_2(
 def whole_model_claims_to_be_sharded() -> str:
     net = build(ModelConfig(architecture=TINY), 2, Precision.fp32)
     try:
-        model.assert_sharded(net, 2)
+        hf_model.assert_sharded(net, 2)
     except RuntimeError as error:
         return str(error)
     return ""

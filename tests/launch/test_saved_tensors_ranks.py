@@ -9,8 +9,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.mechanisms import saved_tensors
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
 from tests.pool import RankPool
 from tests.small_models import build

@@ -9,9 +9,8 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose, ds_config
-from remat.config.choices import LossKind, PeftMethod, Policy, Precision
-from remat.config.options import CheckpointingConfig, PeftConfig
-from remat.model import lora, loss, qlora
+from remat.config.options import CheckpointingConfig, LossKind, PeftConfig, PeftMethod, Policy, Precision
+from remat.model import adapters, loss
 from remat.model.layers import decoder_layers
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import ZeroSettings
@@ -56,9 +55,9 @@ def model(method: PeftMethod = PeftMethod.none, device: str = "cpu") -> Any:
     ).to(torch.bfloat16)
     net = net.to(device)
     if method is PeftMethod.qlora:
-        qlora.quantise(net, decoder_layers(net), torch.bfloat16, torch.device(device))
+        adapters.quantise(net, decoder_layers(net), torch.bfloat16, torch.device(device))
     if method is not PeftMethod.none:
-        net = lora.wrap(net, PeftConfig(method=method, r=4), decoder_layers(net)).to(torch.bfloat16).train()
+        net = adapters.wrap(net, PeftConfig(method=method, r=4), decoder_layers(net)).to(torch.bfloat16).train()
         for parameter in net.parameters():
             if parameter.requires_grad and not parameter.is_meta:
                 torch.nn.init.normal_(parameter, std=0.05)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat.config import compose, ds_config
-from remat.config.choices import Precision
+from remat.config.options import Precision
 from remat.model import optimizer as optim
 from remat.planning import model_states
 from tests import small_models

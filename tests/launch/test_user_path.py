@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from remat.config import compose
-from remat.config.choices import LossKind
+from remat.config.options import LossKind
 from remat.data.batches import eval_micro_batches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer

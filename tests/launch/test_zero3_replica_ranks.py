@@ -11,12 +11,11 @@ import torch
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.op_watch import Watch
 from remat.config import compose, ds_config
-from remat.config.choices import Policy, Precision
-from remat.config.options import CheckpointingConfig
+from remat.config.options import CheckpointingConfig, Policy, Precision
 from remat.model import meta_kernels
-from remat.planning.simulation import zero3, zero3_events
+from remat.planning.simulation import zero3
 from remat.planning.simulation.types import ZeroSettings
-from remat.planning.simulation.zero3_events import Event, Kind, Parameters
+from remat.planning.simulation.zero3 import Event, Kind, Parameters
 from tests import small_models
 from tests.pool import RankPool
 
@@ -142,7 +141,7 @@ def record(name: str, frozen: bool, device: str) -> tuple[Parameters, list[Event
     events: list[Event] = []
     ids = IDS.to(device)
     around = meta_kernels.as_in_a_run(3) if device == "meta" else meta_kernels.linear_of(3)
-    with around, zero3_events.recorded(net, events.append), applied.micro_batch():
+    with around, zero3.recorded(net, events.append), applied.micro_batch():
         loss = net(input_ids=ids, use_cache=False).logits.sum()
         in_forward = len(events)
         loss.backward()

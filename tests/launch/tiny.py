@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
-from remat.config.choices import Packing
+from remat.config.options import Packing
 from remat.data.batches import GlobalBatches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer

@@ -31,16 +31,16 @@ def bare_layers() -> None:
 
 
 def whole_parameters() -> None:
-    from remat.training import placement
+    from remat.training import engine_memory
 
-    inspect = placement.inspect
+    inspect = engine_memory.find_placement
 
     def inspected(engine: Any) -> dict[str, Any]:
         found = inspect(engine)
         found["parameters"]["sharded"] = 0
         return found
 
-    placement.inspect = inspected
+    engine_memory.find_placement = inspected
 
 
 def main(argv: list[str]) -> int:

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, verification
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy
 from remat.model import layers
 from tests import small_models, watched
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
-from remat.planning import advice, advice_candidates, planner, recording, screening
+from remat.planning import advice, advice_candidates, recording, screening
+from remat.planning.plan import Planned, make_plan, needed_bytes
 
 BASE = [
     "recipe=tiny_zero3_offload",
@@ -27,8 +28,8 @@ SMALL_GPU = [*BASE, "hardware.gpu_memory_gib=0.9"]
 NO_HOST = [*BASE, "hardware.host_memory_gib=0.5"]
 
 
-def plan(args: list[str]) -> planner.Planned:
-    return planner.make(compose.from_command_line(args).run)
+def plan(args: list[str]) -> Planned:
+    return make_plan(compose.from_command_line(args).run)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_no_other_single_change_is_cheaper(found: advice.Advice) -> None:
         if option.kind is not advice_candidates.Kind.same_training:
             continue
         try:
-            single = planner.make(compose.from_command_line([*args, *option.words]).run, recordings=known)
+            single = make_plan(compose.from_command_line([*args, *option.words]).run, recordings=known)
         except ConfigError:
             continue
         if single.plan.fits:
@@ -119,7 +120,7 @@ def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:
     ]
     changes = advice.advise(args, plan(args)).changes
     same = [change for change in changes if not change.changes_training]
-    needs = [(len(c.overrides), planner.needed_bytes(c.planned, "GPU memory")) for c in same]
+    needs = [(len(c.overrides), needed_bytes(c.planned, "GPU memory")) for c in same]
     assert all(change.planned.time.unknown for change in same)
     assert len(same) > 1 and needs == sorted(needs)
 
@@ -128,7 +129,7 @@ def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:
 def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
     words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]
     cfg = compose.from_command_line([*BASE, *words]).run
-    whole, known = planner.make(cfg), recording.Recordings()
+    whole, known = make_plan(cfg), recording.Recordings()
     estimate = screening.Screen(known).estimate(cfg)
     assert known.made == 2
     assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.02)
@@ -142,6 +143,6 @@ def test_plans_that_differ_in_sizes_of_zero_share_a_recording() -> None:
     known = recording.Recordings()
     for words in (["deepspeed.config=zero1"], ["deepspeed.config=zero2"], ["train.global_batch_size=32"]):
         cfg = compose.from_command_line([*BASE, *words]).run
-        shared = planner.make(cfg, recordings=known)
-        assert shared.plan == planner.make(cfg).plan
+        shared = make_plan(cfg, recordings=known)
+        assert shared.plan == make_plan(cfg).plan
     assert known.made == 1

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from remat.config import compose, validation
-from remat.config.choices import DataSource, Policy, Precision
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, DataSource, Policy, Precision
 
 
 def run(*words: str) -> compose.RunConfig:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from remat.config.choices import BadRows, DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import build, cache
 from remat.data.blocks import Blocks, BlockWriter
 from remat.data.cache import Splits, open_blocks, summary

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from remat.config.choices import BadRows, DataFormat
-from remat.config.options import ConfigError
+from remat.config.options import BadRows, ConfigError, DataFormat
 from remat.data.blocks import Blocks, BlockWriter
 from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
 from remat.data.rows import BadRowLog, Document

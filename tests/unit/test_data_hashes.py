@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from remat.config.choices import DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import ConfigError, DataConfig, DataSource
 from remat.data import build, cache, hashes
 from remat.data.cache import open_blocks
-from remat.data.files import find_files
-from remat.data.hashes import Hashes
+from remat.data.files import FOLDER, READ_BYTES, Hashes, find_files
 from remat.data.tokenizer import byte_tokenizer
 
 
@@ -89,7 +87,7 @@ def test_a_touched_or_copied_file_is_the_same_data(
     assert builds == [first, one]
 
 
-@pytest.mark.parametrize("size", [100, 3 * hashes.READ_BYTES + 5])
+@pytest.mark.parametrize("size", [100, 3 * READ_BYTES + 5])
 def test_an_edited_byte_is_other_data_even_with_its_time_put_back(
     tmp_path: Path, read: list[int], size: int
 ) -> None:
@@ -133,7 +131,7 @@ def test_a_damaged_memory_costs_reading_and_nothing_else(
     cfg: DataConfig, read: list[int], content: str
 ) -> None:
     first = key(cfg)
-    (memory,) = (Path(cfg.cache_dir) / hashes.FOLDER).iterdir()
+    (memory,) = (Path(cfg.cache_dir) / FOLDER).iterdir()
     good = memory.read_text()
     memory.write_text(content.replace("%s", str(files(cfg)[0])))
     assert key(cfg) == first and len(read) == 6

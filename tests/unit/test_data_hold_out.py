@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.config.choices import DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import held_out as hold_out
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks, summary

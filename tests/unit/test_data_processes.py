@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.config.choices import DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import ConfigError, DataConfig, DataSource
 from remat.data import cache
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
@@ -38,7 +37,7 @@ def opened(cfg: DataConfig) -> Splits:
 RANK = """
 import json, logging, sys
 from remat.machine import owner_lock
-from remat.config.choices import DataSource
+from remat.config.options import DataSource
 from remat.config.options import ConfigError, DataConfig
 from remat.data import build, cache
 from remat.data.tokenizer import byte_tokenizer

@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from remat.config.choices import BadRows, DataFormat, DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import sources
 from remat.data.rows import BadRowLog
 from remat.data.sources import documents

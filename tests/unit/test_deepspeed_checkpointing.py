@@ -20,8 +20,7 @@ from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import (
     problems,
 )
 from remat.activation_checkpointing.op_watch import Watch
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
+from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig, Policy
 from remat.model import layers
 from tests.pool import RankPool
 

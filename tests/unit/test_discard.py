@@ -13,8 +13,7 @@ from remat.activation_checkpointing import apply, policy, validation, verificati
 from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
 from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs, Region
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
-from remat.config.choices import Attention, Policy
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
 from tests import small_models, watched
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from remat.config import ds_config, ds_defaults
-from remat.config.choices import Precision
 from remat.config.ds_config import RunValues
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Precision
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

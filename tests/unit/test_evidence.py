@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import verification
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig
 from tests import small_models, watched
 
 SMALL = small_models.SIZES

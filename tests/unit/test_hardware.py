@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from remat.config import compose
-from remat.config.choices import Precision
-from remat.config.options import ConfigError, HardwareConfig
+from remat.config.options import ConfigError, HardwareConfig, Precision
 from remat.machine.gpus import GPUS, LAUNCH_US, find_gpu, machine, share
 
 MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))

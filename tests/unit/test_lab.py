@@ -21,7 +21,7 @@ from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Spot
 from remat.lab.measure import Measured
-from remat.launch import launch_report
+from remat.launch import supervisor
 from remat.planning.launch_plan import LaunchPlan
 from remat.training.out_of_memory import Measured as Memory
 from remat.training.out_of_memory import OutOfMemory
@@ -359,7 +359,7 @@ def out_of_memory() -> str:
     return str(OutOfMemory("backward", plan, place="GPU", layer=3, measured=Memory(1, 1, 1), cause="no room"))
 
 
-KILLED = launch_report.killed(0, peak_bytes=1, together_bytes=1, limit_bytes=1, oom_kills=1)
+KILLED = supervisor.killed(0, peak_bytes=1, together_bytes=1, limit_bytes=1, oom_kills=1)
 
 
 @pytest.mark.parametrize(

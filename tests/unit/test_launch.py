@@ -11,7 +11,7 @@ from deepspeed.launcher import runner
 
 from remat import cli
 from remat.config.options import ConfigError
-from remat.launch import arguments, launch_report, processes, rank_keeper
+from remat.launch import arguments, processes, rank_keeper, supervisor
 
 
 def test_every_option_of_the_installed_runner_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +103,13 @@ def test_a_log_keeps_what_a_terminal_would_have_kept() -> None:
 
 def test_a_kill_is_told_with_what_speaks_for_it() -> None:
     gib = 2**30
-    said = launch_report.killed(
-        1, peak_bytes=21 * gib, together_bytes=40 * gib, limit_bytes=42 * gib, oom_kills=1
-    )
+    said = supervisor.killed(1, peak_bytes=21 * gib, together_bytes=40 * gib, limit_bytes=42 * gib, oom_kills=1)
     assert "rank 1 was killed (SIGKILL). Host out of memory?" in said
     assert (
         "21.0 of 42.0 GiB, 40.0 GiB with the other ranks" in said
         and "counts 1 out-of-memory kill since" in said
     )
-    said = launch_report.killed(0, peak_bytes=0, together_bytes=0, limit_bytes=gib, oom_kills=None)
+    said = supervisor.killed(0, peak_bytes=0, together_bytes=0, limit_bytes=gib, oom_kills=None)
     assert "an unknown part of 1.0 GiB" in said and "does not tell" in said
 
 

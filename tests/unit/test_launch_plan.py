@@ -14,6 +14,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
 from remat.planning import launch_plan, planner, strategy
+from remat.planning.plan import Planned
 from remat.report import run_report
 from remat.training import ledger
 
@@ -43,7 +44,7 @@ def test_a_launch_with_a_plan_warns_of_nothing(tmp_path: Path) -> None:
 def test_a_launch_whose_plan_fails_says_so_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> planner.Planned:
+    def fail(*args: Any, **kwargs: Any) -> Planned:
         raise error
 
     monkeypatch.setattr(planner, "make", fail)

@@ -18,9 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose, validation
-from remat.config.choices import LossKind, PeftMethod, Precision
-from remat.config.options import ConfigError, ModelConfig, PeftConfig
-from remat.model import flops, hf_model, lora, loss
+from remat.config.options import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
+from remat.model import adapters, flops, hf_model, loss
 from remat.model.layers import decoder_layers
 from remat.planning import strategy
 from remat.saving import export
@@ -59,7 +58,7 @@ def built(fields: dict[str, Any], **more: Any) -> Any:
 
 
 def adapted(net: Any, cfg: PeftConfig, seed: int = 3) -> PeftModel:
-    return lora.apply(net, cfg, layers=decoder_layers(net), ds_config={}, zero_stage=0, seed=seed)
+    return adapters.add_lora(net, cfg, layers=decoder_layers(net), ds_config={}, zero_stage=0, seed=seed)
 
 
 def engine(net: nn.Module) -> Any:
@@ -78,7 +77,7 @@ def filled(net: PeftModel) -> PeftModel:
 @pytest.mark.parametrize(("fields", "names"), FOUND, ids=lambda value: str(value)[:24])
 def test_every_linear_of_the_decoder_layers_and_nothing_else(fields: dict[str, Any], names: list[str]) -> None:
     net = built(fields)
-    assert sorted(lora.find_targets(decoder_layers(net), [])) == sorted(names)
+    assert sorted(adapters.find_targets(decoder_layers(net), [])) == sorted(names)
     wrapped = adapted(net, config())
     inside = {id(module) for layer in decoder_layers(wrapped) for module in layer.modules()}
     holders = [(path, m) for path, m in wrapped.named_modules() if hasattr(m, "lora_A")]
@@ -105,7 +104,7 @@ def test_an_equal_name_outside_the_layers_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["lm_head", "mlp", "q", "self_attn.q_proj"])
 def test_an_unknown_name_lists_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        lora.find_targets(decoder_layers(built(LLAMA)), ["q_proj", name])
+        adapters.find_targets(decoder_layers(built(LLAMA)), ["q_proj", name])
     assert "peft.target_modules" in str(caught.value)
     assert f": {name} is not" in str(caught.value)
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(caught.value)
@@ -153,7 +152,9 @@ def values(stage: int, precision: Precision) -> dict[str, Any]:
     net = hf_model.build(
         cfg, hf_model.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3
     )
-    wrapped = lora.apply(net, config(), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3)
+    wrapped = adapters.add_lora(
+        net, config(), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3
+    )
     found: dict[str, Any] = {"shard_bytes": hf_model.assert_sharded(wrapped, 2) if stage == 3 else 0}
     found["resident_bytes"] = sum(p.untyped_storage().nbytes() for p in wrapped.parameters())
     found["values"] = {}
@@ -282,15 +283,15 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
 
 def test_a_skeleton_plans_the_same_files(tmp_path: Path) -> None:
     """What `remat export` builds from run_dir/model alone."""
-    from remat.saving import adapter_files
+    from remat.saving import hf_files
 
     net = adapted(built(GPT2), config(target_modules=["c_attn"]))
     hf_config = copy.deepcopy(net.get_base_model().config)
-    export.write_model_card(tmp_path, hf_config, None, None, adapter_files.config_of(net))
+    export.write_model_card(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
     card = tmp_path / "model"
     kind = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(card)))
-    skeleton = adapter_files.skeleton(kind, AutoConfig.from_pretrained(card), card)
+    skeleton = hf_files.build_adapter_skeleton(kind, AutoConfig.from_pretrained(card), card)
     assert all(p.is_meta for p in skeleton.parameters())
-    live, offline = (adapter_files.plan(m, torch.float32) for m in (net, skeleton))
+    live, offline = (hf_files.plan_adapter(m, torch.float32) for m in (net, skeleton))
     assert (live.shapes, live.units) == (offline.shapes, offline.units)
     assert len(live.shapes) == 4

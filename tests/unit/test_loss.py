@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.config.choices import LossKind
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, LossKind
 from remat.model import loss
 from tests.live_bytes import LiveBytes
 

@@ -9,8 +9,7 @@ import torch
 
 from remat.activation_checkpointing import validation
 from remat.activation_checkpointing.mechanisms import low_precision
-from remat.config.choices import Attention, Policy, StorageDtype
-from remat.config.options import CheckpointingConfig
+from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
 from tests import small_models, watched
 
 EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]

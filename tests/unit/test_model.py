@@ -11,9 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.config.choices import Attention, ModelInit, Precision
-from remat.config.options import ConfigError, ModelConfig
-from remat.model import hf_model as model
+from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, Precision
+from remat.model import hf_model
 from tests.launch.tiny import make_model
 
 TINY = {
@@ -29,7 +28,7 @@ TINY = {
 
 def build(cfg: ModelConfig, **more: object) -> torch.nn.Module:
     settings = {"precision": Precision.fp32, "ds_config": {}, "zero_stage": 2, "seed": 1} | more
-    return model.build(cfg, model.load_config(cfg), **settings)
+    return hf_model.build(cfg, hf_model.load_config(cfg), **settings)
 
 
 def pretrained(folder: Path, **more: object) -> ModelConfig:
@@ -49,7 +48,7 @@ def test_random_values_follow_the_seed() -> None:
 @pytest.mark.parametrize("precision", list(Precision))
 def test_precision_is_the_dtype_of_every_weight(precision: Precision) -> None:
     net = build(ModelConfig(architecture=TINY), precision=precision)
-    assert {p.dtype for p in net.parameters()} == {model.DTYPES[precision]}
+    assert {p.dtype for p in net.parameters()} == {hf_model.DTYPES[precision]}
 
 
 def test_attention_implementation_is_what_was_asked() -> None:
@@ -61,13 +60,13 @@ def test_attention_implementation_is_what_was_asked() -> None:
 def test_missing_flash_attention_is_an_error_not_a_fallback() -> None:
     cfg = ModelConfig(architecture=TINY, attention=Attention.flash_attention_2)
     with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be had"):
-        model.skeleton(model.load_config(cfg), cfg)
+        hf_model.skeleton(hf_model.load_config(cfg), cfg)
 
 
 def test_a_model_without_sdpa_names_the_attention_that_works() -> None:
     cfg = ModelConfig(architecture={"model_type": "gpt_oss", "num_hidden_layers": 1})
     with pytest.raises(ConfigError, match=r"model\.attention=sdpa cannot be had.*model\.attention=eager"):
-        model.skeleton(model.load_config(cfg), cfg)
+        hf_model.skeleton(hf_model.load_config(cfg), cfg)
 
 
 def test_tied_embeddings_share_one_weight() -> None:
@@ -90,7 +89,7 @@ def test_weights_go_from_the_files_onto_the_device(tmp_path: Path, monkeypatch: 
         asked.append(kwargs.get("device_map"))
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(model.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(hf_model.AutoModelForCausalLM, "from_pretrained", watched)
     device = torch.device("cpu")
     onto, plain = build(cfg, onto=device), build(cfg)
     assert asked == [{"": device}, None]
@@ -106,7 +105,7 @@ def test_pretrained_keeps_what_architecture_does_not_say(tmp_path: Path) -> None
         path=str(tmp_path / "m"),
         architecture={"model_type": "llama", "hidden_size": 32},
     )
-    assert model.load_config(cfg).rope_parameters["rope_theta"] == 123.0
+    assert hf_model.load_config(cfg).rope_parameters["rope_theta"] == 123.0
 
 
 def test_architecture_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
@@ -145,34 +144,34 @@ def test_pickled_weights_need_a_word(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_configured_names_the_option(cfg: ModelConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        model.load_config(cfg)
+        hf_model.load_config(cfg)
 
 
 def test_broken_config_json_names_the_folder(tmp_path: Path) -> None:
     make_model(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.path="):
-        model.load_config(ModelConfig(init=ModelInit.pretrained, path=str(tmp_path / "m")))
+        hf_model.load_config(ModelConfig(init=ModelInit.pretrained, path=str(tmp_path / "m")))
 
 
 def test_a_config_without_a_causal_language_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="causal"):
         cfg = ModelConfig(init=ModelInit.pretrained, path=str(tmp_path))
-        model.facts(model.skeleton(model.load_config(cfg), cfg))
+        hf_model.facts(hf_model.skeleton(hf_model.load_config(cfg), cfg))
 
 
 def test_facts_are_those_of_the_real_model() -> None:
     cfg = ModelConfig(architecture=TINY)
     real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
-    facts = model.facts(model.skeleton(model.load_config(cfg), cfg))
+    facts = hf_model.facts(hf_model.skeleton(hf_model.load_config(cfg), cfg))
     assert facts.num_params == sum(p.numel() for p in real.parameters())
     assert facts.num_embedding_params == 64 * 32
     assert facts.class_name == "LlamaForCausalLM"
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
-    config = model.load_config(ModelConfig(architecture=TINY))
-    model.check_vocabulary(config, 64, "mine")
+    config = hf_model.load_config(ModelConfig(architecture=TINY))
+    hf_model.check_vocabulary(config, 64, "mine")
     with pytest.raises(ConfigError, match=r"model\.tokenizer=mine has 65 tokens"):
-        model.check_vocabulary(config, 65, "mine")
+        hf_model.check_vocabulary(config, 65, "mine")

@@ -17,8 +17,7 @@ from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.host_pool import HostPool
 from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
-from remat.config.choices import Policy, StorageDtype
-from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig, StorageDtype
 from tests import small_models, watched
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import cpuinfo
 import pytest
 import torch
 
-from remat.config.choices import Schedule
-from remat.config.options import OptimConfig
+from remat.config.options import OptimConfig, Schedule
 from remat.model import optimizer
 
 

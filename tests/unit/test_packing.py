@@ -13,10 +13,17 @@ from transformers import AutoConfig
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose
-from remat.config.choices import Attention, Packing, Policy
-from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, RunConfig
-from remat.model import hf_model, layers, meta_kernels, packed_inputs, packing, small_copy
-from remat.model.packed_inputs import Packed, Way
+from remat.config.options import (
+    Attention,
+    CheckpointingConfig,
+    ConfigError,
+    ModelConfig,
+    Packing,
+    Policy,
+    RunConfig,
+)
+from remat.model import hf_model, layers, meta_kernels, packing, small_copy
+from remat.model.packing import Packed, Way
 from remat.planning import recording, strategy
 from tests import small_models
 from tests.pool import RankPool
@@ -73,7 +80,7 @@ def second_documents(net: Any, batch: dict[str, torch.Tensor], packed: Packed | 
     batch = dict(batch)
     if packed is None:
         del batch["position_ids"]
-    inputs = packed_inputs.given(packed, batch, net) if packed else batch
+    inputs = packing.given(packed, batch, net) if packed else batch
     labels = inputs.pop("labels")
     net.zero_grad()
     torch.manual_seed(7)  # dropout
@@ -115,7 +122,7 @@ def test_a_packed_document_is_as_it_is_alone(model_type: str) -> None:
     batch = micro_batch(2, first=1)
     labels = batch.pop("labels")
     with torch.no_grad():
-        packed = net(**packed_inputs.given(way_of(net), batch, net), use_cache=False).logits
+        packed = net(**packing.given(way_of(net), batch, net), use_cache=False).logits
         for row, bound in enumerate(BOUNDS):
             for part in (slice(0, bound), slice(bound, LENGTH)):
                 alone = net(input_ids=batch["input_ids"][row : row + 1, part], use_cache=False).logits[0]
@@ -157,7 +164,7 @@ def test_flash_attention_is_told_where_documents_end(rows: int) -> None:
     net = small_models.build("llama").eval()
     batch, other = micro_batch(rows, first=1), micro_batch(rows, first=2)
     packed = Packed(Packing.documents, "", Way.positions)
-    ends = packed_inputs.ends(packed, Attention.flash_attention_2, batch)
+    ends = packing.ends(packed, Attention.flash_attention_2, batch)
     documents = sorted(
         {*range(0, rows * LENGTH + 1, LENGTH), *(i * LENGTH + b for i, b in enumerate(BOUNDS[:rows]))}
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remat.training import placement
+from remat.training import engine_memory
 
 ELEMENTS, RANKS = 1000, 2
 SHARE = 2 * ELEMENTS // RANKS  # Adam's two moments
@@ -41,7 +41,7 @@ def ds(stage: int = 3, optimizer: Any = None, param: Any = None) -> dict[str, An
 
 
 def broken(report: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    return placement.broken_promises(report, config, ranks=RANKS, device_type="cuda")
+    return engine_memory.broken_promises(report, config, ranks=RANKS, device_type="cuda")
 
 
 CPU, NVME, NONE = {"device": "cpu"}, {"device": "nvme"}, {"device": "none"}
@@ -117,4 +117,4 @@ def test_broken(name: str) -> None:
 
 def test_in_one_line() -> None:
     text = "4 of 4 parameters sharded, this rank holds 1.95 KiB on cuda; optimizer state 3.91 KiB on cuda"
-    assert placement.line(found()) == text
+    assert engine_memory.describe_placement(found()) == text

@@ -82,7 +82,7 @@ def no_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise ConfigError("peft.method=qlora needs bitsandbytes\nmore of it")
 
-    monkeypatch.setattr("remat.model.qlora._bitsandbytes", missing)
+    monkeypatch.setattr("remat.model.adapters._bitsandbytes", missing)
 
 
 def accuracy_main(monkeypatch: pytest.MonkeyPatch, work: Path, *words: str) -> list[dict[str, Any]]:

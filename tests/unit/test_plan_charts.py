@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
-from remat.planning import planner, recording, sweep
+from remat.planning import plan, recording, sweep
 from remat.planning.simulation.types import Phase
 from remat.report import plan_charts
 
@@ -20,7 +20,7 @@ PNG = b"\x89PNG"
 
 def test_bars_times_and_the_curve_are_those_of_the_plan() -> None:
     known = recording.Recordings()
-    planned = planner.make(compose.from_command_line(BASE).run, recordings=known)
+    planned = plan.make_plan(compose.from_command_line(BASE).run, recordings=known)
     bars = plan_charts.bars(planned)
     assert bars[0].total_gib * units.GIB == pytest.approx(planned.plan.resources[0].needed_bytes)
     host = sum(bar.total_gib for bar in bars if "host" in bar.title)

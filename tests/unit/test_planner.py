@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose
 from remat.config.units import GIB
-from remat.planning import advice, planner
+from remat.planning import advice
+from remat.planning.plan import Planned, make_plan
 from remat.planning.simulation.types import Category
 
 
-def plan(*words: str) -> planner.Planned:
-    return planner.make(compose.compose_run(list(words)).run)
+def plan(*words: str) -> Planned:
+    return make_plan(compose.compose_run(list(words)).run)
 
 
 @pytest.mark.parametrize("recipe", compose.recipe_names())

@@ -13,8 +13,7 @@ import torch
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.op_watch import Watch
 from remat.config import compose
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, OffloadConfig, SelectiveOpsConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig
 from tests import small_models, watched
 
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma", "phi")

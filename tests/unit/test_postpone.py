@@ -12,8 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms import lazy_matmul
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig
+from remat.config.options import CheckpointingConfig, Policy
 from remat.model import meta_kernels
 
 WIDTH = 16

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from remat.config import compose, ds_config
-from remat.config.choices import ModelInit, Precision
 from remat.config.ds_config import RunValues
-from remat.config.options import ModelConfig, SaveConfig
+from remat.config.options import ModelConfig, ModelInit, Precision, SaveConfig
 from remat.config.units import GIB
 from remat.machine import node
 from remat.machine.node import Disk, Machine

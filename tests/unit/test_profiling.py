@@ -15,10 +15,10 @@ import torch
 
 from remat.config import compose
 from remat.config.options import ConfigError, ProfileConfig
-from remat.machine import nvml
-from remat.report import report_snapshots
+from remat.machine import memory
+from remat.report import charts
 from remat.report.charts import LIGHT
-from remat.training import snapshots
+from remat.training import profiling
 from remat.training.profiling import Profiler, check
 from remat.training.throughput import PhaseTimer, Window
 
@@ -125,7 +125,7 @@ def test_snapshots_are_the_largest_of_any_rank_in_order() -> None:
             for index, label in enumerate(("load", "engine"))
         ]  # fmt: skip
 
-    found = snapshots.highest([rank(10, 7), rank(20, 5)])
+    found = profiling.highest([rank(10, 7), rank(20, 5)])
     assert [moment["label"] for moment in found] == ["load", "engine"]
     assert [moment["host_resident_bytes"] for moment in found] == [20, 21]
     assert [moment["gpu_allocated_bytes"] for moment in found] == [7, 7]
@@ -133,7 +133,7 @@ def test_snapshots_are_the_largest_of_any_rank_in_order() -> None:
 
 
 def test_each_phase_of_the_first_step_leaves_a_snapshot(tmp_path: Path) -> None:
-    timer, taken = PhaseTimer(CPU), snapshots.Snapshots(CPU)
+    timer, taken = PhaseTimer(CPU), profiling.Snapshots(CPU)
     taken.take("load")
     taken.take("engine")
     taken.follow(timer)
@@ -141,8 +141,8 @@ def test_each_phase_of_the_first_step_leaves_a_snapshot(tmp_path: Path) -> None:
         with timer.phase(phase):
             pass
     taken.write(tmp_path, SimpleNamespace(is_main=True, size=1))
-    content = json.loads((tmp_path / snapshots.FILE).read_text())
-    assert [moment["label"] for moment in content["snapshots"]] == list(snapshots.LABELS)
+    content = json.loads((tmp_path / profiling.FILE).read_text())
+    assert [moment["label"] for moment in content["snapshots"]] == list(profiling.LABELS)
     assert all(moment["host_resident_bytes"] > 1e6 for moment in content["snapshots"])
     assert timer.ended is None
 
@@ -177,12 +177,12 @@ def test_the_driver_is_sampled_beside_training_and_its_failure_is_a_row(
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     path = tmp_path / "profile" / "nvml-rank-0.jsonl"
-    sampler = nvml.NvmlSampler(path, object(), interval_s=0.001)
+    sampler = memory.NvmlSampler(path, object(), interval_s=0.001)
     assert fake.failed.wait(30)
     sampler.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row.get("used_bytes") for row in rows] == [2**30, 2**31, 3 * 2**30, None]
     assert rows[0]["power_w"] == 400
     assert rows[-1]["error"] == "the GPU is lost"
-    assert len(report_snapshots.samples(path)) == 3
-    assert set(report_snapshots.pictures(tmp_path, LIGHT)) == {"nvml"}
+    assert len(charts.samples(path)) == 3
+    assert set(charts.draw_snapshots(tmp_path, LIGHT)) == {"nvml"}

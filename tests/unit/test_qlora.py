@@ -14,11 +14,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose
-from remat.config.choices import ModelInit, PeftMethod, Policy, Precision
-from remat.config.options import CheckpointingConfig, ConfigError, ModelConfig, PeftConfig
-from remat.model import hf_model, lora, meta_kernels, qlora
+from remat.config.options import (
+    CheckpointingConfig,
+    ConfigError,
+    ModelConfig,
+    ModelInit,
+    PeftConfig,
+    PeftMethod,
+    Policy,
+    Precision,
+)
+from remat.model import adapters, hf_model, meta_kernels
 from remat.model.layers import decoder_layers
-from remat.planning import model_states, planner, strategy
+from remat.planning import model_states, plan, strategy
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import Category
 from tests import small_models
@@ -43,8 +51,8 @@ def adapted(
     """Four layers with adapters that do something."""
     net = small_models.build(family, **({"num_hidden_layers": LAYERS} | sizes)).to(dtype).to(device)
     if method is PeftMethod.qlora:
-        qlora.quantise(net, decoder_layers(net), dtype, device)
-    wrapped = lora.wrap(net, PeftConfig(method=method, r=4), decoder_layers(net)).to(dtype).train()
+        adapters.quantise(net, decoder_layers(net), dtype, device)
+    wrapped = adapters.wrap(net, PeftConfig(method=method, r=4), decoder_layers(net)).to(dtype).train()
     torch.manual_seed(3)
     for parameter in wrapped.parameters():
         if parameter.requires_grad and not parameter.is_meta:
@@ -57,12 +65,14 @@ def pretrained(folder: Path, *, while_reading: bool, family: str = "llama") -> A
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder))
     config = hf_model.load_config(cfg)
     skeleton = hf_model.skeleton(config, cfg)
-    loading = qlora.loading(skeleton, decoder_layers(skeleton), BF16, CPU) if while_reading else None
+    loading = (
+        adapters.loading_quantised(skeleton, decoder_layers(skeleton), BF16, CPU) if while_reading else None
+    )
     net = hf_model.build(
         cfg, config, precision=Precision.bf16, ds_config={}, zero_stage=2, seed=1, loading=loading
     )
     assert while_reading == any(p.dtype is torch.uint8 for p in net.parameters())
-    qlora.quantise(net, decoder_layers(net), BF16, CPU)
+    adapters.quantise(net, decoder_layers(net), BF16, CPU)
     return net
 
 
@@ -91,7 +101,7 @@ def test_weights_quantised_while_reading_are_those_quantised_later(family: str, 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_planned_bytes_are_those_of_the_model(family: str, tmp_path: Path) -> None:
-    sizes = qlora.weights(decoder_layers(small_models.build(family)))
+    sizes = adapters.find_quantised(decoder_layers(small_models.build(family)))
     net = pretrained(tmp_path, while_reading=True, family=family)
     held = [p for p in net.parameters() if p.dtype is torch.uint8]
     whole = [p for p in net.parameters() if p.dtype is not torch.uint8]
@@ -111,7 +121,7 @@ def test_planned_bytes_are_those_of_the_model(family: str, tmp_path: Path) -> No
     )
     assert {item.name: item.bytes_per_rank for item in items if item.name in expected} == expected
     meta = small_models.build(family).to(BF16).to(META)
-    qlora.quantise(meta, decoder_layers(meta), BF16, META)
+    adapters.quantise(meta, decoder_layers(meta), BF16, META)
     shapes = [tuple(t.shape) for p in held for t in [p, *constants(p)]]
     planned = [p for p in meta.parameters() if p.dtype is torch.uint8]
     assert [tuple(t.shape) for p in planned for t in [p, *constants(p)]] == shapes
@@ -262,12 +272,12 @@ def test_what_cannot_work_is_refused_before_weights_are_read(words: list[str], t
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'remat\[qlora\]'"):
-        qlora.check(zero_stage=2)
+        adapters.check_quantised(zero_stage=2)
 
 
 def test_a_7b_is_planned() -> None:
     words = ["peft=qlora", "model=llama2_7b", "hardware=1x4090", "deepspeed.config=zero2"]
-    planned = planner.make(compose.compose_run(words).run)
+    planned = plan.make_plan(compose.compose_run(words).run)
     facts = planned.strategy.facts
     assert len(facts.quantised_weights) == 32 * 7
     assert sum(facts.quantised_weights) == 32 * (4 * 4096**2 + 3 * 4096 * 11008)

@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.op_watch import Watch
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
 from tests import small_models
 from tests.pool import RankPool

@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from remat.activation_checkpointing import apply, dry_run, policy
 from remat.activation_checkpointing.mechanisms import recompute, segments
 from remat.activation_checkpointing.replay import Replayed
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
+from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 
 HIDDEN, LAYERS = 8, 4
 FULL = CheckpointingConfig()

@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from remat.config import compose
-from remat.config.choices import Reshard
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Reshard
 from remat.machine import rng
 from remat.planning.preflight import DoesNotFit
 from remat.saving import manifest, reshard
 from remat.saving import save as saving
 from remat.saving.manifest import Manifest, SavedState
-from remat.training import resuming
+from remat.training import build
 
 SHAPES = [{"a": torch.Size([3, 4]), "b": torch.Size([5])}, {"c": torch.Size([7])}]
 CPU: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -186,7 +185,7 @@ def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, *words: st
     ).run
     cfg.train.precision = "fp32"  # type: ignore[assignment]
     told: list[str] = []
-    found = resuming.point(
+    found = build.find_resume_point(
         cfg,
         SimpleNamespace(ds=CPU, zero_stage=3),  # type: ignore[arg-type]
         SimpleNamespace(size=1),  # type: ignore[arg-type]

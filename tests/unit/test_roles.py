@@ -8,8 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, ConfigError, SelectiveOpsConfig
+from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
 from remat.model import roles
 from remat.model.layers import decoder_layers
 from tests.small_models import ARCHITECTURES, build

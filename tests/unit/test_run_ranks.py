@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from remat.config.choices import DataSource
-from remat.config.options import ConfigError, DataConfig
+from remat.config.options import ConfigError, DataConfig, DataSource
 from remat.data import cache
 from remat.data.tokenizer import byte_tokenizer
 from remat.machine import distributed, owner_lock
 from remat.machine.owner_lock import OwnerLock
 from remat.report import run_dir
-from remat.saving import swapping
+from remat.saving.nvme import own_folder, remove_folder
 from tests.pool import RankPool
 
 
@@ -164,14 +163,14 @@ def swap(nvme: str, run: str, nodes: int, *, keep: bool) -> str:
     world = distributed.current()
     local = SimpleNamespace(rank=world.rank, local_rank=world.rank if nodes == 1 else 0, is_main=world.is_main)
     rendered = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": nvme}}}
-    own = swapping.own_folder(rendered, Path(run), local)  # type: ignore[arg-type]
+    own = own_folder(rendered, Path(run), local)  # type: ignore[arg-type]
     assert own is not None and rendered["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(own)
     distributed.barrier()
     if local.local_rank == 0:
         (own / "state.swp").write_text("live")
     distributed.barrier()
     if not keep:
-        swapping.remove(own, local)  # type: ignore[arg-type]
+        remove_folder(own, local)  # type: ignore[arg-type]
     return str(own)
 
 

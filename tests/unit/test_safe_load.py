@@ -20,7 +20,7 @@ from remat.config.options import ConfigError
 from remat.saving import export, manifest, safe_load, save, state_files
 from remat.saving.manifest import SavedState
 from remat.saving.safe_load import UnsafeFile
-from remat.training import resuming
+from remat.training import build
 from tests.unit import test_reshard as states
 
 
@@ -184,7 +184,7 @@ def test_a_resume_refuses_every_kind_of_file_before_a_model(tmp_path: Path, kind
     world: Any = SimpleNamespace(size=1, is_main=True)
     console: Any = SimpleNamespace(warning=print, note=print)
     with pytest.raises(ConfigError, match=rf"resume: .*{Path(kind).name} is refused"):
-        resuming.point(cfg, strategy, world, console)
+        build.find_resume_point(cfg, strategy, world, console)
     assert not marker.exists()
 
 

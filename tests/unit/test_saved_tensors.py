@@ -17,8 +17,7 @@ from remat.activation_checkpointing.mechanisms import discard_output, offload, s
 from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
-from remat.config.choices import Policy
-from remat.config.options import CheckpointingConfig, OffloadConfig
+from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
 from tests import small_models, watched
 

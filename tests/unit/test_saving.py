@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from remat.config.choices import Precision
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, Precision
 from remat.machine import rng
-from remat.saving import disk_space, manifest, unfinished
+from remat.saving import disk_space, manifest
 from remat.saving import save as saving
 from remat.saving.manifest import SaveError
 
@@ -186,7 +185,7 @@ def test_a_kill_while_a_state_is_replaced_loses_nothing(
     assert manifest.verify(tmp_path / "saved" / "step-000001") == []
 
 
-def begin(run: Path, step: int, *, keep: int = 5) -> unfinished.Unfinished:
+def begin(run: Path, step: int, *, keep: int = 5) -> saving.Unfinished:
     started = saving.begin(Engine(), run, step=step, client_state={"step": step}, keep=keep)
     started.in_background()
     return started

@@ -19,8 +19,14 @@ from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
 from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
 from remat.activation_checkpointing.op_watch import Watch
-from remat.config.choices import Attention, Policy
-from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, SelectiveOpsConfig
+from remat.config.options import (
+    Attention,
+    CheckpointingConfig,
+    ConfigError,
+    OffloadConfig,
+    Policy,
+    SelectiveOpsConfig,
+)
 from remat.model.layers import decoder_layers
 from tests import watched
 from tests.pool import RankPool

@@ -15,13 +15,13 @@ from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.op_watch import Watch
 from remat.config import compose
-from remat.config.choices import Attention, LossKind, Packing
-from remat.config.options import CheckpointingConfig, ConfigError
-from remat.model import layers, loss, meta_kernels, packed_inputs
-from remat.model.packed_inputs import Packed, Way
-from remat.planning import planner, policies
-from remat.planning.simulation import op_costs, simulate
-from remat.planning.simulation.timeline import Ready, Timeline
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, LossKind, Packing
+from remat.model import layers, loss, meta_kernels, packing
+from remat.model.packing import Packed, Way
+from remat.planning import policies
+from remat.planning.plan import make_plan
+from remat.planning.simulation import simulate
+from remat.planning.simulation.timeline import Ready, Timeline, workspace_bytes
 from remat.planning.simulation.types import Category, Phase, Simulation, ZeroSettings
 from tests import small_models
 from tests.live_bytes import LiveBytes
@@ -81,7 +81,7 @@ def recorded(
             stage_3=stage == 3,
             micro_batch_size=ROWS,
             seq_len=seq_len,
-            given=packed_inputs.planned(packed, Attention.sdpa, net),
+            given=packing.planned(packed, Attention.sdpa, net),
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=False,  # a CPU's kernels have others
             on_gpu=on_gpu,
@@ -105,7 +105,7 @@ def real(net: Any, cfg: CheckpointingConfig, packed: Packed = WHOLE) -> Watch:
         ends = ([20, 44], [50, 14])
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ends])
     with applied.micro_batch(), watch:
-        inputs = packed_inputs.given(packed, batch, net)
+        inputs = packing.given(packed, batch, net)
         value = token_loss(net, inputs)
         watch.forward_done()
         value.backward()
@@ -236,8 +236,8 @@ def test_a_kernels_workspace_counts_where_it_runs() -> None:
     key = torch.empty(1, 2, 100, 80, dtype=torch.bfloat16, device="meta")
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     fp32, grouped = 4 * 4 * 128 * (96 + 1), 2 * 4 * 100 * 80 * 2
-    assert op_costs.workspace_bytes(backward, (None, query, key)) == fp32 + grouped
-    assert op_costs.workspace_bytes(backward, (None, query, query)) == fp32
+    assert workspace_bytes(backward, (None, query, key)) == fp32 + grouped
+    assert workspace_bytes(backward, (None, query, query)) == fp32
 
 
 def test_gradients_of_one_tensor_are_summed_in_place() -> None:
@@ -294,7 +294,7 @@ from remat.activation_checkpointing import apply, policy
 from remat.model import layers
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.op_watch import Watch
-from remat.config.choices import LossKind
+from remat.config.options import LossKind
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import ZeroSettings
 cfg = compose.compose_run(["model=llama70b", "checkpointing=full"]).run
@@ -374,7 +374,7 @@ def test_latent_attention_and_experts_are_planned_in_every_precision(family: str
         family, {"head_dim": 16, "num_local_experts": 4}
     )
     cfg = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
-    planned = planner.make(cfg)
+    planned = make_plan(cfg)
     assert planned.plan.peak_bytes > 0 and len(planned.simulation.kept_bytes) == fields["num_hidden_layers"]
     assert policies.count(cfg, "none").kept_bytes > 0
 
@@ -388,4 +388,4 @@ def test_what_cannot_be_planned_is_one_sentence() -> None:
         fields = {} if family == "blt" else small_models.SIZES
         broken = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
         with pytest.raises(ConfigError, match=words):
-            planner.make(broken)
+            make_plan(broken)

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, validation, verification
-from remat.config.choices import Attention, Policy
-from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, OffloadConfig, Policy
 from remat.model import layers
 from tests import small_models, watched
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from remat.config import compose
-from remat.config.choices import Precision
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError, Precision, RunConfig
 from remat.config.units import GIB
 from remat.planning import model_states, preflight, strategy
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.planning import planner, sweep
+from remat.planning import plan, sweep
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=1x4090", "model.architecture.num_hidden_layers=2"]
 SWEPT = [*BASE, "checkpointing=none,full", "train.micro_batch_size=1,3,8"]
@@ -51,10 +51,10 @@ def test_a_sweep_is_its_single_plans_and_a_refused_point_a_row() -> None:
         if "train.micro_batch_size=3" in point.overrides:
             assert point.planned is None and "train.global_batch_size" in point.refused
         else:
-            alone = planner.make(compose.from_command_line([*BASE, *point.overrides]).run)
+            alone = plan.make_plan(compose.from_command_line([*BASE, *point.overrides]).run)
             assert point.planned is not None and point.planned.plan == alone.plan
     costs = {
-        p.overrides: (planner.needed_bytes(p.planned, "GPU memory"), p.planned.time.total_s)
+        p.overrides: (plan.needed_bytes(p.planned, "GPU memory"), p.planned.time.total_s)
         for p in points
         if p.planned
     }

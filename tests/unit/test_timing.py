@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from remat.config.choices import Precision
+from remat.config.options import Precision
 from remat.machine.gpus import Machine
 from remat.planning.simulation.types import Moment, OpCost, Phase, Simulation, ZeroSettings
 from remat.planning.step_time import StepTime, step_time

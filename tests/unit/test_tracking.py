@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from remat.config.choices import WandbMode
-from remat.config.options import TrackingConfig
+from remat.config.options import TrackingConfig, WandbMode
 from remat.report import tracking
 from remat.report.tracking import Tracker, read_metrics
 from tests.wandb_file import read_wandb

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.config.choices import StorageDtype
+from remat.config.options import StorageDtype
 
 LARGEST = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
 STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}

@@ -30,8 +30,7 @@ from remat.activation_checkpointing.mechanisms import low_precision
 from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.host_pool import HostPool
 from remat.activation_checkpointing.mechanisms.version import Version
-from remat.config.choices import StorageDtype
-from remat.config.options import OffloadConfig
+from remat.config.options import OffloadConfig, StorageDtype
 
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
 

@@ -1,18 +1,116 @@
 """Lay what DeepSpeed holds (gathered parameters, gradients, buckets) over a record of live bytes, and find the peaks.
 
 A record is replayed in a fraction of a second, so one simulation answers for any ZeRO setting of the same stage.
+`Gradients` is what DeepSpeed 0.19.8 holds on the GPU during one backward. ZeRO-3's bucket and flat gradients are there
+from the start: they belong to the model states, as does everything on the host.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from remat.planning.simulation import zero3
-from remat.planning.simulation.gradients import Gradients
 from remat.planning.simulation.timeline import KINDS, Part, Ready, Snapshot
 from remat.planning.simulation.types import Category, Moment, Phase, ZeroSettings
-from remat.planning.simulation.zero3_events import Event, Kind, Parameters
+from remat.planning.simulation.zero3 import Event, Kind, Parameters
+
+IN_BACKWARD = {"gradients", "reduction buckets"}  # items of planning.states below stage 3 that are counted here
+ALLREDUCE_ELEMENTS = 500_000_000  # runtime/engine.py:3921
+
+
+class Gradients:
+    """Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends`.
+
+    `kept_bytes` and `bucket_bytes` are there after a call. Each returns the same two at the worst instant within it,
+    where `ready` leaves out the gradient itself: it is autograd's until then.
+    """
+
+    def __init__(self, parameters: Parameters, settings: ZeroSettings, *, rank: int = 0) -> None:
+        self.bucket_bytes = 0
+        self._of, self._settings = parameters, settings
+        trained = [i for i, wanted in enumerate(parameters.trained) if wanted]
+        self._width = max((parameters.item_bytes[p] for p in trained), default=0)
+        self._all_bytes = self._bytes(trained)
+        self._owned = _owned(parameters, trained, settings.world_size, rank)
+        self._shard_bytes = 0 if settings.offload_optimizer else self._bytes(self._owned)
+        # Stage 1 reduces as it goes only where the hooks may and the boundary is this backward.
+        stage, accumulating = settings.stage, settings.accumulating
+        self._as_it_goes = stage >= 2 or (stage == 1 and settings.overlap_comm and not accumulating)
+        self._whole: set[int] = set(trained) if accumulating and not self._as_it_goes else set()
+        self._waiting: list[int] = []  # for the next reduction
+        self._too_large: set[int] = set()  # those that did not go into the bucket
+        self._earlier = self._shard_bytes if accumulating and stage == 2 else 0
+        self._shards = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._bytes(self._whole | self._too_large) + self._earlier + self._shards
+
+    def ready(self, parameter: int) -> tuple[int, int]:
+        """Into the bucket (stage_1_and_2.py:1414, stage3.py:1569), or kept until the last micro-batch is done."""
+        if self._settings.stage in (1, 2):  # with the first gradient: one bucket, two with overlap_comm (:3256)
+            buckets = 2 if self._settings.overlap_comm else 1
+            self.bucket_bytes = buckets * self._settings.reduce_bucket_size * self._width
+        worst = self.kept_bytes, self.bucket_bytes
+        if not self._as_it_goes:
+            self._whole.add(parameter)
+            return worst
+        size, elements = self._settings.reduce_bucket_size, self._of.elements[parameter]
+        filled = sum(self._of.elements[p] for p in self._waiting)
+        if filled and filled + elements > size:
+            worst = self._reduce()
+        self._waiting.append(parameter)
+        if elements > size:
+            self._too_large.add(parameter)
+        return worst
+
+    def backward_ends(self) -> tuple[int, int]:
+        """Whole gradients are reduced: by stage 0 in copies of up to 500 M elements, by stage 1 through its bucket."""
+        if self._as_it_goes:
+            return self._reduce()
+        kept, bucket = self.kept_bytes, self.bucket_bytes
+        if self._settings.stage == 0:
+            alone = self._settings.world_size == 1
+            return kept, 0 if alone else min(self._all_bytes, ALLREDUCE_ELEMENTS * self._width)
+        return kept + self._shard_bytes, bucket  # the first rank owns what is reduced first
+
+    def _reduce(self) -> tuple[int, int]:
+        """Stages 1 and 2 take memory for all of this rank's gradients when the first of them comes out of the bucket.
+
+        Stage 1 lets a gradient that did not fit lie, unless it is this rank's (stage_1_and_2.py:2184, 2262). Stage 3
+        copies its bucket to cut it by ranks, unless it is one gradient that divides (coalesced_collectives.py:102).
+        """
+        members, self._waiting = self._waiting, []
+        if self._settings.stage < 3:
+            if self._owned.intersection(members):
+                self._shards = self._shard_bytes
+            worst = self.kept_bytes, self.bucket_bytes
+            self._too_large &= set() if self._settings.stage == 2 else self._too_large - self._owned
+            return worst
+        world, worst = self._settings.world_size, (self.kept_bytes, 0)
+        self._too_large.clear()
+        if not members or (len(members) == 1 and self._of.elements[members[0]] % world == 0):
+            return worst
+        padded = (math.ceil(self._of.elements[p] / world) * world * self._of.item_bytes[p] for p in members)
+        return worst[0], sum(padded)
+
+    def _bytes(self, parameters: Iterable[int]) -> int:
+        return sum(self._of.elements[p] * self._of.item_bytes[p] for p in parameters)
+
+
+def _owned(parameters: Parameters, trained: list[int], world_size: int, rank: int) -> set[int]:
+    """Those of which this rank's share of the flat parameters has a part (taken as one group)."""
+    shard = math.ceil(sum(parameters.elements[p] for p in trained) / world_size)
+    found, start = set(), 0
+    for p in trained:
+        end = start + parameters.elements[p]
+        if start < (rank + 1) * shard and end > rank * shard:
+            found.add(p)
+        start = end
+    return found
 
 
 class Instant(NamedTuple):

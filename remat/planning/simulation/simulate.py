@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from remat.model.meta_kernels import as_in_a_run, explained
-from remat.planning.simulation import peaks, zero3_events
+from remat.planning.simulation import peaks, zero3
 from remat.planning.simulation.timeline import Scope, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
-from remat.planning.simulation.zero3_events import Parameters
+from remat.planning.simulation.zero3 import Parameters
 
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 Given = Callable[[dict[str, Tensor]], dict[str, Any]]
@@ -114,7 +114,7 @@ def record(
             as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=given is not None)
         )
         if stage_3:
-            stack.enter_context(zero3_events.recorded(model, timeline.cut))
+            stack.enter_context(zero3.recorded(model, timeline.cut))
         stack.enter_context(timeline.gradients_taken())
         stack.enter_context(around)
         stack.enter_context(timeline)

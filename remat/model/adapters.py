@@ -1,0 +1,255 @@
+"""Train small adapters beside frozen linear layers: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023).
+
+peft makes the adapters, bitsandbytes the 4-bit weights; each is imported only when it is asked for. Adapters have the
+model's dtype, since DeepSpeed trains one dtype; Adam updates its fp32 master copy. Under ZeRO-3 they are created as
+shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised constants;
+embeddings, the output head, norms and biases keep the dtype of training. Runs and plans ask the same functions here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from remat.config.options import ConfigError, PeftConfig
+from remat.machine import rng
+
+BLOCK = 64  # weights that share a constant
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+ADAPTER = "default"  # peft's own name for the only adapter; it is not part of the files' keys
+
+
+def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str]:
+    """Leaf names of the linear modules inside the decoder `layers` that get an adapter, in the order of the model.
+
+    Empty `wanted` means all of them; the output head is outside the layers and never among them. GPT-2's `Conv1D`
+    counts as linear. Raises ConfigError naming what was found when `wanted` has another name, or nothing is there.
+    """
+    found: dict[str, None] = {}
+    for layer in layers:
+        for path, module in layer.named_modules():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                found[path.rpartition(".")[2]] = None
+    unknown = [name for name in wanted if name not in found]
+    if unknown or not found:
+        raise ConfigError(
+            f"peft.target_modules={list(wanted)}: {', '.join(unknown) or 'a linear module'} is not in the decoder "
+            f"layers, which have {', '.join(found) or 'none (peft=none trains such a model)'}"
+        )
+    return [name for name in found if not wanted or name in wanted]
+
+
+def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -> PeftModel:
+    """`model` with its weights frozen and adapters, of no defined value, in its decoder `layers`; changed in place.
+
+    Fit for a model on the meta device, to count. Raises ConfigError as `find_targets` does.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = find_targets(layers, cfg.target_modules)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    chosen = [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in names]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=cfg.r,
+        lora_alpha=cfg.alpha,
+        lora_dropout=cfg.dropout,
+        target_modules=names,
+        exclude_modules="|".join(re.escape(path) for path, module in chosen if id(module) not in inside)
+        or None,
+        fan_in_fan_out=all(isinstance(module, Conv1D) for _, module in chosen),
+        init_lora_weights=False,  # peft would draw before ZeRO-3 could gather: `apply` draws afterwards
+    )
+    config.base_model_name_or_path = model.name_or_path or None
+    wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+    config.init_lora_weights = True  # what `apply` does, and what a reader of adapter_config.json expects
+    return wrapped
+
+
+def add_lora(
+    model: PreTrainedModel,
+    cfg: PeftConfig,
+    *,
+    layers: Sequence[nn.Module],
+    ds_config: dict[str, Any],
+    zero_stage: int,
+    seed: int,
+) -> PeftModel:
+    """Adapters on a built model, each a shard under ZeRO-3, with peft's first values: A uniform, B zero.
+
+    The values are the same on every rank, and on a CPU at every ZeRO stage. Collective under ZeRO-3.
+    """
+    with _sharded(ds_config) if zero_stage == 3 else contextlib.nullcontext():
+        wrapped = wrap(model, cfg, layers)
+    rng.seed(seed)
+    for module in wrapped.modules():
+        if ADAPTER in getattr(module, "lora_A", ()):
+            with _whole(module) if zero_stage == 3 else contextlib.nullcontext():
+                module.reset_lora_parameters(ADAPTER, True)  # type: ignore[operator]
+    wrapped.train()
+    return wrapped
+
+
+def check_lora_offload(param_device: str | None) -> None:
+    """Raise ConfigError for what DeepSpeed 0.19.8 cannot do: it assigns a frozen parameter's swap buffer twice."""
+    if param_device == "nvme":
+        raise ConfigError(
+            "peft.method=lora freezes parameters, which DeepSpeed cannot prefetch from NVMe: choose "
+            "deepspeed.config=zero3_offload, or set "
+            "deepspeed.overrides.zero_optimization.offload_param.device=cpu and keep optimizer state on NVMe"
+        )
+
+
+def describe_lora(cfg: PeftConfig, trained: int, total: int) -> str:
+    """The run's header: what is trained, in parameters."""
+    where = ", ".join(cfg.target_modules) or "every linear module of the decoder layers"
+    return f"LoRA r={cfg.r} alpha={cfg.alpha} on {where}: {trained:,} of {total:,} parameters trained"
+
+
+def _sharded(ds_config: dict[str, Any]) -> Any:
+    """Modules created inside are partitioned at once."""
+    import deepspeed
+
+    return deepspeed.zero.Init(config_dict_or_path=ds_config)
+
+
+def _whole(module: Any) -> Any:
+    """Both adapter matrices gathered, to be written by rank 0 for all."""
+    import deepspeed
+
+    matrices = [module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight]
+    return deepspeed.zero.GatheredParameters(matrices, modifier_rank=0)
+
+
+def check_quantised(zero_stage: int) -> None:
+    """Raise ConfigError for what cannot work: bitsandbytes is not there, or ZeRO-3 would shard nothing."""
+    if zero_stage == 3:
+        raise ConfigError(
+            "peft.method=qlora with ZeRO-3 (deepspeed.config): transformers does not shard a model that it quantises, "
+            "so every rank would hold it whole and parameters could not be offloaded; choose deepspeed.config=zero2 "
+            "or zero2_offload, or peft=lora"
+        )
+    _bitsandbytes()
+
+
+def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Elements of each weight that will be quantised. Fit for a model on the meta device.
+
+    Raises ConfigError when most of the layers is not made of linear modules, as fused experts are not.
+    """
+    found = tuple(module.weight.numel() for layer in layers for module in _plain_linears(layer))
+    total = sum(p.numel() for layer in layers for p in layer.parameters())
+    if 2 * sum(found) < total:
+        raise ConfigError(
+            f"peft.method=qlora would quantise {sum(found):,} of the {total:,} parameters in the decoder layers: the "
+            "others (experts in one tensor, say) are no linear modules, which bitsandbytes needs; choose peft=lora"
+        )
+    return found
+
+
+def loading_quantised(
+    skeleton: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Arguments of `from_pretrained` that quantise each weight as it is read, right onto `device`."""
+    from transformers import BitsAndBytesConfig
+
+    inside = _ids(layers)
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=[
+                path
+                for path, module in skeleton.named_modules()
+                if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in inside
+            ],
+        ),
+        "device_map": {"": device},
+    }
+
+
+def quantise(model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+    """Quantise what is not yet of a transformers model, one weight at a time, onto `device`.
+
+    Fit for meta, where shapes alone are made.
+    """
+    bnb, inside = _bitsandbytes(), _ids(layers)
+    todo = [(path, module) for path, module in model.named_modules() if id(module) in inside]
+    for path, module in todo:
+        if _is_plain(module):
+            model.set_submodule(path, _quantised(module, bnb, dtype, device))
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            _set_up(module)
+    model.is_loaded_in_4bit = True  # what peft asks
+
+
+def describe_quantised(weights: Sequence[int]) -> str:
+    """The run's header: what is quantised, in parameters."""
+    return f"{sum(weights):,} parameters in {len(weights)} matrices as 4-bit NF4, the rest as trained"
+
+
+def _quantised(module: Any, bnb: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+    rows, columns = weight.shape
+    with torch.device("meta"):
+        new = bnb.nn.Linear4bit(columns, rows, module.bias is not None, dtype, quant_type="nf4")
+    # The table of 8-bit constants is made once per process: not on meta, where it would have no values.
+    bnb.functional.name2qmap.setdefault("dynamic", bnb.functional.create_dynamic_map())
+    packed, state = bnb.functional.quantize_4bit(
+        weight.detach().to(device).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    new.weight = bnb.nn.Params4bit(packed, quant_state=state, quant_type="nf4", module=new, bnb_quantized=True)
+    new.quant_state = state
+    if module.bias is not None:
+        new.bias = module.bias
+    new.source_cls = type(module)  # as transformers does
+    trained: nn.Module = new.train(module.training)
+    return trained
+
+
+def _set_up(module: Any) -> None:
+    module.support_avx512bf16_for_cpu = (
+        False  # an evaluation would repack weights for a kernel without a gradient
+    )
+    module.register_state_dict_post_hook(_without_constants)
+
+
+def _without_constants(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Of a frozen weight nothing is saved, so neither are its constants."""
+    for name in [name for name in state if name.startswith(f"{prefix}weight.")]:
+        del state[name]
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            f"peft.method=qlora needs bitsandbytes, which cannot be imported ({error}): pip install 'remat[qlora]'"
+        ) from error
+    return bitsandbytes
+
+
+def _plain_linears(layer: nn.Module) -> Iterator[Any]:
+    return (module for module in layer.modules() if _is_plain(module))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Of the classes that transformers replaces."""
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
+
+
+def _ids(layers: Sequence[nn.Module]) -> set[int]:
+    return {id(module) for layer in layers for module in layer.modules()}
