@@ -194,11 +194,11 @@ def export(
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
     from remat.saving import export as exporting
-    from remat.saving import manifest, save
+    from remat.saving import load, manifest
 
     if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
-    found = save.find(run_dir)
+    found = load.find_newest(run_dir)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.policy import LayerDecision
 from remat.config import compose, ds_config
-from remat.config.options import Attention, ConfigError, LossKind, PeftMethod, Precision, RunConfig
-from remat.machine import gpus, versions
-from remat.model import adapters, flops, hf_model, layers, loss, meta_kernels, packing
+from remat.config.options import Attention, ConfigError, PeftMethod, RunConfig
+from remat.model import adapters, hf_model, layers, meta_kernels, packing
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
-from remat.planning import preflight
 
 
 @dataclass(frozen=True)
@@ -179,63 +176,7 @@ def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model
     )
 
 
-def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
-    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` a warning).
-
-    Raises ConfigError for a precision that the machine has not.
-
-    Memory and disks are looked at with the plan, when the ranks can speak to each other.
-    """
-    if old := versions.too_old():
-        raise preflight.DoesNotFit("\n".join(old))
-    lacking = preflight.too_few_gpus(needed=local_size, found=torch.cuda.device_count())
-    if lacking and not cfg.force:
-        raise preflight.DoesNotFit(f"{lacking}. Start anyway with force=true")
-    if lacking:
-        warn(f"force=true: starting although {lacking}")
-    _check_precision(cfg.train.precision)
-
-
 def counted_model(cfg: RunConfig) -> Any:
     """The model whose FLOPs are counted: with its adapters, weights that are held in 4 bits in their own shapes."""
     plain = replace(cfg.model, attention=Attention.eager)
     return _with_adapters(cfg, hf_model.skeleton(hf_model.shape_config(cfg.model), plain))
-
-
-def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
-    """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
-    if not torch.cuda.is_available():
-        return {}
-    try:
-        counted = flops.count(counted_model(cfg), cfg.train.seq_len)
-    except Exception as error:  # a figure that cannot be had must not end a run that would work
-        warn(f"no TFLOP/s, MFU and HFU: {error}")
-        return {}
-    again = 0.0
-    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
-    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
-        again = counted.output_layer
-    gpu = gpus.find_gpu(torch.cuda.get_device_name())
-    return {
-        "model_flops_per_token": counted.model_flops_per_token,
-        "hardware_flops_per_token": counted.model_flops_per_token + again,
-        "layers_forward_flops_per_token": counted.layers_forward_flops_per_token,
-        "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
-    }
-
-
-def _check_precision(precision: Precision) -> None:
-    """DeepSpeed's own refusal comes after the model is built, so ask first."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    supported = {
-        Precision.fp16: accelerator.is_fp16_supported,
-        Precision.bf16: accelerator.is_bf16_supported,
-        Precision.fp32: lambda: True,
-    }
-    if not supported[precision]():
-        others = ", ".join(str(other) for other in Precision if other is not precision and supported[other]())
-        raise ConfigError(
-            f"train.precision={precision} is not supported on this {accelerator.device_name()}: use {others}"
-        )

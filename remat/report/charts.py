@@ -1,4 +1,4 @@
-"""Draw a run with matplotlib: four pictures from `metrics.jsonl`, memory snapshots, and what the driver said of the GPU.
+"""Draw a run with matplotlib: four pictures from `metrics.jsonl`, memory snapshots, and the GPU as the driver saw it.
 
 No display, no global state.
 """

@@ -1,6 +1,6 @@
 """Optimizer state and parameters on NVMe: a swap folder for each launch, and a restore that DeepSpeed leaves out.
 
-The folder is NVME_PATH/remat-NAME-RUN_ID-IDENTITY/LAUNCH-RANK: one per run directory, and in it one per launch and node.
+The folder is NVME_PATH/remat-NAME-RUN_ID-IDENTITY/LAUNCH-RANK: one per run directory, in it one per launch and node.
 DeepSpeed cleans nothing. Whoever owns the run directory knows that every other launch of the run has ended, so their
 folders are removed; those of other runs are never touched. The identity tells apart runs of one name in several
 output folders.

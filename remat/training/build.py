@@ -16,13 +16,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ds_config, validation
-from remat.config.options import ConfigError, PeftMethod, RunConfig
+from remat.config.options import ConfigError, LossKind, PeftMethod, Precision, RunConfig
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.read_ahead import ReadAhead
 from remat.data.tokenizer import load_tokenizer
-from remat.machine import distributed, ops, peers, rng
+from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
 from remat.model import adapters, flops, hf_model, layers, loss
@@ -31,12 +31,12 @@ from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.preflight import DoesNotFit
-from remat.planning.strategy import Strategy, check_machine, decide, throughput_figures
+from remat.planning.strategy import Strategy, counted_model, decide
 from remat.report import run_dir, summary
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving import disk_space, export, hf_files, nvme, reshard, save, shared_folder
+from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shared_folder
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
@@ -53,7 +53,7 @@ def find_resume_point(
     console: Console,
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
-) -> save.ResumePoint | None:
+) -> load.ResumePoint | None:
     """The saved state to go on from, if one was asked for, checked against this launch. Collective.
 
     `own` takes the run directory for this launch before states are looked for; `progress` is called while the files
@@ -61,15 +61,15 @@ def find_resume_point(
     for other ranks.
     """
     _check_shared(cfg)
-    found = save.resolve_resume(
+    found = load.resolve_resume(
         cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own, progress=progress
     )
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
-        save.check_compatible(
+        load.check_compatible(
             found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
         )
-        save.refuse_code(found.state)
+        load.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
         if found.state.info.world_size != world.size:
@@ -174,7 +174,7 @@ def _build(
         )  # fmt: skip
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
-        resumed = save.load(engine, point.state) if point else None
+        resumed = load.load(engine, point.state) if point else None
     watchdog.enter("build")
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
@@ -224,7 +224,7 @@ def _instruments(
 
 
 def _run_folder(
-    cfg: RunConfig, point: save.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
+    cfg: RunConfig, point: load.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
     """Owned by this launch, and shared by all nodes; reports of a hang go there."""
     owned = point.run_dir if point else None
@@ -276,7 +276,7 @@ def _data(
     return tokenizer, splits.documents_apart() if strategy.packed.apart else splits
 
 
-def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: save.ResumePoint | None) -> GlobalBatches:
+def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
     return GlobalBatches(
         blocks,
         global_batch_size=cfg.train.global_batch_size,
@@ -404,3 +404,59 @@ def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: Wor
     run_dir.write_json(folder / "ds_config.json", rendered)
     run_dir.write_json(folder / "plan.json", plan.record())
     run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
+
+
+def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
+    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` a warning).
+
+    Raises ConfigError for a precision that the machine has not.
+
+    Memory and disks are looked at with the plan, when the ranks can speak to each other.
+    """
+    if old := versions.too_old():
+        raise preflight.DoesNotFit("\n".join(old))
+    lacking = preflight.too_few_gpus(needed=local_size, found=torch.cuda.device_count())
+    if lacking and not cfg.force:
+        raise preflight.DoesNotFit(f"{lacking}. Start anyway with force=true")
+    if lacking:
+        warn(f"force=true: starting although {lacking}")
+    _check_precision(cfg.train.precision)
+
+
+def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
+    """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
+    if not torch.cuda.is_available():
+        return {}
+    try:
+        counted = flops.count(counted_model(cfg), cfg.train.seq_len)
+    except Exception as error:  # a figure that cannot be had must not end a run that would work
+        warn(f"no TFLOP/s, MFU and HFU: {error}")
+        return {}
+    again = 0.0
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
+        again = counted.output_layer
+    gpu = gpus.find_gpu(torch.cuda.get_device_name())
+    return {
+        "model_flops_per_token": counted.model_flops_per_token,
+        "hardware_flops_per_token": counted.model_flops_per_token + again,
+        "layers_forward_flops_per_token": counted.layers_forward_flops_per_token,
+        "peak_tflops": gpu.peak_tflops(cfg.train.precision) if gpu else None,
+    }
+
+
+def _check_precision(precision: Precision) -> None:
+    """DeepSpeed's own refusal comes after the model is built, so ask first."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {
+        Precision.fp16: accelerator.is_fp16_supported,
+        Precision.bf16: accelerator.is_bf16_supported,
+        Precision.fp32: lambda: True,
+    }
+    if not supported[precision]():
+        others = ", ".join(str(other) for other in Precision if other is not precision and supported[other]())
+        raise ConfigError(
+            f"train.precision={precision} is not supported on this {accelerator.device_name()}: use {others}"
+        )

@@ -1,4 +1,4 @@
-"""Train: read `train` first, it is the table of contents. Then evaluation, steps that are skipped, and the end of a run.
+"""Train: read `train` first, it is the table of contents. Also here: evaluation, skipped steps, the end of a run.
 
 A step whose loss or gradient is not finite on any rank is applied by none, recorded with its samples, and bounded.
 """
@@ -24,7 +24,7 @@ from remat.report.console import final_rows
 from remat.saving import export, nvme
 from remat.saving.manifest import SaveError
 from remat.training import ledger, lost_peer, out_of_memory, proof, saves
-from remat.training.run import Parts
+from remat.training.run import Parts, Progress
 
 
 def finish(parts: Parts, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
@@ -199,18 +199,6 @@ def loss_scale(parts: Parts) -> float:
 
 
 FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run with exit 70, beside memory
-
-
-@dataclass
-class Progress:
-    """What a resumed run must know again; kept in every saved state."""
-
-    step: int = 0
-    tokens_seen: int = 0
-    tokens_trained: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    to_evaluate: bool = False  # a stop came before or within the evaluation of this step
 
 
 @dataclass

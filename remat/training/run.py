@@ -25,12 +25,39 @@ from remat.planning.strategy import Strategy
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
+from remat.saving.save import Unfinished
 from remat.training.engine_memory import Held
 from remat.training.profiling import Profiler, Snapshots
-from remat.training.saves import Saves
 from remat.training.stopping import Stop
 from remat.training.throughput import PhaseTimer, Window
 from remat.training.watchdog import Watchdog
+
+
+@dataclass
+class Saves:
+    """At most one state is on its way at a time."""
+
+    last: int = -1  # the step of the newest state, complete or on its way
+    begun: int = 0  # in the background, by this launch
+    on_its_way: Unfinished | None = None
+
+    @property
+    def flushed(self) -> int:
+        """Of those begun in the background: how many this rank has done its part of."""
+        waiting = self.on_its_way is not None and not self.on_its_way.flushed
+        return self.begun - waiting
+
+
+@dataclass
+class Progress:
+    """What a resumed run must know again; kept in every saved state."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    tokens_trained: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    to_evaluate: bool = False  # a stop came before or within the evaluation of this step
 
 
 @dataclass

@@ -6,37 +6,22 @@ A large run saves and exports once after its first step, reads both back and rem
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from remat.config.options import ConfigError, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import rehearses
-from remat.saving import export, manifest, read_back, save
+from remat.saving import export, load, manifest, read_back, save
 from remat.saving.manifest import SaveError
-from remat.saving.save import SaveResult, Unfinished
+from remat.saving.save import SaveResult
 from remat.training import out_of_memory
 from remat.training.run import Parts
 
 if TYPE_CHECKING:
     from remat.training.loop import Progress
     from remat.training.run import Parts
-
-
-@dataclass
-class Saves:
-    """At most one state is on its way at a time."""
-
-    last: int = -1  # the step of the newest state, complete or on its way
-    begun: int = 0  # in the background, by this launch
-    on_its_way: Unfinished | None = None
-
-    @property
-    def flushed(self) -> int:
-        """Of those begun in the background: how many this rank has done its part of."""
-        waiting = self.on_its_way is not None and not self.on_its_way.flushed
-        return self.begun - waiting
 
 
 def save_state(parts: Parts, progress: Progress, *, must: bool) -> None:
@@ -127,7 +112,7 @@ def _tell(parts: Parts, step: int, result: SaveResult) -> None:
 
 
 if TYPE_CHECKING:
-    from remat.training.loop import Progress
+    from remat.training.run import Progress
 FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, where no saved state is looked for
 
 
@@ -179,7 +164,7 @@ def _rehearse(parts: Parts, progress: Progress) -> str:
             parts.engine, folder / "export", tokenizer=parts.tokenizer, max_shard_size=size
         )
     parts.watchdog.enter("load", step)
-    found = save.find(folder, lambda: parts.watchdog.enter("load", step))  # reads and hashes every file
+    found = load.find_newest(folder, lambda: parts.watchdog.enter("load", step))  # reads and hashes every file
     if found.state is None or found.notes:
         raise SaveError(f"the saved state is not whole: {'; '.join(found.notes)}")
     parts.watchdog.enter("load", step)

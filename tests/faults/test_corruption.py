@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from remat.config.options import ConfigError
-from remat.saving import manifest, save
+from remat.saving import load, manifest
 from tests.launch import tiny
 from tests.launcher import deepspeed
 
@@ -89,8 +89,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def resolve(workshop: Path, run: Path) -> save.ResumePoint | None:
-    return save.resolve_resume("auto", output_dir=str(workshop / "out"), name=run.parent.name, run_id=run.name)
+def resolve(workshop: Path, run: Path) -> load.ResumePoint | None:
+    return load.resolve_resume("auto", output_dir=str(workshop / "out"), name=run.parent.name, run_id=run.name)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

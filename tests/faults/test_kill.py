@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from remat.saving import manifest, save
+from remat.saving import load, manifest
 from tests.faults.supervised import DEADLINE_S, Supervised, supervised, words_of
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
@@ -80,7 +80,7 @@ def states(run: Path, *steps: int) -> None:
     saved = run / "saved"
     assert sorted(path.name for path in saved.iterdir()) == [f"step-{step:06d}" for step in steps]
     assert [manifest.verify(path) for path in saved.iterdir()] == [[] for _ in steps]
-    found = save.find(run)
+    found = load.find_newest(run)
     assert found.state is not None and found.state.step == steps[-1]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.saving import manifest, save
+from remat.saving import load, manifest
 from tests.faults.supervised import supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
@@ -43,7 +43,7 @@ def test_a_kill_within_a_save_costs_only_that_save(
     assert names(run / "saved") == ["step-000002", "step-000004", "tmp-step-000006"]
     for step in (2, 4):
         assert manifest.verify(run / "saved" / f"step-{step:06d}") == []
-    found = save.find(run)
+    found = load.find_newest(run)
     assert found.state is not None and found.state.step == 4
     assert found.notes == ["tmp-step-000006: unfinished"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.saving import manifest, reshard, save
+from remat.saving import load, manifest, reshard
 from tests.launch import tiny
 from tests.launcher import Launched, deepspeed
 
@@ -42,7 +42,7 @@ def test_a_kill_while_a_state_is_cut_costs_nothing(
     written = [path.stat().st_mtime for path in left.rglob("*") if path.is_file()]
     assert len(written) > 20, "it was killed within"
     assert manifest.verify(run / "saved" / "step-000003") == []
-    found = save.find(run)
+    found = load.find_newest(run)
     assert found.state is not None and found.state.step == 3
     assert found.notes == [f"{reshard.UNIVERSAL}: unfinished"]
 

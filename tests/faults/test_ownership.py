@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from remat.report import run_dir, run_report
-from remat.saving import save
+from remat.saving import load
 from tests.faults.supervised import supervised
 from tests.launch import tiny
 from tests.launcher import ROOT, deepspeed
@@ -45,7 +45,7 @@ def test_one_launch_owns_a_run(tmp_path: Path, fault_record: Callable[[str, str,
         assert (run / "metrics.jsonl").read_bytes() == rows
         assert json.loads((run / run_dir.OWNER).read_text())["token"] == owner["token"]
         assert run_report.draw(run), "who only reads needs not own it"
-        found = save.find(run)
+        found = load.find_newest(run)
         assert found.state is not None and found.state.step == 4
 
         first.watch()

@@ -28,7 +28,7 @@ from remat.config.options import Attention, ModelConfig, Precision
 from remat.machine import distributed, ops
 from remat.model import optimizer
 from remat.model.hf_model import build
-from remat.saving import disk_space, export, hf_files, manifest, read_back, save
+from remat.saving import disk_space, export, hf_files, load, manifest, read_back, save
 from remat.saving import frozen as frozen_weights
 
 VOCAB, NORM = 97, "model.norm.weight"
@@ -206,12 +206,12 @@ def resume_case(
     losses = train(first, 0, 2)
     saved = save.save(first, folder, step=2, client_state={"step": 2, "position": [0, 4]}, keep=2)
     continued = losses + train(first, 2, 4)
-    found = save.find(folder)
+    found = load.find_newest(folder)
     assert found.state is not None, found.notes
     # A frozen weight is not saved: it must come from the same place as in the saved run.
     second = start("second", seed=0 if frozen else 9)
     torch.manual_seed(5)
-    client_state = save.load(second, found.state)
+    client_state = load.load(second, found.state)
     losses += train(second, 2, 4)
     return {
         "expected": expected,
@@ -230,18 +230,18 @@ def frozen_mismatch_case(*, folder: Path) -> dict[str, Any]:
     first = engine(3, frozen=True)
     train(first, 0, 1)
     save.save(first, folder, step=1, client_state={}, keep=1)
-    state = save.find(folder).state
+    state = load.find_newest(folder).state
     assert state is not None
-    return {"error": _error(lambda: save.load(engine(3, frozen=True, seed=9), state))}
+    return {"error": _error(lambda: load.load(engine(3, frozen=True, seed=9), state))}
 
 
 def layout_mismatch_case(*, folder: Path) -> dict[str, Any]:
     first = engine(2)
     train(first, 0, 1)
     save.save(first, folder, step=1, client_state={}, keep=1)
-    state = save.find(folder).state
+    state = load.find_newest(folder).state
     assert state is not None
-    return {"error": _error(lambda: save.load(engine(2, tie=True), state))}
+    return {"error": _error(lambda: load.load(engine(2, tie=True), state))}
 
 
 def failure_case(*, folder: Path, failing_rank: int, where: str) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def damage_case(*, folder: Path) -> dict[str, Any]:
         victim = next((folder / "saved" / "step-000003" / "engine").glob("*pp_rank_1_*optim_states.pt"))
         victim.write_bytes(victim.read_bytes()[:-1])
     distributed.barrier()
-    found = save.find(folder)
+    found = load.find_newest(folder)
     assert found.state is not None
     return {"before": before, "step": found.state.step, "notes": found.notes}
 
@@ -304,7 +304,7 @@ def code_case(*, folder: Path, stage: int) -> dict[str, Any]:
     target, marker = engine(stage), folder / "ran"
     train(target, 0, 1)
     save.save(target, folder, step=1, client_state={"step": 1}, keep=1)
-    state = save.find(folder).state
+    state = load.find_newest(folder).state
     assert state is not None
     report: dict[str, Any] = {"refused": {}, "loading": {}}
 
@@ -325,12 +325,12 @@ def code_case(*, folder: Path, stage: int) -> dict[str, Any]:
 
     files = sorted(state.path.rglob("*.pt"))
     for file in files:
-        report["refused"][file.name] = with_code([file], lambda: save.refuse_code(state))
+        report["refused"][file.name] = with_code([file], lambda: load.refuse_code(state))
     for kind in ("rank-0000", "model_states", "optim_states"):
         same = [file for file in files if kind in file.name]
-        report["loading"][kind] = with_code(same, lambda: save.load(target, state))
-    save.refuse_code(state)
-    save.load(target, state)
+        report["loading"][kind] = with_code(same, lambda: load.load(target, state))
+    load.refuse_code(state)
+    load.load(target, state)
     return report | {"ran": marker.exists()}
 
 

@@ -15,7 +15,8 @@ from remat.config import compose
 from remat.config.units import GIB
 from remat.machine import doctor, node, versions
 from remat.machine.host_memory import host_memory
-from remat.planning import launch_plan, preflight, strategy
+from remat.planning import launch_plan, preflight
+from remat.training import build
 from tests.unit.test_preflight import checked, machine, needs_70b
 
 TINY = ["recipe=tiny_zero3_offload"]
@@ -44,7 +45,7 @@ def test_a_library_that_is_missing_is_named_but_wandb_stops_nothing() -> None:
 def test_a_run_on_old_libraries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "too_old", lambda: ["deepspeed 0.18.9: needs 0.19.8 or newer"])
     with pytest.raises(preflight.DoesNotFit, match="deepspeed 0"):
-        strategy.check_machine(compose.compose_run(TINY).run, local_size=1, warn=pytest.fail)
+        build.check_machine(compose.compose_run(TINY).run, local_size=1, warn=pytest.fail)
 
 
 def test_shared_memory_of_a_container_is_too_small_for_gpus() -> None:

@@ -16,6 +16,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.model import flops
 from remat.planning import strategy
+from remat.training import build
 
 SEQ = 640  # more than what is extrapolated from, and no whole number of the larger chunks
 LAYERS, WIDTH, WINDOW = 4, 64, 48
@@ -247,7 +248,7 @@ def test_no_figures_where_the_model_cannot_be_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flops, "count", refuse)
     warnings: list[str] = []
-    assert strategy.throughput_figures(compose.compose_run([]).run, warnings.append) == {}
+    assert build.throughput_figures(compose.compose_run([]).run, warnings.append) == {}
     assert warnings == ["no TFLOP/s, MFU and HFU: the FLOPs of X cannot be counted: why"]
 
 

@@ -18,8 +18,7 @@ from remat.config import compose
 from remat.config.options import ConfigError, Reshard
 from remat.machine import rng
 from remat.planning.preflight import DoesNotFit
-from remat.saving import manifest, reshard
-from remat.saving import save as saving
+from remat.saving import load, manifest, reshard
 from remat.saving.manifest import Manifest, SavedState
 from remat.training import build
 
@@ -232,11 +231,11 @@ def test_a_failure_names_its_rank_and_leaves_nothing(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(reshard.torch, "save", full)
     with pytest.raises(manifest.SaveError, match=r"for 1 ranks in .* rank 0: OSError: .* No space left"):
-        saving.load(engine, state)
+        load.load(engine, state)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000004"]
     shapes["d"] = torch.Size([1])
     with pytest.raises(ConfigError, match=r"has other parameters than this run \(d and 0 more\)"):
-        saving.load(engine, state)
+        load.load(engine, state)
 
 
 def test_random_states_start_anew_by_step_and_rank() -> None:

@@ -17,7 +17,7 @@ import torch
 from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.saving import export, manifest, safe_load, save, state_files
+from remat.saving import export, load, manifest, safe_load, state_files
 from remat.saving.manifest import SavedState
 from remat.saving.safe_load import UnsafeFile
 from remat.training import build
@@ -189,7 +189,7 @@ def test_a_resume_refuses_every_kind_of_file_before_a_model(tmp_path: Path, kind
 
 
 def test_a_whole_state_is_not_refused(tmp_path: Path) -> None:
-    save.refuse_code(states.save(tmp_path, 3))
+    load.refuse_code(states.save(tmp_path, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

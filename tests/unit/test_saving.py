@@ -16,7 +16,7 @@ import torch
 
 from remat.config.options import ConfigError, Precision
 from remat.machine import rng
-from remat.saving import disk_space, manifest
+from remat.saving import disk_space, load, manifest
 from remat.saving import save as saving
 from remat.saving.manifest import SaveError
 
@@ -83,17 +83,17 @@ def test_leftovers_of_a_killed_save_go_with_the_next(tmp_path: Path) -> None:
     leftover = tmp_path / "saved" / "tmp-step-000002"
     leftover.mkdir()
     (leftover / "half").write_text("x")
-    assert saving.find(tmp_path).notes == ["tmp-step-000002: unfinished"]
+    assert load.find_newest(tmp_path).notes == ["tmp-step-000002: unfinished"]
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-000001", "step-000002"]
-    assert saving.find(tmp_path).notes == []
+    assert load.find_newest(tmp_path).notes == []
 
 
 def test_going_back_makes_the_later_save_the_newest(tmp_path: Path) -> None:
     """After a resume from step 1, the abandoned step 9 must not win over the new step 2."""
     for step in (1, 9, 2):
         save(tmp_path, step)
-    state = saving.find(tmp_path).state
+    state = load.find_newest(tmp_path).state
     assert state is not None and state.step == 2
     save(tmp_path, 3, keep=2)
     assert names(tmp_path) == ["step-000002", "step-000003"]
@@ -121,7 +121,7 @@ def test_a_failed_save_raises_and_leaves_the_older_state(tmp_path: Path) -> None
     ):
         save(tmp_path, 2, engine=engine)
     assert names(tmp_path) == ["step-000001"]
-    assert saving.find(tmp_path).state is not None
+    assert load.find_newest(tmp_path).state is not None
 
 
 def test_a_save_without_room_is_refused_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_kill_while_a_state_is_replaced_loses_nothing(
         save(tmp_path, 1)
     monkeypatch.undo()
     assert "tmp-old-step-000001" in names(tmp_path)
-    found = saving.find(tmp_path).state
+    found = load.find_newest(tmp_path).state
     assert found is not None and found.step == 1
     engine = Engine()
     engine.broken = True
@@ -204,12 +204,12 @@ def test_a_state_in_the_background_is_unfinished_until_it_is_completed(
     monkeypatch.setattr(manifest, "describe", when_told)
     state = begin(tmp_path, 2, keep=1)
     assert not state.flushed and names(tmp_path) == ["step-000001", "tmp-step-000002"]
-    assert saving.find(tmp_path).notes == ["tmp-step-000002: unfinished"]
+    assert load.find_newest(tmp_path).notes == ["tmp-step-000002: unfinished"]
     go.set()
     result = state.complete()
     assert state.flushed and names(tmp_path) == ["step-000002"]  # the older one goes only now
     assert manifest.verify(result.path) == [] and 0 < result.stall_s < result.seconds
-    found = saving.find(tmp_path).state
+    found = load.find_newest(tmp_path).state
     assert found is not None and found.client_state == {"step": 2}
 
 
@@ -257,19 +257,19 @@ def test_load_gives_back_weights_random_states_and_client_state(tmp_path: Path) 
     engine = Engine()
     save(tmp_path, 1, engine=engine)
     expected = (torch.rand(3).tolist(), np.random.rand(), random.random())
-    state = saving.find(tmp_path).state
+    state = load.find_newest(tmp_path).state
     assert state is not None
     fresh = Engine()
     assert not torch.equal(fresh.module.weight, engine.module.weight)
-    assert saving.load(fresh, state) == {"step": 1, "position": 10}
+    assert load.load(fresh, state) == {"step": 1, "position": 10}
     assert torch.equal(fresh.module.weight, engine.module.weight)
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == expected
     fresh.broken = True
     with pytest.raises(SaveError, match="nothing to load"):
-        saving.load(fresh, state)
+        load.load(fresh, state)
     fresh.optimizer = torch.optim.SGD(torch.nn.Linear(2, 4).parameters())
     with pytest.raises(ConfigError, match="other parameters"):
-        saving.load(fresh, state)
+        load.load(fresh, state)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "empty", "flip", "no-manifest", "edit-manifest"])
@@ -288,7 +288,7 @@ def test_find_passes_over_a_damaged_state_and_names_it(tmp_path: Path, damage: s
             "edit-manifest": content.replace(b'"step": 2', b'"step": 5'),
         }
         file.write_bytes(changed[damage])
-    found = saving.find(tmp_path)
+    found = load.find_newest(tmp_path)
     assert found.state is not None and found.state.step == 1
     assert len(found.notes) == 1 and found.notes[0].startswith("step-000002: ")
 
@@ -296,14 +296,14 @@ def test_find_passes_over_a_damaged_state_and_names_it(tmp_path: Path, damage: s
 def test_find_takes_a_run_its_saved_folder_or_a_state(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     save(tmp_path, 2)
-    steps = [saving.find(path).state.step for path in (tmp_path, tmp_path / "saved", first)]  # type: ignore[union-attr]
+    steps = [load.find_newest(path).state.step for path in (tmp_path, tmp_path / "saved", first)]  # type: ignore[union-attr]
     assert steps == [2, 2, 1]
-    assert saving.find(tmp_path / "saved" / "step-000009") == saving.Found(None, [])
-    assert saving.find(tmp_path / "elsewhere") == saving.Found(None, [])
+    assert load.find_newest(tmp_path / "saved" / "step-000009") == load.Found(None, [])
+    assert load.find_newest(tmp_path / "elsewhere") == load.Found(None, [])
 
 
-def resolve(tmp_path: Path, resume: str, run_id: str | None = None) -> saving.ResumePoint | None:
-    return saving.resolve_resume(resume, output_dir=str(tmp_path), name="recipe", run_id=run_id)
+def resolve(tmp_path: Path, resume: str, run_id: str | None = None) -> load.ResumePoint | None:
+    return load.resolve_resume(resume, output_dir=str(tmp_path), name="recipe", run_id=run_id)
 
 
 def test_resume_none_looks_at_nothing(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_run_is_owned_before_its_states_are_looked_at(
     resume = "auto" if way in ("run_id", "newest") else str(place)
     asked = {"output_dir": str(tmp_path), "name": "recipe", "run_id": "a" if way == "run_id" else None}
     owned: list[Path] = []
-    point = saving.resolve_resume(resume, own=owned.append, **asked)  # type: ignore[arg-type]
+    point = load.resolve_resume(resume, own=owned.append, **asked)  # type: ignore[arg-type]
     assert point is not None and owned == [run] == [point.run_dir]
 
     def refuse(run_dir: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_run_is_owned_before_its_states_are_looked_at(
 
     monkeypatch.setattr(manifest, "verify", lambda *arguments, **more: pytest.fail("was read"))
     with pytest.raises(ConfigError, match="it belongs to another"):
-        saving.resolve_resume(resume, own=refuse, **asked)  # type: ignore[arg-type]
+        load.resolve_resume(resume, own=refuse, **asked)  # type: ignore[arg-type]
 
 
 def test_resume_from_a_path(tmp_path: Path) -> None:
@@ -382,12 +382,12 @@ def test_resume_with_no_run_at_all_is_an_error(tmp_path: Path) -> None:
 
 def test_compatibility_names_every_difference(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    state = saving.find(tmp_path).state
+    state = load.find_newest(tmp_path).state
     assert state is not None
-    saving.check_compatible(state, zero_stage=0, precision=Precision.fp32)
-    saving.check_compatible(state, zero_stage=0)
+    load.check_compatible(state, zero_stage=0, precision=Precision.fp32)
+    load.check_compatible(state, zero_stage=0)
     with pytest.raises(ConfigError) as error:
-        saving.check_compatible(state, zero_stage=3, precision=Precision.bf16, also=["too few ranks"])
+        load.check_compatible(state, zero_stage=3, precision=Precision.bf16, also=["too few ranks"])
     for part in ("too few ranks", "stage-0", "train.precision=fp32"):
         assert part in str(error.value)
 
@@ -427,7 +427,7 @@ def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(manifest, "verify", verify)
     monkeypatch.setattr(saving, "wait", wait)
-    assert saving.find(tmp_path, lambda: marks.append(number)).state is not None
+    assert load.find_newest(tmp_path, lambda: marks.append(number)).state is not None
     assert marks == [1, 2, 5]
 
 
@@ -438,6 +438,6 @@ def test_one_that_cannot_verify_says_so_to_all(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(manifest, "verify", broken)
-    assert saving.find(tmp_path).notes == [
+    assert load.find_newest(tmp_path).notes == [
         "step-000001: cannot be verified (RuntimeError: can't start new thread)"
     ]

@@ -1,0 +1,205 @@
+"""Find the newest complete saved state, check it against the launch, and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remat.config.options import ConfigError, Precision
+from remat.machine import distributed, rng
+from remat.saving import frozen, manifest, nvme, reshard, safe_load
+from remat.saving.manifest import ENGINE, SAVED, STEP, SavedState, SaveError
+from remat.saving.save import ROUND_S, engine_layout, engine_precision, rng_file
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete state, if any, and a line on each folder that was passed over."""
+
+    state: SavedState | None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: the state, the run directory it belongs to, and what was passed over to find it."""
+
+    state: SavedState
+    run_dir: Path
+    notes: list[str]
+
+
+def find_newest(path: Path, progress: Callable[[], object] = lambda: None) -> Found:
+    """The newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
+
+    Every file is read and its hash compared, the ranks sharing the work; newest means saved last. `progress` is
+    called every ROUND_S on all ranks as long as any of them reads on: a large state is no hang.
+    """
+    states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
+    for state in states:
+        problems = _verify(state.path, progress)
+        if not problems:
+            return Found(state, notes)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        notes.append(f"{state.path.name}: {problems[0]}{more}")
+    return Found(None, notes)
+
+
+def _verify(path: Path, progress: Callable[[], object]) -> list[str]:
+    """What all ranks find wrong with a state. Threads hash; the main threads tell each other how far they are."""
+    rank, size = manifest.place()
+    counts: list[int] = []  # appending is one step for all threads
+    with ThreadPoolExecutor(1, "remat-verify") as pool:
+        check = pool.submit(manifest.verify, path, part=rank, parts=size, hashed=counts.append)
+        read_bytes = -1
+        while True:
+            wait([check], timeout=ROUND_S)
+            reports = distributed.gather((check.done(), sum(counts)))
+            if sum(count for _, count in reports) != read_bytes:
+                progress()
+            read_bytes = sum(count for _, count in reports)
+            if all(done for done, _ in reports):
+                break
+    error = check.exception()  # the other ranks wait for this one's findings
+    found = check.result() if error is None else [f"cannot be verified ({type(error).__name__}: {error})"]
+    return list(dict.fromkeys(problem for part in distributed.gather(found) for problem in part))
+
+
+def resolve_resume(
+    resume: str,
+    *,
+    output_dir: str,
+    name: str,
+    run_id: str | None,
+    own: Callable[[Path], None] = lambda run_dir: None,
+    progress: Callable[[], object] = lambda: None,
+) -> ResumePoint | None:
+    """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
+
+    "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
+    names a run, its `saved` folder or one state. Each run is `own`ed before its states are looked at: they are
+    another launch's to replace and delete until then. Raises ConfigError on every rank when nothing complete is
+    there: a run that was asked to resume never starts at step 0. `progress` as in `find`.
+    """
+    if resume == "none":
+        return None
+    recipe = Path(output_dir).expanduser() / name
+    if resume != "auto":
+        places = [Path(resume).expanduser()]
+    elif run_id is not None:
+        places = [recipe / run_id]
+    else:
+        places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
+    notes: list[str] = []
+    for place in places:
+        own(_run_dir(place))
+        found = find_newest(place, progress)
+        notes += [f"{place.name}/{note}" for note in found.notes]
+        if found.state is not None:
+            return ResumePoint(found.state, found.state.path.parent.parent, notes)
+    looked = ", ".join(str(place) for place in places) or f"{recipe}/*"
+    raise ConfigError(
+        f"resume={resume}: no complete saved state in {looked} (found: {'; '.join(notes) or 'nothing'}). "
+        "Give resume=FOLDER of a run that has one, or resume=none to start at step 0"
+    )
+
+
+def check_compatible(
+    state: SavedState, *, zero_stage: int, precision: Precision | None = None, also: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
+
+    A saved state is in the layout of its ZeRO stage and precision. `also` are the problems of its number of ranks.
+    """
+    info, problems = state.info, [*also]
+    if info.zero_stage != zero_stage:
+        problems.append(
+            f"it was saved at ZeRO stage {info.zero_stage} and deepspeed.config asks for {zero_stage}: "
+            f"choose a stage-{info.zero_stage} config"
+        )
+    if precision is not None and info.precision != str(precision):
+        problems.append(
+            f"it was saved in {info.precision} and train.precision={precision}: "
+            f"set train.precision={info.precision}"
+        )
+    if problems:
+        raise ConfigError(
+            f"resume: {state.path} cannot be loaded: {'; '.join(problems)}. To take over only the weights, run "
+            "`remat export` on the run and start a new run with model.path=EXPORTED_FOLDER"
+        )
+
+
+def refuse_code(state: SavedState) -> None:
+    """Raise UnsafeFile on every rank when a file of `state` is not data alone. Collective; reads no weight.
+
+    Before the model is built, so that no rank is left waiting; what is read later is read the same way.
+    """
+    rank, size = manifest.place()
+    try:
+        found = safe_load.problem(safe_load.pickled(state.path)[rank::size])
+    except OSError as error:  # the other ranks wait for this one's findings
+        found = f"{state.path} cannot be read: {error}"
+    problems = [text for text in distributed.gather(found) if text is not None]
+    if problems:
+        raise safe_load.UnsafeFile(f"resume: {problems[0]}")
+
+
+def load(engine: Any, state: SavedState) -> dict[str, Any]:
+    """Put `state` into a freshly built engine, random states last; returns the client state. Collective.
+
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run or a file is not data
+    alone, SaveError when DeepSpeed loads nothing.
+    """
+    check_compatible(
+        state, zero_stage=int(engine.zero_optimization_stage()), precision=engine_precision(engine)
+    )
+    same_ranks = state.info.world_size == manifest.place()[1]
+    if (same_ranks or state.info.zero_stage == 0) and engine_layout(engine) != state.info.layout:
+        raise ConfigError(
+            f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "
+            "the optimizer's groups and zero_optimization (sub_group_size, round_robin_gradients) must be as saved"
+        )
+    if not same_ranks:
+        return reshard.load(engine, state)
+    own = safe_load.load(rng_file(state.path))
+    if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
+        raise ConfigError(
+            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
+            "build the model with model.init and model.path as in the saved run"
+        )
+    if nvme.in_use(engine):
+        nvme.prepare(engine, state.path / ENGINE, manifest.place()[0])
+    with safe_load.guarding():
+        loaded, _ = engine.load_checkpoint(
+            str(state.path),
+            tag=ENGINE,
+            load_module_strict=True,
+            custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
+        )
+    if loaded is None:
+        raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
+    rng.put(own["rng"])
+    distributed.barrier()
+    return state.client_state
+
+
+def _run_dir(place: Path) -> Path:
+    """The run that a run directory, its `saved` folder or one state folder belongs to, as in `list_states`."""
+    if place.name.startswith(STEP):
+        return place.absolute().parent.parent
+    if (place / SAVED).is_dir():
+        return place
+    holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
+    return place.absolute().parent if holds_states else place
+
+
+def _runs(recipe: Path) -> list[Path]:
+    """Runs of a recipe that have saved something, latest save first."""
+    latest: list[tuple[str, str, Path]] = []
+    for saved in recipe.glob(f"*/{SAVED}"):
+        states = manifest.list_states(saved)[0]
+        latest.append((states[0].info.created if states else "", saved.parent.name, saved.parent))
+    return [run for _, _, run in sorted(latest, reverse=True)]
