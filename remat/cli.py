@@ -253,25 +253,6 @@ def doctor(
         raise typer.Exit(3)
 
 
-@app.command("claims")
-def claims_command(
-    ids: Annotated[list[str] | None, typer.Argument(help="Of the claims, A1 to D6; default: all")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page there instead of printing it.")] = None,
-) -> None:
-    """Figures that tutorials give, each beside a plan of the same run: confirmed, refuted, or what it depends on."""
-    from remat.claims import page
-
-    if ids and out:
-        raise ConfigError("--out writes the page of all claims; leave the ids away, or print without --out")
-    found = page.rows(ids or [], lambda text: print(text, file=sys.stderr, flush=True))
-    text = page.page(found)
-    if out:
-        out.write_text(text)
-        print(f"{out}: {len(found)} claims")
-    else:
-        print(text)
-
-
 @app.command()
 def calibrate(
     out: Annotated[

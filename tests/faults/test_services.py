@@ -27,7 +27,7 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 
 @pytest.mark.launch
 def test_wandb_that_fails_or_hangs_changes_nothing(
-    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
+    tmp_path: Path
 ) -> None:
     """Losses are bit-equal to those without W&B, the record is complete, and one line says how to upload later."""
     workshop = tiny.make_workshop(tmp_path)
@@ -47,9 +47,6 @@ def test_wandb_that_fails_or_hangs_changes_nothing(
     assert launched.out.count("(ConnectionError: ") == 2
     assert launched.out.count("(it did not finish within ") == 2
     for name in FAULTS:
-        fault_record(
-            f"W&B {name.replace('-', ' in ')}", "trains on: equal losses, whole record, one warning", None
-        )
 
 
 @pytest.mark.launch

@@ -46,9 +46,7 @@ def ends(run: Supervised, code: int, began: float | None = None) -> float:
     ],
     ids=lambda signum: signum.name,
 )
-def test_a_stop_signal_reaches_every_rank_at_once(
-    tmp_path: Path, fault_record: Record, signum: signal.Signals
-) -> None:
+def test_a_stop_signal_reaches_every_rank_at_once(tmp_path: Path, signum: signal.Signals) -> None:
     """A rank leaves only after all got the signal: sent to one after the other had ended, this would never end."""
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.ready()
@@ -59,16 +57,13 @@ def test_a_stop_signal_reaches_every_rank_at_once(
         expected = "SIGTERM" if signum == signal.SIGHUP else signum.name
         assert [(tmp_path / f"got-{n}").read_text() for n in (0, 1)] == [expected] * 2
         assert f"{signum.name} sent to 2 ranks" in run.out
-    fault_record(f"{signum.name} to remat launch", "reaches every rank at once; exit code 75", seconds)
 
 
 @pytest.mark.parametrize(
     ("who", "code"),
     [(1, 70), pytest.param(0, 2, marks=slow), pytest.param(0, 3, marks=slow), pytest.param(1, 75, marks=slow)],
 )
-def test_the_exit_code_of_a_rank_is_that_of_the_run(
-    tmp_path: Path, fault_record: Record, who: int, code: int
-) -> None:
+def test_the_exit_code_of_a_rank_is_that_of_the_run(tmp_path: Path, who: int, code: int) -> None:
     with supervised(tmp_path, *rank(tmp_path, "exit", str(who), str(code)), options=("--grace-s", "5")) as run:
         run.ready()
         began = time.monotonic()
@@ -85,20 +80,18 @@ def test_the_exit_code_of_a_rank_is_that_of_the_run(
         if (who, code) == (1, 70):
             tail = run.out.split("the last lines of rank 1, which failed first:\n")[1]
             assert tail.startswith("  rank 1 is ready\n  rank 1 ends with 70\n")
-    fault_record(f"rank {who} exits {code}", f"exit code {code}, no process left", seconds)
 
 
-def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path, fault_record: Record) -> None:
+def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         os.kill(run.ready()[1], signal.SIGKILL)
         seconds = ends(run, 128 + signal.SIGKILL)
         said = re.search(r"rank 1 was killed \(SIGKILL\).*peak RSS was \d+\.\d of (\d+\.\d) GiB, \d", run.out)
         assert said and 0 < float(said[1]) <= psutil.virtual_memory().total / 2**30 + 0.1, run.out
-    fault_record("kill -9 of a rank", "exit code 137, peak memory named, no process left", seconds)
 
 
 @pytest.mark.parametrize("which", ["runner", "node launcher"])
-def test_a_killed_launcher_ends_the_run(tmp_path: Path, fault_record: Record, which: str) -> None:
+def test_a_killed_launcher_ends_the_run(tmp_path: Path, which: str) -> None:
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.ready()
         runner, node = run.launchers()
@@ -106,10 +99,9 @@ def test_a_killed_launcher_ends_the_run(tmp_path: Path, fault_record: Record, wh
         seconds = ends(run, 137)
         assert f"the {'deepspeed ' if which == 'runner' else ''}{which} was killed" in run.out
         assert all((tmp_path / f"got-{n}").exists() for n in (0, 1))  # the ranks had a chance to save
-    fault_record(f"kill -9 of the {which}", "ranks told to stop, exit code 137, no process left", seconds)
 
 
-def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path, fault_record: Record) -> None:
+def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.ready()
         began = time.monotonic()
@@ -117,20 +109,18 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path, fault_record: Record
         assert run.finish() == -signal.SIGKILL
         run.until(lambda: not run.left(), "end of the ranks")
         assert all((tmp_path / f"got-{n}").exists() for n in (0, 1))
-    fault_record("kill -9 of remat launch", "ranks told to stop, no process left", time.monotonic() - began)
 
 
 @slow
-def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path, fault_record: Record) -> None:
+def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "exit", "1", "70")) as run:
         os.kill(run.ready()[0], signal.SIGSTOP)
         (tmp_path / "go").touch()
         seconds = ends(run, 70)
         assert "1 rank did not end in time: killed" in run.out
-    fault_record("a rank fails while another is stopped (SIGSTOP)", "the code of the failed rank", seconds)
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path, fault_record: Record) -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "deaf")) as run:
         run.ready()
         began = time.monotonic()
@@ -144,28 +134,25 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, fault_record: Record) -> N
         run.until(again, "end")
         assert "SIGINT again: ending at once" in run.out
         seconds = ends(run, 128 + signal.SIGINT, began)
-    fault_record("Ctrl-C twice, ranks deaf to signals", "killed at once, exit code 130", seconds)
 
 
 @slow
-def test_ranks_that_do_not_stop_in_their_grace_are_killed(tmp_path: Path, fault_record: Record) -> None:
+def test_ranks_that_do_not_stop_in_their_grace_are_killed(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "deaf"), options=("--grace-s", "0.5")) as run:
         run.ready()
         run.signal(signal.SIGTERM)
         seconds = ends(run, 128 + signal.SIGTERM)
         assert "2 ranks did not end in time: killed" in run.out
-    fault_record("SIGTERM, ranks deaf to signals", "killed after --grace-s, exit code 143", seconds)
 
 
 @slow
-def test_a_stop_before_the_ranks_began(tmp_path: Path, fault_record: Record) -> None:
+def test_a_stop_before_the_ranks_began(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.until(lambda: "output is kept" in run.out, "start")
         run.watch()
         run.signal(signal.SIGTERM)
         seconds = ends(run, 75)
         assert not (tmp_path / "ready-0").exists() and "nothing to save" in run.out
-    fault_record("SIGTERM before the ranks began", "exit code 75, nothing was trained", seconds)
 
 
 def test_every_rank_has_a_log_and_one_is_seen_live(tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ LEVELS = [
         "report",
         "compare_policies",
         "lab",
-        "claims",
         "planner",
         "recordings",
         "screening",
