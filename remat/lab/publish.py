@@ -72,7 +72,7 @@ def read_points(folder: Path) -> list[dict[str, str]]:
 def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
     """Return a point as one row: bytes, seconds (medians over all repeats) and nats per token.
 
-    `ratio` is the step over the baseline's step, `ratio_low` and `ratio_high` compare quartiles. `losses` has all steps.
+    `ratio` is the step over the baseline's; `ratio_low` and `ratio_high` compare quartiles. `losses` has every step.
     """
     times, ratio, rate = point["times"], point["ratio"] or {}, point["tokens_per_s"] or {}
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.launch import tiny
 from tests.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float | None], None]
 MORE = ["deepspeed.config=zero2", "train.steps=6", "save.every=2", "save.keep=3"]
 NEWEST, BEFORE = "step-000006", "step-000004"
 
@@ -124,7 +122,6 @@ def test_no_pointer_file_is_trusted_or_needed(workshop: Path, pointer: str | Non
             (folder / "latest").write_text(pointer)
     point = resolve(workshop, run)
     assert point is not None and (point.state.path.name, point.notes) == (NEWEST, [])
-    what = {"": "an empty", "global_step99": "a wrong", None: "no"}[pointer]
 
 
 @pytest.mark.slow_fault
@@ -145,7 +142,6 @@ def test_nothing_whole_is_an_error_never_step_0(workshop: Path) -> None:
     for state, damage in zip(sorted((run / "saved").iterdir()), (truncate, flip, lose_manifest), strict=True):
         damage(state)
     record = (run / "metrics.jsonl").read_text()
-    began = time.monotonic()
     done = deepspeed(*tiny.words(workshop, "lost", *MORE, "resume=auto"))
     assert done.code == 2, done.out[-4000:]
     assert "resume=auto: no complete saved state in" in done.out

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests.launch import saving_cases, tiny
 from tests.launcher import ROOT, run
 from tests.pool import RankPool, free_port
 
-Record = Callable[[str, str, float | None], None]
 DISK_BYTES = 3 * 1024**2  # a state of the tiny model takes 0.65 MiB
 IN_NAMESPACE = 'mount -t tmpfs -o size="$2" tmpfs "$1/disk" && shift 2 && exec "$@"'
 
@@ -45,7 +42,6 @@ def test_a_full_disk_costs_no_state_and_training_goes_on(tmp_path: Path) -> None
     launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
     script = str(ROOT / "tests/faults/fills_disk.py")
     done = run(small_disk(tmp_path, [*launcher, script, str(tmp_path)]))
-    ended_at = time.monotonic()
     assert done.code == 70, done.out[-6000:]
     seen = json.loads((tmp_path / "seen.json").read_text())
 
@@ -67,7 +63,6 @@ def test_a_full_disk_costs_no_state_and_training_goes_on(tmp_path: Path) -> None
     assert "disk: output_dir" in seen["large"]["error"] and "too small" in seen["large"]["error"]
     assert seen["stop 2"]["whole"] == [first] and seen["stop 2"]["errors"][0] in done.out
     assert "stop 3" not in seen
-    on = "all ranks name rank and cause, older states stay, trains on (save.on_error=continue)"
 
 
 def limited_case(*, folder: Path) -> dict[str, Any]:

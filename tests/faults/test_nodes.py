@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.faults.by_hand import by_hand
 from tests.launch import tiny
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float | None], None]
 ENDLESS = [
     "train.steps=100000",
     "optim.warmup_steps=0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,4 +95,3 @@ def test_a_run_that_cannot_skip_any_more_ends_and_keeps_its_last_good_state(ran:
     (state,) = (folder / "saved").iterdir()
     assert state.name == "step-000001" and manifest.verify(state) == []
     assert [row["step"] for row in skips(folder)] == [2]
-    why = "ZeRO-0 in fp32" if name == "zero0" else "one step more than train.max_skipped_steps"

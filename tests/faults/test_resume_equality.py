@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tests.launch import tiny
 from tests.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float | None], None]
 Ran = dict[str, dict[str, Any]]
 
 STRATEGIES = ["zero2", "zero2_offload", "zero3", "zero3_offload_optimizer"]
@@ -143,10 +141,6 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
     assert states == [f"step-{point.at:06d}"]
 
 
-def row_of(point: Point, strategy: str, where: str) -> tuple[str, str, None]:
-    return f"resume {point.words}, {strategy}", f"same data, bit-equal losses, equal weights ({where})", None
-
-
 HERE = [
     (AFTER_EVALUATION, "zero2_offload"),
     (IN_ACCUMULATION, "zero2_offload"),
@@ -168,8 +162,7 @@ def test_k_steps_and_the_rest_are_n_steps(
     in_one_process: tuple[Path, list[list[dict[str, Any]]]], cell: int
 ) -> None:
     out, done = in_one_process
-    point, strategy = HERE[cell]
-    check(out, point, *done[cell])
+    check(out, HERE[cell][0], *done[cell])
 
 
 FRESH = [(point, s) for point in (AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS) for s in STRATEGIES]
@@ -186,7 +179,6 @@ def test_in_a_fresh_process_everywhere(tmp_path: Path) -> None:
         if point in (EPOCH_END, WRAPS):
             assert sorted(seen) == list(range(40)), "the first epoch has each sample once"
             assert (sum(map(len, first["sample_ids"])) == 40) == (point is EPOCH_END)
-    for cell in FRESH:
 
 
 @pytest.mark.slow_fault
@@ -201,4 +193,3 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
         rows = tiny.rows(tmp_path / "out" / first["name"] / "run")
         assert [row["optim/skipped_steps"] for row in rows] == [0, 1, 1, 2, 2, 2]
         assert [row["optim/loss_scale"] for row in rows] == [256.0] * 3 + [128.0] * 3
-    for strategy in STRATEGIES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,6 @@ def test_a_failure_in_the_background_is_found_by_all_ranks(done: Done) -> None:
     assert seen["ends"]["errors"][0] == seen["ends"]["errors"][1]
     assert "failed on rank 1: OSError: [Errno 28]" in seen["ends"]["errors"][0]
     assert states(out / "ends") == [] and len(steps(out / "ends")) <= 4
-    on = (
-        "all ranks name rank and cause after the next step; exit code 70, or trains on (save.on_error=continue)"
-    )
 
 
 def test_a_stop_waits_for_the_state_on_its_way(done: Done) -> None:

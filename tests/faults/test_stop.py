@@ -95,8 +95,6 @@ def test_a_stop_saves_one_state_where_all_ranks_agree(stopped: Stopped, name: st
     assert f"resume with resume=auto ({folder})" in text
     assert not (folder / "stop").exists()
     assert "Traceback" not in text and "KeyboardInterrupt" not in text
-    when = name.replace("_", " ") if name in ("evaluating", "saving", "building", "first_evaluation") else ""
-    goes_on = "; the resumed run is the uninterrupted one" if name in RESUMED else ""
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -140,9 +138,7 @@ def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(tmp_path: Path) 
         launch.until(lambda: trains(folder)() or launch.process.poll() is not None, "steps")
         launch.watch()
         launch.signal(signal.SIGTERM)
-        began = time.monotonic()
         assert launch.finish() == 75, launch.out[-4000:]
-        seconds = time.monotonic() - began
         assert launch.left() == []
     for text in (launch.out, (tmp_path / "logs" / "rank-0.log").read_text()):
         assert "(SIGTERM on" in text and f"resume with resume=auto ({folder})" in text
@@ -193,7 +189,6 @@ def test_plain_deepspeed_stops_with_75_too(tmp_path: Path, signum: signal.Signal
         else:
             for rank in ranks:
                 rank.send_signal(signum)
-        began = time.monotonic()
         code = process.wait(DEADLINE_S)
         code = 128 - code if code < 0 else code  # as a shell says it
         psutil.wait_procs(ranks, timeout=DEADLINE_S)
