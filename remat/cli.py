@@ -119,7 +119,7 @@ def compare_command(
     show_list: Annotated[bool, typer.Option("--list", help="The named experiments, and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of all experiments")] = Path("outputs/lab"),
     publish: Annotated[
-        Path | None, typer.Option(help="A folder for a copy of results.json, named after the experiment")
+        Path | None, typer.Option(help="A folder: a row per point goes into its points.csv")
     ] = None,
 ) -> None:
     """The same run under several choices, each launched, side by side: remat compare checkpointing=none,full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -59,3 +60,15 @@ def test_each_row_names_a_test_that_exists(page: str) -> None:
         name, _, function = shown.partition("::")
         (path,) = (DOCS.parent / "tests").rglob(name)
         assert f"def {function}(" in path.read_text(), shown
+
+
+def test_the_cost_of_the_loop_is_what_was_measured() -> None:
+    root = DOCS.parent
+    result = json.loads((root / "benchmarks" / "results" / "loop_overhead.json").read_text())
+    page, readme = (DOCS / "benchmarks.md").read_text(), (root / "README.md").read_text()
+    for name, found in result["ratio"].items():
+        shown = [f"{found[key]:.3f}" for key in ("median", "lowest", "highest")]
+        assert f"| {name.removeprefix('remat/')} | {' | '.join(shown)} |" in page
+    bare = result["ratio"]["remat/bare"]
+    assert f"from {bare['lowest']:.2f} to {bare['highest']:.2f}" in " ".join(readme.split())
+    assert f"commit {result['environment']['commit']}" in " ".join(page.split())
