@@ -11,10 +11,10 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -119,14 +119,11 @@ class Answer:
 class Outcome:
     """One line of a claim's table."""
 
-    row: Row
+    what: str
+    claimed: str
     planned: str
     measured: str
     verdict: Verdict
-
-    @property
-    def cells(self) -> list[str]:
-        return [self.row.what, show_claimed(self.row.claimed), self.planned, self.measured, self.verdict]
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
@@ -156,7 +153,7 @@ def evaluate(term: Term, source: Plans | Lab) -> float:
 class Plans:
     """The runs of one claim, each planned when a figure of it is asked for."""
 
-    known: dict[str, dict[str, float]] = {}  # noqa: RUF012  of all claims, by the words of the run
+    known: ClassVar[dict[str, dict[str, float]]] = {}  # of all claims, by the words of the run
 
     def __init__(self, claim: Claim) -> None:
         self._claim, self._recordings = claim, Recordings()
@@ -239,10 +236,21 @@ def collect_figures(planned: planner.Planned, timeline: Any) -> dict[str, float]
 
 @dataclass(frozen=True)
 class Lab:
-    """The points of one experiment on one kind of machine."""
+    """The points of one experiment on one kind of machine. `where` is what the page calls it."""
 
     machine: str
+    where: str
     points: Mapping[str, Mapping[str, str]]
+
+    def answers(self, terms: Sequence[Term | str]) -> list[Answer | None]:
+        """Answer each term; None where this machine did not measure it."""
+        found: list[Answer | None] = []
+        for term in terms:
+            try:
+                found.append(self.answer(term))
+            except NotMeasured:
+                found.append(None)
+        return found
 
     def value(self, point: str, name: str) -> float:
         """Raises NotMeasured, on a CPU also for times of a single launch: the machine drifts between points."""
@@ -287,18 +295,13 @@ class Lab:
 def find_labs(experiment: str, folder: Path = LAB) -> list[Lab]:
     """Return what is committed of an experiment, a GPU's first; of `NAME-cpu` only what a CPU measured."""
     name, _, only = experiment.partition("-")
-    found = []
+    known, found = json.loads((folder / ENVIRONMENTS).read_text()), []
     for machine in ("gpu", "cpu"):
         rows = [r for r in read_points(folder) if (r["experiment"], r["machine"]) == (name, machine)]
         if rows and only in ("", machine):
-            found.append(Lab(machine, {row["point"]: row for row in rows}))
+            where = known[f"{name}-gpu"]["gpu"] if machine == "gpu" else "CPU, reduced"
+            found.append(Lab(machine, where, {row["point"]: row for row in rows}))
     return found
-
-
-def name_gpu(experiment: str, folder: Path) -> str:
-    """Return the GPU that ran an experiment, from environments.json."""
-    known = json.loads((folder / ENVIRONMENTS).read_text())
-    return str(known[f"{experiment.partition('-')[0]}-gpu"]["gpu"])
 
 
 def find_least(words: str, runs: Sequence[str], source: Plans | Lab) -> Answer:
@@ -374,7 +377,8 @@ def compare_row(row: Row, plans: Plans, folder: Path = LAB) -> Outcome:
     planned = join([answer.shown for answer in answers], terms) if answers else "-"
     measured, decisive = measure_row(row, folder)
     values = [answer.value for answer in answers] or decisive
-    return Outcome(row, planned, "; ".join(measured) or "not measured", judge(row.claimed, values))
+    shown = "; ".join(measured) or "not measured"
+    return Outcome(row.what, show_claimed(row.claimed), planned, shown, judge(row.claimed, values))
 
 
 def measure_row(row: Row, folder: Path = LAB) -> tuple[list[str], list[float | str]]:
@@ -387,20 +391,14 @@ def measure_row(row: Row, folder: Path = LAB) -> tuple[list[str], list[float | s
             texts.append(answer.shown)
             decisive.append(answer.value)
             continue
+        terms = parse(expression)
         for lab in find_labs(experiment, folder):
-            terms, found = parse(expression), dict[int, Answer]()
-            for place, term in enumerate(terms):
-                try:
-                    found[place] = lab.answer(term)
-                except NotMeasured:
-                    continue
-            if not found:
-                continue
-            shown = [found[place].shown if place in found else "-" for place in range(len(terms))]
-            where = name_gpu(experiment, folder) if lab.machine == "gpu" else "CPU, reduced"
-            texts.append(f"{where}: {join(shown, terms)} (`{experiment.partition('-')[0]}`)")
-            if lab.machine == "gpu" and not decisive:
-                decisive = [answer.value for answer in found.values()]
+            answers = lab.answers(terms)
+            values = [answer.value for answer in answers if answer]
+            if values:
+                shown = [answer.shown if answer else "-" for answer in answers]
+                texts.append(f"{lab.where}: {join(shown, terms)} (`{experiment.partition('-')[0]}`)")
+                decisive += values if lab.machine == "gpu" else []
     return texts, decisive
 
 
@@ -428,13 +426,15 @@ def render_claim(name: str, claim: Claim) -> tuple[str, str]:
     outcomes = [compare_row(row, plans) for row in claim.rows]
     verdict = sum_up(claim, [outcome.verdict for outcome in outcomes])
     other = [outcome for outcome in outcomes if outcome.verdict in (Verdict.fails, Verdict.depends)]
-    instead = "; ".join(f"{o.row.what}: {o.planned if o.planned != '-' else o.measured}" for o in other)
+    instead = "; ".join(f"{o.what}: {o.planned if o.planned != '-' else o.measured}" for o in other)
     head = f"[{name}](#{name.lower()}) | {claim.title}: {claim.claimed}"
     section = [
         f'### <a id="{name.lower()}"></a>{name}. {claim.title}',
         f"Claimed: {claim.claimed}.",
         f"**{verdict[0].upper()}{verdict[1:]}.** {fill_in(claim.reason, plans)}",
-        table(["figure", "claimed", "planned", "measured", "verdict"], [outcome.cells for outcome in outcomes]),
+        table(
+            ["figure", "claimed", "planned", "measured", "verdict"], [astuple(outcome) for outcome in outcomes]
+        ),
         "\n".join(f"    remat plan {claim.overrides(run)}" for run in claim.runs),
     ]
     return f"| {head} | {verdict} | {instead or 'as claimed'} |", "\n\n".join(filter(None, section))
