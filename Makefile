@@ -8,7 +8,7 @@ QUEUE = -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 QUICK := not slow_fault and not exhaustive
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults reliability lint types check benchmark lock clean
+.PHONY: help setup demo test test-all test-faults lint types check benchmark lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -48,11 +48,6 @@ test-all: $(STAMP) ## the same with every case of every grid and every slow faul
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
 	@$(BIN)/python -m pytest tests/faults $(QUEUE)
 	@$(BIN)/python -m pytest tests/launch $(QUEUE) -m slow_fault
-
-reliability: $(VENV)/test-ready ## docs/reliability.md anew: every fault, one after another
-	@rm -f $(VENV)/faults.jsonl
-	@REMAT_FAULT_TABLE=$(CURDIR)/$(VENV)/faults.jsonl $(BIN)/python -m pytest tests/faults
-	@$(BIN)/python scripts/reliability_page.py $(VENV)/faults.jsonl
 
 lint: $(STAMP) ## ruff: lint and format
 	@$(BIN)/ruff check .

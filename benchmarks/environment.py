@@ -60,11 +60,3 @@ def driver() -> str | None:
 
 def commit() -> str:
     return run_dir.commit() or "unknown"
-
-
-def measured_on(found: dict[str, Any]) -> str:
-    """One line for a page. GiB = 2**30 bytes."""
-    gpu = found["gpu"] + (f", {found['gpu_bytes'] / 1024**3:.1f} GiB" if found.get("gpu_bytes") else "")
-    versions = [f"{name} {found[name]}" for name in ("torch", "deepspeed", "transformers", "cuda")]
-    versions += [f"{name} {found[name]}" for name in ("driver", "attention") if found.get(name)]
-    return f"Measured on one {gpu}; {', '.join(versions)}; commit {found['commit'][:12]}, {found['date']}."

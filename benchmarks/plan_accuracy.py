@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -47,6 +48,7 @@ AGAIN = {"failed", TIME_OVER}  # what may pass the next time
 PLANNED = [
     "planned_allocated_bytes", "planned_total_bytes", "planned_host_bytes", "planned_by_category", "planned_peak"
 ]  # fmt: skip
+MEDIAN_BAR, WORST_BAR = 0.03, 0.08
 MUST_AGREE = ["gpu", "gpu_bytes", "cuda", "driver", "attention", "torch", "deepspeed", "transformers"]
 NONE_MEASURED = {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": None}
 ALLOCATED, RESERVED = "memory/gpu_allocated_peak_gib", "memory/gpu_reserved_peak_gib"
@@ -74,6 +76,7 @@ def main() -> None:
     asked = {point.name for point in points}
     done = sum(was_run(row) for row in found.all() if row["name"] in asked)
     print(f"{done} of {len(points)} points: {result}")
+    print(summarize([row for row in found.all() if row["name"] in asked]))
 
 
 class Rows:
@@ -295,6 +298,28 @@ def is_done(path: Path, words: list[str]) -> bool:
         return False
     row = json.loads(path.read_text())
     return bool(row["words"] == portable(words)) and was_run(row) and row["status"] not in AGAIN
+
+
+def error_of(row: dict[str, Any]) -> float | None:
+    """Return the error of the planned peak, as a share of the measured one; None where no run ended on a GPU."""
+    if row["status"] != "ran" or None in (row["allocated_bytes"], row["planned_allocated_bytes"]):
+        return None
+    return float(row["planned_allocated_bytes"] / row["allocated_bytes"] - 1)
+
+
+def summarize(rows: list[dict[str, Any]]) -> str:
+    """Return median and worst error against the bar, and what could not be compared."""
+    bar = f"The bar: median error at most {MEDIAN_BAR:.0%}, worst at most {WORST_BAR:.0%}."
+    errors = {row["name"]: abs(error) for row in rows if (error := error_of(row)) is not None}
+    if not errors:
+        return f"None of {len(rows)} runs was measured: nothing is known of the error. {bar}"
+    median, worst = statistics.median(errors.values()), max(errors, key=lambda name: errors[name])
+    met = "Met" if median <= MEDIAN_BAR and errors[worst] <= WORST_BAR else "Missed"
+    other = [f"{row['name']}: {row['status']}" for row in rows if row["name"] not in errors]
+    found = f"median error {median:.1%}, worst {errors[worst]:.1%} ({worst})"
+    return f"{len(errors)} of {len(rows)} runs measured: {found}. {bar} {met}." + (
+        f" Not compared: {'; '.join(other)}." if other else ""
+    )
 
 
 def line(row: dict[str, Any]) -> str:

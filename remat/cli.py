@@ -124,7 +124,7 @@ def compare_command(
     show_list: Annotated[bool, typer.Option("--list", help="The named experiments, and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of all experiments")] = Path("outputs/lab"),
     publish: Annotated[
-        Path | None, typer.Option(help="A folder for a copy of results.json, named after the experiment")
+        Path | None, typer.Option(help="A folder: a row per point goes into its points.csv")
     ] = None,
 ) -> None:
     """The same run under several choices, each launched, side by side: remat compare checkpointing=none,full
@@ -259,25 +259,6 @@ def doctor(
         print(f"\n{table}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(3)
-
-
-@app.command("claims")
-def claims_command(
-    ids: Annotated[list[str] | None, typer.Argument(help="Of the claims, A1 to D6; default: all")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page there instead of printing it.")] = None,
-) -> None:
-    """Figures that tutorials give, each beside a plan of the same run: confirmed, refuted, or what it depends on."""
-    from remat.claims import page
-
-    if ids and out:
-        raise ConfigError("--out writes the page of all claims; leave the ids away, or print without --out")
-    found = page.rows(ids or [], lambda text: print(text, file=sys.stderr, flush=True))
-    text = page.page(found)
-    if out:
-        out.write_text(text)
-        print(f"{out}: {len(found)} claims")
-    else:
-        print(text)
 
 
 @app.command()

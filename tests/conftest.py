@@ -34,7 +34,6 @@ LONGEST = [  # in CPU time of their own and of what they start
     "faults/test_stop.py",
     "unit/test_policies.py",
     "unit/test_lab.py",
-    "unit/test_claims.py",
     "unit/test_advice.py",
 ]
 

@@ -1,4 +1,4 @@
-"""What the suite measures, most valuable first. A point is one run; a section is one table of docs/benchmarks.md."""
+"""What the suite measures, most valuable first. A point is one run; a section is one result file."""
 
 from __future__ import annotations
 

@@ -77,8 +77,7 @@ def key(words: Sequence[str], ranks: int, place: Place) -> str:
 def code() -> str:
     """A digest of the source that a launch runs, uncommitted changes too; what only compares and draws is left out."""
     digest = hashlib.sha256()
-    without = {PACKAGE / "lab", PACKAGE / "claims"}
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent not in without]
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE / "lab"]
     for path in [*files, *sorted(compose.DS_CONFIG_DIR.glob("*.json"))]:
         digest.update(f"{path.relative_to(PACKAGE.parent)}\n".encode())
         digest.update(path.read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from rich.console import Console
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.lab import cache_key, charts, experiment, figures, launch, page, schedule, table
+from remat.lab import publish as publishing
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
@@ -97,9 +97,7 @@ def write(
     paths.append(folder / "index.html")
     paths[-1].write_text(page.render(content, chosen, rows, list(drawn.values())), encoding="utf-8")
     if publish is not None:
-        publish.mkdir(parents=True, exist_ok=True)
-        paths.append(publish / f"{chosen.name}-{'cpu' if place.device == 'cpu' else 'gpu'}.json")
-        shutil.copyfile(paths[0], paths[-1])
+        paths += publishing.add(publish, content)
     return paths
 
 

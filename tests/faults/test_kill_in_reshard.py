@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow_fault]
 WORDS = ["deepspeed.config=zero3_offload", "train.steps=6"]
 
 
-def test_a_kill_while_a_state_is_cut_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_a_kill_while_a_state_is_cut_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workshop = tiny.make_workshop(tmp_path)
     run = workshop / "out" / "cut" / "run"
 
@@ -36,7 +32,6 @@ def test_a_kill_while_a_state_is_cut_costs_nothing(
     resume = tiny.words(workshop, "cut", *WORDS, "resume=auto")
     monkeypatch.setenv("KILL_IN_RESHARD", "30")
     killed = launch(1, resume)
-    ended = time.time()
     assert killed.code not in (0, 75), killed.out[-4000:]
     left = run / "saved" / reshard.UNIVERSAL
     written = [path.stat().st_mtime for path in left.rglob("*") if path.is_file()]
@@ -53,8 +48,3 @@ def test_a_kill_while_a_state_is_cut_costs_nothing(
     whole = [row["loss/train"] for row in tiny.rows(workshop / "out" / "whole" / "run")]
     assert [row["loss/train"] for row in tiny.rows(run)] == pytest.approx(whole, rel=1e-6)
     assert len(whole) == 6
-    fault_record(
-        "kill -9 of a rank while it cuts a state for another number of ranks",
-        "the launch fails, the state is whole; the next launch removes what was left and goes on",
-        ended - max(written),
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.faults.by_hand import by_hand
 from tests.launch import tiny
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float | None], None]
 ENDLESS = [
     "train.steps=100000",
     "optim.warmup_steps=0",
@@ -24,7 +22,7 @@ ENDLESS = [
 ]
 
 
-def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path, fault_record: Record) -> None:
+def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path) -> None:
     """It ran to its end, with wrong losses, before the ranks compared."""
     workshop = tiny.make_workshop(tmp_path)
     words = tiny.words(workshop, "differs")
@@ -37,10 +35,9 @@ def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path, 
             assert "(rank 1)" in text and "(rank 0)" in text
             assert "cache_dir" not in text and "Traceback" not in text
     assert not (workshop / "out" / "differs").exists()
-    fault_record("a node started with other options", "refused on every rank with the option, exit 2", None)
 
 
-def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path, fault_record: Record) -> None:
+def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
     words = tiny.words(workshop, "lost", *ENDLESS)
     folder = workshop / "out" / "lost" / "run"
@@ -58,7 +55,6 @@ def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path, fault_rec
     assert "Traceback" in (folder / "errors" / "rank-0.txt").read_text()
     states = [path for path in (folder / "saved").iterdir() if path.name.startswith("step-")]
     assert states and all(manifest.verify(path) == [] for path in states)
-    fault_record("kill -9 of a node's rank", "the other node: exit 70 and one sentence, states whole", None)
 
 
 def test_the_node_that_holds_the_store_is_named_when_it_is_lost(tmp_path: Path) -> None:

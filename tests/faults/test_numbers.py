@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,7 @@ def skips(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_rank_applies_a_step_that_is_not_finite_on_one(
-    ran: Ran, name: str, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_no_rank_applies_a_step_that_is_not_finite_on_one(ran: Ran, name: str) -> None:
     out, found, _ = ran
     folder, what = out / name / "run", RUNS[name][1]
     assert [found[name][key] for key in ("finished", "error", "finite")] == [True, None, True]
@@ -80,9 +77,6 @@ def test_no_rank_applies_a_step_that_is_not_finite_on_one(
     assert row["step"] == 2 and len(row["sample_ids"]) == 4
     own = {"rank": 1, "micro_batch": 0, "sample_ids": row["sample_ids"][1:2]}
     assert row["non_finite_losses"] == ([] if what == GRADIENT else [own])
-    fault_record(
-        f"{what} on one rank, {name}", "no rank applies the step, weights stay finite; trains on", None
-    )
 
 
 def test_what_a_skipped_step_leaves_is_the_same_whatever_the_strategy(ran: Ran) -> None:
@@ -93,9 +87,7 @@ def test_what_a_skipped_step_leaves_is_the_same_whatever_the_strategy(ran: Ran) 
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_a_run_that_cannot_skip_any_more_ends_and_keeps_its_last_good_state(
-    ran: Ran, name: str, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_a_run_that_cannot_skip_any_more_ends_and_keeps_its_last_good_state(ran: Ran, name: str) -> None:
     out, found, _ = ran
     folder = out / name / "run"
     assert found[name]["finished"] is None and found[name]["finite"]
@@ -103,7 +95,3 @@ def test_a_run_that_cannot_skip_any_more_ends_and_keeps_its_last_good_state(
     (state,) = (folder / "saved").iterdir()
     assert state.name == "step-000001" and manifest.verify(state) == []
     assert [row["step"] for row in skips(folder)] == [2]
-    why = "ZeRO-0 in fp32" if name == "zero0" else "one step more than train.max_skipped_steps"
-    fault_record(
-        f"{LOSS}, {why}", "the run fails before it is applied, the saved state before it is whole", None
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tests.launch import tiny
 from tests.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
-Record = Callable[[str, str, float | None], None]
 Ran = dict[str, dict[str, Any]]
 
 STRATEGIES = ["zero2", "zero2_offload", "zero3", "zero3_offload_optimizer"]
@@ -143,10 +141,6 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
     assert states == [f"step-{point.at:06d}"]
 
 
-def row_of(point: Point, strategy: str, where: str) -> tuple[str, str, None]:
-    return f"resume {point.words}, {strategy}", f"same data, bit-equal losses, equal weights ({where})", None
-
-
 HERE = [
     (AFTER_EVALUATION, "zero2_offload"),
     (IN_ACCUMULATION, "zero2_offload"),
@@ -165,19 +159,17 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 
 @pytest.mark.parametrize("cell", range(len(HERE)), ids=lambda at: f"{HERE[at][1]} {HERE[at][0].words}")
 def test_k_steps_and_the_rest_are_n_steps(
-    in_one_process: tuple[Path, list[list[dict[str, Any]]]], cell: int, fault_record: Record
+    in_one_process: tuple[Path, list[list[dict[str, Any]]]], cell: int
 ) -> None:
     out, done = in_one_process
-    point, strategy = HERE[cell]
-    check(out, point, *done[cell])
-    fault_record(*row_of(point, f"{strategy}, same process", "a new engine in the same process"))
+    check(out, HERE[cell][0], *done[cell])
 
 
 FRESH = [(point, s) for point in (AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS) for s in STRATEGIES]
 
 
 @pytest.mark.slow_fault
-def test_in_a_fresh_process_everywhere(tmp_path: Path, fault_record: Record) -> None:
+def test_in_a_fresh_process_everywhere(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
     begun = launch(workshop, [runs(workshop, *cell, part) for cell in FRESH for part in ("whole", "first")])
     rests = launch(workshop, [runs(workshop, *cell, "rest") for cell in FRESH])
@@ -187,12 +179,10 @@ def test_in_a_fresh_process_everywhere(tmp_path: Path, fault_record: Record) -> 
         if point in (EPOCH_END, WRAPS):
             assert sorted(seen) == list(range(40)), "the first epoch has each sample once"
             assert (sum(map(len, first["sample_ids"])) == 40) == (point is EPOCH_END)
-    for cell in FRESH:
-        fault_record(*row_of(*cell, "a fresh process"))
 
 
 @pytest.mark.slow_fault
-def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path, fault_record: Record) -> None:
+def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
     """The second overflow halves the scale only if the one before the save is remembered (DeepSpeed's hysteresis)."""
     workshop = tiny.make_workshop(tmp_path)
     parts = ("whole", "first")
@@ -203,5 +193,3 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path, fault_record: Record) 
         rows = tiny.rows(tmp_path / "out" / first["name"] / "run")
         assert [row["optim/skipped_steps"] for row in rows] == [0, 1, 1, 2, 2, 2]
         assert [row["optim/loss_scale"] for row in rows] == [256.0] * 3 + [128.0] * 3
-    for strategy in STRATEGIES:
-        fault_record(*row_of(FP16, f"fp16 {strategy}", "a fresh process, on CPU"))

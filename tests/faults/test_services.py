@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,7 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 
 
 @pytest.mark.launch
-def test_wandb_that_fails_or_hangs_changes_nothing(
-    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_wandb_that_fails_or_hangs_changes_nothing(tmp_path: Path) -> None:
     """Losses are bit-equal to those without W&B, the record is complete, and one line says how to upload later."""
     workshop = tiny.make_workshop(tmp_path)
     spec = tmp_path / "spec.json"
@@ -46,10 +43,6 @@ def test_wandb_that_fails_or_hangs_changes_nothing(
     assert launched.out.count("W&B is off for the rest of this run") == len(FAULTS)
     assert launched.out.count("(ConnectionError: ") == 2
     assert launched.out.count("(it did not finish within ") == 2
-    for name in FAULTS:
-        fault_record(
-            f"W&B {name.replace('-', ' in ')}", "trains on: equal losses, whole record, one warning", None
-        )
 
 
 @pytest.mark.launch

@@ -82,9 +82,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_stop_saves_one_state_where_all_ranks_agree(
-    stopped: Stopped, name: str, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_a_stop_saves_one_state_where_all_ranks_agree(stopped: Stopped, name: str) -> None:
     out, found, text = stopped
     more, _, step, why = STOPS[name]
     assert found[name][0]["error"] is None and found[name][0]["finished"] is False
@@ -97,13 +95,6 @@ def test_a_stop_saves_one_state_where_all_ranks_agree(
     assert f"resume with resume=auto ({folder})" in text
     assert not (folder / "stop").exists()
     assert "Traceback" not in text and "KeyboardInterrupt" not in text
-    when = name.replace("_", " ") if name in ("evaluating", "saving", "building", "first_evaluation") else ""
-    goes_on = "; the resumed run is the uninterrupted one" if name in RESUMED else ""
-    fault_record(
-        f"stop by {why.replace('RUN', 'RUN_DIR')}{f', {when}' if when else ''}",
-        f"one whole state, after the step that all ranks agree on{goes_on}",
-        None,
-    )
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -140,31 +131,24 @@ def one_state(folder: Path) -> None:
     assert state.name == f"step-{int(tiny.rows(folder)[-1]['step']):06d}"
 
 
-def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(
-    tmp_path: Path, fault_record: Callable[[str, str, float | None], None]
-) -> None:
+def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(tmp_path: Path) -> None:
     words = tiny.words(tiny.make_workshop(tmp_path), "signalled", *ENDLESS)
     folder = tmp_path / "out" / "signalled" / "run"
     with supervised(tmp_path, *words) as launch:  # no script named: train.py
         launch.until(lambda: trains(folder)() or launch.process.poll() is not None, "steps")
         launch.watch()
         launch.signal(signal.SIGTERM)
-        began = time.monotonic()
         assert launch.finish() == 75, launch.out[-4000:]
-        seconds = time.monotonic() - began
         assert launch.left() == []
     for text in (launch.out, (tmp_path / "logs" / "rank-0.log").read_text()):
         assert "(SIGTERM on" in text and f"resume with resume=auto ({folder})" in text
         assert "Traceback" not in text
     one_state(folder)
-    fault_record("SIGTERM to remat launch while it trains", "one saved state, exit 75", seconds)
 
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1], ids=["ctrl_c", "usr1_to_ranks"])
-def test_plain_deepspeed_stops_with_75_too(
-    tmp_path: Path, fault_record: Callable[[str, str, float | None], None], signum: signal.Signals
-) -> None:
+def test_plain_deepspeed_stops_with_75_too(tmp_path: Path, signum: signal.Signals) -> None:
     """Ctrl-C reaches the launcher and each rank, as from a terminal; SIGUSR1 each rank."""
     words = tiny.words(tiny.make_workshop(tmp_path), "plain", *ENDLESS)
     folder = tmp_path / "out" / "plain" / "run"
@@ -205,7 +189,6 @@ def test_plain_deepspeed_stops_with_75_too(
         else:
             for rank in ranks:
                 rank.send_signal(signum)
-        began = time.monotonic()
         code = process.wait(DEADLINE_S)
         code = 128 - code if code < 0 else code  # as a shell says it
         psutil.wait_procs(ranks, timeout=DEADLINE_S)
@@ -221,6 +204,3 @@ def test_plain_deepspeed_stops_with_75_too(
     one_state(folder)
     expected = 75 if signum is signal.SIGUSR1 else 130  # DeepSpeed's own answer to Ctrl-C
     assert code == expected, text[-4000:]
-    fault_record(
-        f"{signum.name} with plain deepspeed", f"one saved state, exit {code}", time.monotonic() - began
-    )

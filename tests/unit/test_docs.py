@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -46,19 +47,29 @@ def test_every_plan_in_the_docs_composes(command: str) -> None:
     compose.from_command_line(words)
 
 
-def test_troubleshooting_names_tests_that_exist() -> None:
-    """Each entry is shown by a test, or says that it was only reported."""
-    root = DOCS.parent / "tests"
-    rows = [
-        line.split(" | ") for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line[:2] == "| "
-    ]
-    entries = [cells for cells in rows if cells[0] != "| symptom"]
-    assert len(entries) > 30
-    for cells in entries:
+@pytest.mark.parametrize("page", ["troubleshooting.md", "reliability.md"])
+def test_each_row_names_a_test_that_exists(page: str) -> None:
+    """Of troubleshooting.md some say instead that they were only reported."""
+    rows = [line.split(" | ") for line in (DOCS / page).read_text().splitlines() if line[:2] == "| "]
+    rows = [cells for cells in rows if cells[0] not in ("| symptom", "| fault")]
+    assert len(rows) > 30
+    for cells in rows:
         assert len(cells) == 4, cells
         shown = cells[3].removesuffix(" |").strip("`")
-        if shown == "reported":
+        if page == "troubleshooting.md" and shown == "reported":
             continue
         name, _, function = shown.partition("::")
-        (path,) = root.rglob(name)
+        (path,) = (DOCS.parent / "tests").rglob(name)
         assert f"def {function}(" in path.read_text(), shown
+
+
+def test_the_cost_of_the_loop_is_what_was_measured() -> None:
+    root = DOCS.parent
+    result = json.loads((root / "benchmarks" / "results" / "loop_overhead.json").read_text())
+    page, readme = (DOCS / "benchmarks.md").read_text(), (root / "README.md").read_text()
+    for name, found in result["ratio"].items():
+        shown = [f"{found[key]:.3f}" for key in ("median", "lowest", "highest")]
+        assert f"| {name.removeprefix('remat/')} | {' | '.join(shown)} |" in page
+    bare = result["ratio"]["remat/bare"]
+    assert f"from {bare['lowest']:.2f} to {bare['highest']:.2f}" in " ".join(readme.split())
+    assert f"commit {result['environment']['commit']}" in " ".join(page.split())

@@ -1,4 +1,4 @@
-"""The GPU suite without a GPU: its points can be composed, its budget is kept, its page shows what was measured."""
+"""The GPU suite without a GPU: its points can be composed, its budget is kept, its rows say what was measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from benchmarks.suite.points import POINTS, SECTIONS, TOKENS, Point
 from remat.config import compose
 from remat.config.options import LossKind
 from remat.model import loss
-from scripts import benchmarks_page
 from tests import small_models
 
 ENVIRONMENT = {
@@ -120,27 +119,6 @@ def test_a_peer_that_cannot_run_is_a_row_with_its_error(tmp_path: Path) -> None:
     assert str(tmp_path) not in " ".join(row["command"])
 
 
-def test_the_page_is_what_the_results_say() -> None:
-    assert benchmarks_page.renewed(benchmarks_page.PAGE.read_text()) == benchmarks_page.PAGE.read_text()
-
-
-def test_the_page_shows_figures_errors_and_gaps(tmp_path: Path) -> None:
-    (tmp_path / "gpu").mkdir()
-    names = [point.name for point in POINTS if point.section == "peers"]
-    rows = [
-        {"name": names[0], "status": "ran", "step_s": 0.5, "tokens_per_s": 32768.0, "allocated_bytes": 3 * 2**30,
-         "reserved_bytes": 4 * 2**30, "differs": "nothing", "environment": ENVIRONMENT},
-        {"name": names[1], "status": "failed", "said": "Traceback\nImportError: no | such thing",
-         "environment": ENVIRONMENT},
-    ]  # fmt: skip
-    (tmp_path / "gpu" / "peers.json").write_text(json.dumps(rows))
-    page = benchmarks_page.text(tmp_path)
-    assert f"| {names[0]} | 0.500 | 32,768 | 3.00 | 4.00 | nothing |" in page
-    assert f"| {names[1]} | failed: ImportError: no / such thing |" in page
-    assert f"| {names[2]} | not yet measured |" in page
-    assert "Measured on one A GPU; torch 2.13" in page
-
-
 def test_a_point_that_takes_too_long_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,8 +177,6 @@ def test_a_rung_without_time_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_
     assert asked == [8192] and row["status"] == "ran" and row["ended"] == "time was over"
     row, _ = climb(monkeypatch, ladder, {8192: "time was over"})
     assert row["status"] == row["ended"] == "time was over"
-    page = "\n".join(benchmarks_page.longest([LADDERS["none"]], {"none": row}))
-    assert "| none | time was over: why |" in page
 
     def slow(*_: Any, **__: Any) -> Any:
         raise AssertionError("took longer than 1 s")
@@ -286,5 +262,3 @@ def test_a_file_of_tests_is_a_row_with_pytests_last_line(
     row = budget.script(point, budget.parse_args(["--work", str(tmp_path)]))
     assert row["command"][:3] == ["python", "-m", "pytest"] and row["command"][-1] == point.words[0]
     assert row["status"] == "failed" and "said" in row["said"]
-    table = benchmarks_page.tests([point], {point.name: row})
-    assert table[-1] == f"| `{point.words[0]}` | 1 failed, 1 passed in 2.00s |"

@@ -16,7 +16,7 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import MIB
-from remat.lab import cache_key, command, experiment, launch, measure, schedule
+from remat.lab import cache_key, command, experiment, figures, launch, measure, publish, schedule
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Spot
@@ -305,8 +305,8 @@ def test_ctrl_c_publishes_what_is_finished_but_not_nothing(launches: Launches, t
     assert not (tmp_path / "published").exists()
     launches.stop_at = 1
     assert command.run(WORDS, options) == command.EXIT_INTERRUPTED
-    (path,) = (tmp_path / "published").iterdir()
-    assert [row["status"] for row in json.loads(path.read_text())["points"]] == ["finished", "not launched"]
+    rows = publish.read_points(tmp_path / "published")
+    assert [row["status"] for row in rows] == ["finished", "not launched"]
 
 
 def test_exit_code_when_nothing_ran(launches: Launches, tmp_path: Path) -> None:
@@ -347,8 +347,25 @@ def test_the_command_line(launches: Launches, tmp_path: Path) -> None:
     assert result.exit_code == 0
     content = json.loads(result.stdout)
     assert [point["name"] for point in content["points"]] == ["none", "full"] and content["repeats"] == 1
-    kept = tmp_path / "kept" / "tiny_zero3_offload-checkpointing-cpu.json"
-    assert json.loads(kept.read_text()) == content
+    kept = publish.read_points(tmp_path / "kept")
+    assert [row["point"] for row in kept] == ["none", "full"] and {row["machine"] for row in kept} == {"cpu"}
+    assert [int(row["peak_bytes"]) for row in kept] == [point["peak_bytes"] for point in content["points"]]
+
+
+def test_published_results_replace_those_of_the_same_experiment_and_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    content = {"name": "b", "device": "cpu", "env": {"commit": "1"}, "hardware": {"cpu": "a CPU"}}
+    content |= {"reduction": "", "ranks": 1, "repeats": 2, "peak_how": "", "first_steady_step": 2}
+    point = {**dataclasses.asdict(figures.Row("none", (), "none", "refused")), "loss": [(1, 5.5), (2, 5.25)]}
+    publish.add(folder, content | {"points": [point, point | {"name": "full"}]})
+    publish.add(folder, content | {"name": "a", "points": [point]})
+    publish.add(folder, content | {"points": [point], "env": {"commit": "2"}})
+    publish.add(folder, content | {"points": [point], "device": "cuda"})
+    found = [(row["experiment"], row["machine"], row["point"]) for row in publish.read_points(folder)]
+    assert found == [("a", "cpu", "none"), ("b", "cpu", "none"), ("b", "gpu", "none")]
+    assert publish.read_points(folder)[0]["losses"] == "5.5 5.25"
+    where = json.loads((folder / publish.ENVIRONMENTS).read_text())
+    assert list(where) == ["a-cpu", "b-cpu", "b-gpu"] and where["b-cpu"]["commit"] == "2"
 
 
 # How a launch ended

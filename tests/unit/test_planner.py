@@ -13,7 +13,7 @@ from remat.config import compose
 from remat.config.units import GIB
 from remat.planning import advice
 from remat.planning.plan import Planned, make_plan
-from remat.planning.simulation.types import Category
+from remat.planning.simulation.types import Category, Phase
 
 
 def plan(*words: str) -> Planned:
@@ -38,6 +38,23 @@ def test_the_parts_of_an_8b_plan() -> None:
     inputs = 31 * 4096 * 4096 * 2  # full: one hidden state per layer, the last layer's output is not kept
     assert sum(planned.simulation.kept_bytes) == inputs
     assert Category.optimizer_state not in planned.plan.gpu
+
+
+def test_the_peak_of_an_update_counts_its_copies_of_the_gradients() -> None:
+    """ZeRO-2 makes its bf16 gradients flat, then fp32, at the step. Without ZeRO fp32 needs no copy and no master."""
+    words = [
+        "model=gpt2_small",
+        "hardware=1x4090",
+        "data=synthetic",
+        "deepspeed.config=zero2",
+        "train.seq_len=8",
+    ]
+    words += ["train.micro_batch_size=1", "train.global_batch_size=1", "checkpointing=full"]
+    mixed = plan(*words)
+    plain = plan(*words, "train.precision=fp32", "deepspeed.overrides.zero_optimization.stage=0")
+    params = mixed.strategy.facts.num_params
+    assert mixed.plan.peak.phase is Phase.step and mixed.plan.peak_bytes == pytest.approx(22 * params, rel=0.01)
+    assert plain.plan.peak.phase is not Phase.step and plain.plan.peak_bytes < 18 * params
 
 
 def test_what_does_not_fit_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:

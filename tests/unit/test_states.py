@@ -276,3 +276,18 @@ def test_every_source_is_a_line_that_allocates(name: str) -> None:
         folder = package.parent if path.startswith("bitsandbytes") else package
         text = (folder / path).read_text().splitlines()[int(line) - 1]
         assert allocates.search(text), (item.name, item.source, text)
+
+
+def test_the_strategies_of_the_memory_model_page_are_what_is_planned() -> None:
+    page = (FOLDER.parent / "docs" / "memory-model.md").read_text()
+    rows = re.findall(r"^\| `(zero\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for name, cells in rows:
+        stage_0 = {"zero_optimization": {"stage": 0}} if name == "zero0" else {}
+        ds = rendered("zero1" if stage_0 else name, world_size=8, hidden=4096, **stage_0)
+        found = model_states(**LLAMA_8B, ds=ds, world_size=8, ranks_per_node=8, gas=2)
+        places = by_place(found)
+        raw = sum(item.raw_bytes_per_rank for item in found if item.place == "pinned")
+        node = sum(item.bytes_per_node for item in found if item.place in ("host", "pinned"))
+        sizes = [places["gpu"], places["host"], places["pinned"], raw, places["nvme"], node]
+        assert cells.split(" | ") == [f"{size / 2**30:.2f}" if size else "-" for size in sizes], name

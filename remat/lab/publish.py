@@ -1,0 +1,96 @@
+"""Add an experiment to the committed results: `points.csv` has a row for each point, `environments.json` says where.
+
+Everything that a launch measured stays in its own folder under outputs/. Committed is what documentation reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remat.config.redact import redact
+from remat.report import run_dir
+
+POINTS, ENVIRONMENTS = "points.csv", "environments.json"
+PLAIN = (
+    "status",
+    "words",
+    "repeats",
+    "same_bytes",
+    "peak_bytes",
+    "peak_in_update",
+    "counted_bytes",
+    "counted_planned_bytes",
+    "kept_bytes",
+    "kept_planned_bytes",
+    "micro_batch_bytes",
+    "moved_bytes",
+    "off_gpu_bytes",
+    "recomputed_percent",
+    "eval_loss",
+)
+PHASES = ("step", "data", "forward", "backward", "optimizer")
+ABOUT = ("reduction", "ranks", "repeats", "peak_how", "first_steady_step")
+
+
+def name_machine(content: Mapping[str, Any]) -> str:
+    """Return `cpu` or `gpu`."""
+    return "cpu" if content["device"] == "cpu" else "gpu"
+
+
+def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
+    """Write the rows of one experiment in place of its older ones from the same kind of machine; return the files.
+
+    `content` is what results.json says of the experiment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = redact(content)
+    points, environments = folder / POINTS, folder / ENVIRONMENTS
+    mine = {"experiment": content["name"], "machine": name_machine(content)}
+    others = [row for row in read_points(folder) if any(row[key] != value for key, value in mine.items())]
+    rows = [*others, *(mine | flatten(point) for point in content["points"])]
+    rows.sort(key=lambda row: (row["experiment"], row["machine"]))
+    with points.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[-1]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    known = json.loads(environments.read_text()) if environments.exists() else {}
+    known[f"{mine['experiment']}-{mine['machine']}"] = describe_environment(content)
+    run_dir.write_json(environments, dict(sorted(known.items())))
+    return [points, environments]
+
+
+def read_points(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of points.csv as text; none where there is no such file."""
+    path = folder / POINTS
+    return list(csv.DictReader(path.open(newline=""))) if path.exists() else []
+
+
+def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point as one row: bytes, seconds (medians over all repeats) and nats per token.
+
+    `ratio` is the step over the baseline's; `ratio_low` and `ratio_high` compare quartiles. `losses` has every step.
+    """
+    times, ratio, rate = point["times"], point["ratio"] or {}, point["tokens_per_s"] or {}
+    return {
+        "point": point["name"],
+        "baseline": point["baseline"],
+        **{key: point[key] for key in PLAIN},
+        "states_bytes": sum(point["states_bytes"].values()) or None,
+        **{f"{phase}_s": times.get(phase, {}).get("median") for phase in PHASES},
+        "steady_steps": times.get("step", {}).get("count"),
+        "ratio": ratio.get("median"),
+        "ratio_low": ratio.get("low"),
+        "ratio_high": ratio.get("high"),
+        "tokens_per_s": rate.get("median"),
+        "losses": " ".join(str(loss) for _, loss in point["loss"]),
+        "command": point["command"],
+    }
+
+
+def describe_environment(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size that was run, versions, commit, date and machine."""
+    return {**{key: content[key] for key in ABOUT}, **content["env"], **content["hardware"]}
