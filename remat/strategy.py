@@ -71,6 +71,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     """
     config = model.shape_config(cfg.model)
     skeleton = model.skeleton(config, cfg.model)
+    if problems := limits.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
+        raise ConfigError("\n".join(problems))
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
@@ -132,6 +134,7 @@ def _decisions(
         activation_elements=cfg.train.micro_batch_size * cfg.train.seq_len * model.hidden_size(skeleton.config),
         element_bytes=model.DTYPES[cfg.train.precision].itemsize,
         stacks=found.depths,
+        layerdrop=layers.skipped_at_random(skeleton),
     )
     problems = limits.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:
