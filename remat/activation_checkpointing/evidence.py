@@ -250,13 +250,13 @@ def _switches(layers: Layers, cfg: CheckpointingConfig) -> list[str]:
 
 def _counts(layers: Layers) -> list[str]:
     wrong = [
-        index for index, (_, c) in layers.items() if not c.expected - c.empty <= c.recomputations <= c.expected
+        index for index, (_, c) in layers.items() if not c.reached - c.empty <= c.recomputations <= c.expected
     ]
     found = []
     if wrong:
         found.append(
             f"checkpointing is not in effect in layers {spans(wrong)}: expected "
-            f"{[layers[i][1].expected for i in wrong]} recomputations in the first step, counted "
+            f"{[layers[i][1].reached for i in wrong]} recomputations in the first step, counted "
             f"{[layers[i][1].recomputations for i in wrong]}"
         )
     recomputed = [index for index, (d, _) in layers.items() if d.mechanism is not Mechanism.keep]

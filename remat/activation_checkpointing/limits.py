@@ -59,7 +59,7 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         )
     if asked & {Policy.uniform, Policy.sqrt} and setting.layerdrop:
         found.append(
-            f"checkpointing={cfg.policy}: {_skips(setting.layerdrop)}, and a segment recomputes its layers all or none; "
+            f"checkpointing={cfg.policy}: {_skips(setting.layerdrop)}, and a segment runs all its layers or none; "
             f"{NO_LAYERDROP}, or use checkpointing=full"
         )
     if Policy.selective_ops in asked:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing import roles as layer_roles
-from remat.activation_checkpointing.arguments import Replayable, carry_gradient
+from remat.activation_checkpointing.arguments import Replayable, tell_of_gradient
 from remat.activation_checkpointing.counts import Counts, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.recompute import Lifted, Recompute
 
@@ -107,12 +107,15 @@ def _run(
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
-    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
-        return one_run(index, counts, scope, earlier)
+    @contextmanager
+    def around(earlier: int, _: Any) -> Iterator[None]:
+        noted = scope.later_run(index) if earlier else nullcontext()
+        with noted, one_run(index, counts, scope, earlier):
+            yield
 
     lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
     output = recompute(lifted, *lifted.tensors)
-    counts.expected += carry_gradient(output)
+    counts.expected += tell_of_gradient(output, counts.is_reached)
     return output
 
 

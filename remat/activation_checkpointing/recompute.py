@@ -48,6 +48,8 @@ class Recompute:
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.reentrant:
+            if isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+                args = (args[0].detach().requires_grad_(), *args[1:])  # or the region's weights would get none
             region = FlatRegion(fn)
             keep_rng = self.cfg.preserve_rng_state
             return region.rebuild(checkpoint(region, *args, use_reentrant=True, preserve_rng_state=keep_rng))

@@ -86,7 +86,7 @@ def test_layers_skipped_at_random_are_refused_on_several_ranks(mode: str) -> Non
     """Each rank skips others: ZeRO-2 aborts in gloo, ZeRO-3 hangs."""
     run = with_layerdrop(f"checkpointing={mode}")
     strategy.decide(run, world_size=1, can_pin=False)
-    with pytest.raises(ConfigError, match="layerdrop=0.25 .* each of the 2 ranks others.* set it to 0"):
+    with pytest.raises(ConfigError, match=r"layerdrop=0.25 .* each of the 2 ranks others.* set it to 0"):
         strategy.decide(run, world_size=2, can_pin=False)
 
 
