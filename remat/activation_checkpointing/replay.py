@@ -138,6 +138,7 @@ class Recorder:
         self._kinds: set[Any] = set()
         self._entries: list[_Entry] = []  # of reentrant regions
         self._shared_states: list[_Entry] = []
+        self._deferred = _Deferred()
         self._called: Counter[int] = Counter()
         self._ran: Counter[int] = Counter()
 
@@ -149,6 +150,7 @@ class Recorder:
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
             _tell(args[0], partial(setattr, self._entries[-1], "handed"))
+        self._deferred.note(decision, index)
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
                 region = self._layers[decision.first : decision.last + 1]
@@ -174,6 +176,7 @@ class Recorder:
     def after(self, index: int, output: Any) -> Any:
         """The output to go on with."""
         decision = self._decisions[index]
+        self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
             entry = self._entries[-1]
             _tell(output, partial(setattr, entry, "reached"))
@@ -195,6 +198,7 @@ class Recorder:
             for sample in self._samples.values():
                 sample.note_users(users)
             self._shared_states = [entry for entry in self._entries if entry.is_shared(users)]
+            self._deferred.look(nodes, users)
 
     def ready(self) -> list[int]:
         """The regions that can be replayed, each by its first layer."""
@@ -203,6 +207,7 @@ class Recorder:
     def replay(self, regions: Sequence[int]) -> Replayed:
         """Run each of `regions` again and compare. The same list on every rank: ZeRO-3 gathers their weights."""
         started, result = time.perf_counter(), Replayed(differences=self._lost() + self._shared() + self._cut())
+        result.differences += self._deferred.problems()
         for first in regions:
             sample = self._samples[first]
             layers = range(sample.decision.first, sample.decision.last + 1)
@@ -258,6 +263,48 @@ class Recorder:
         )
         everywhere = Counter(id(p) for _, p in self._model.named_parameters(remove_duplicate=False))
         return {key for key, times in inside.items() if everywhere[key] == times}
+
+
+class _Deferred:
+    """Segments run all their layers when the last is called. What the model does between two of them comes first then,
+    and where both use a tensor, its gradient is added up in another order, which rounds otherwise.
+
+    Autograd numbers its nodes as they are made, and adds up in the reverse of that order.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[
+            int, list[int]
+        ] = {}  # the first layer: the number of the next node at its call, at the last's
+        self._segments: list[tuple[LayerDecision, int, int, int]] = []
+        self._reordered: list[int] = []
+
+    def note(self, decision: LayerDecision, index: int) -> None:
+        """Layer `index` is called."""
+        if decision.first < decision.last and index in (decision.first, decision.last):
+            self._open.setdefault(decision.first, []).append(torch._C._autograd._get_sequence_nr())
+
+    def end(self, decision: LayerDecision, index: int) -> None:
+        if index == decision.last and len(calls := self._open.pop(decision.first, [])) == 2:
+            self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
+
+    def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
+        """`nodes` of the graph; `users` of each output of a node. Of two users the order is no matter."""
+        for numbers in (
+            [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
+        ):
+            for decision, called, ran, ended in self._segments:
+                between = any(called <= number < ran for number in numbers)
+                if between and any(ran <= number < ended for number in numbers):
+                    self._reordered.append(decision.first)
+
+    def problems(self) -> list[str]:
+        if not self._reordered:
+            return []
+        return [
+            f"layers {spans(sorted(set(self._reordered)))} begin segments, between whose layers the model uses tensors "
+            "that the layers use too, so their gradients would be added up in another order; use checkpointing=full"
+        ]
 
 
 @dataclass
