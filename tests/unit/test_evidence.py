@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -243,3 +244,22 @@ def test_a_layer_with_a_checkpoint_of_its_own(cfg: CheckpointingConfig) -> None:
     mlp.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=False)
     result = proven_equal(net, cfg)
     assert [counts.recomputations for counts in result.applied.counts] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("policy", [Policy.full, Policy.sqrt, Policy.selective_modules])
+def test_a_result_that_no_gradient_comes_to_need_not_run_again(policy: Policy) -> None:
+    """Everything below a layer that detaches its input; a module whose result is dropped."""
+    net = model("llama", num_hidden_layers=4)
+    kind = type(net.model.layers[0])
+    plain = inspect.unwrap(kind.forward)
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, **more: Any) -> torch.Tensor:
+            detached = hidden_states.detach() if self is net.model.layers[2] else hidden_states
+            output: torch.Tensor = plain(self, detached, **more)
+            self.mlp(output)
+            return output
+
+    for layer in net.model.layers:
+        layer.__class__ = Layer
+    proven_equal(net, CheckpointingConfig(policy=policy))
