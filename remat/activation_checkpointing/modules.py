@@ -114,7 +114,7 @@ def _run(
             yield
 
     lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
-    output = recompute(lifted, *lifted.tensors)
+    output = recompute(lifted, *lifted.take())
     counts.expected += tell_of_gradient(output, counts.is_reached)
     return output
 
