@@ -246,13 +246,14 @@ class Recorder:
         ]
 
     def _cut(self) -> list[str]:
-        """Reentrant regions that gradients came to and none left, though something below is trained."""
-        layers = [e.decision.first for e in self._entries if e.node is not None and e.reached and not e.handed]
+        """Reentrant regions that gradients came to and none left, above others that would make zeros of that."""
+        cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
+        layers = [entry.decision.first for entry in cut if entry.node is not None]
         if not layers:
             return []
         return [
             f"layers {spans(layers)}: no gradient comes back to the hidden state that they are given, and the "
-            "reentrant variant would give everything below gradients of zeros, where there should be none; use "
+            "reentrant variant would give the layers below gradients of zeros, where there should be none; use "
             "checkpointing=full checkpointing.reentrant=false"
         ]
 
@@ -557,7 +558,7 @@ class Sample:
                 f"{name} draws random numbers from {' and '.join(sorted(self._drawn_anew))}, and others when it runs "
                 f"again{self._remedy()}"
             )
-        if self.decision.offload and self.draws.after_save:
+        if self.decision.offload and not again and self.draws.after_save:
             result.differences.append(
                 f"{name}: {self.draws.after_save} draws into memory that autograd has saved before, so offload would "
                 "bring back what was there then; use another activation, or checkpointing.offload.enabled=false"
@@ -714,8 +715,9 @@ class Sample:
                 stack.enter_context(autocast())
             try:
                 scope.keeping = True
-                for module, name, _ in hooks:
-                    setattr(module, name, OrderedDict())
+                for module, name, own in hooks:
+                    kept = ((key, hook) for key, hook in own.items() if not _is_machinery(hook))
+                    setattr(module, name, OrderedDict(kept))
                 for module in modules:
                     _pass_gradients_as_zero3(module)
                 stack.enter_context(torch.enable_grad())
@@ -859,6 +861,13 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def _is_machinery(hook: Any) -> bool:
+    """Whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("deepspeed", "remat")
 
 
 def _pass_gradients_as_zero3(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ FULL = CheckpointingConfig()
 REENTRANT = CheckpointingConfig(reentrant=True)
 SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
 REENTRANT_SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2, reentrant=True)
+OFFLOADED_INPUTS = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=0))
 OFFLOADED = CheckpointingConfig(policy=Policy.none, offload=OffloadConfig(enabled=True, min_bytes=0))
 SELECTIVE = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=["matmul"]))
 
@@ -365,7 +366,9 @@ CARRIED = [
     (OwnGenerator, OFFLOADED),
     (Numpy, OFFLOADED),
     (RandomActivation, FULL),
+    (RandomActivation, OFFLOADED_INPUTS),
     (CutsTheGradient, FULL),
+    (CutsTheGradient, CheckpointingConfig(policy=Policy.none, layers={"2": Policy.uniform}, reentrant=True)),
     (StartsWithoutGradient, REENTRANT),
     (CollectsInputs, FULL),
 ]
