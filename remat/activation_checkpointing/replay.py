@@ -553,21 +553,8 @@ class Sample:
             if not (rounded and key.startswith("gradient") and size <= ROUNDED)
         }
         result.differences += [f"{name}: {_in_words(key, size)}{self._remedy()}" for key, size in wrong.items()]
-        if self._drawn_anew:
-            result.differences.append(
-                f"{name} draws random numbers from {' and '.join(sorted(self._drawn_anew))}, and others when it runs "
-                f"again{self._remedy()}"
-            )
-        if self.decision.offload and not again and self.draws.after_save:
-            result.differences.append(
-                f"{name}: {self.draws.after_save} draws into memory that autograd has saved before, so offload would "
-                "bring back what was there then; use another activation, or checkpointing.offload.enabled=false"
-            )
-        if handed:
-            result.differences.append(
-                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts "
-                f"in one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
-            )
+        seen = self._seen(name, handed, again)
+        result.differences += seen
         result.compared.append(
             {
                 "layers": spans(list(range(self.decision.first, self.decision.last + 1))),
@@ -575,9 +562,29 @@ class Sample:
                 "policy": str(self.decision.policy),
                 "compared": sorted(truth),
                 "largest_error": max(errors.values(), default=0.0),
-                "equal": not wrong and not handed and not self._drawn_anew,
+                "equal": not wrong and not seen,
             }
         )
+
+    def _seen(self, name: str, handed: list[str], again: bool) -> list[str]:
+        """What was seen in the run itself, whatever the values are."""
+        found = []
+        if self._drawn_anew:
+            found.append(
+                f"{name} draws random numbers from {' and '.join(sorted(self._drawn_anew))}, and others when it runs "
+                f"again{self._remedy()}"
+            )
+        if self.decision.offload and not again and self.draws.after_save:
+            found.append(
+                f"{name}: {self.draws.after_save} draws into memory that autograd has saved before, so offload would "
+                "bring back what was there then; use another activation, or checkpointing.offload.enabled=false"
+            )
+        if handed:
+            found.append(
+                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts "
+                f"in one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
+            )
+        return found
 
     def _eps(self) -> float:
         dtypes = {one.value.dtype for one in self._outputs.values() if one.value.is_floating_point()}
