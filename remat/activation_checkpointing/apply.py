@@ -20,9 +20,9 @@ from torch.utils.checkpoint import CheckpointError
 from remat.activation_checkpointing.mechanisms import selective_modules
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
-    carry_gradient,
     find_tensors,
     refuse_what_is_lost,
+    tell_of_gradient,
 )
 from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
@@ -99,10 +99,11 @@ class Applied:
         self.recorder = recorder = Recorder(
             self.model or nn.Module(), self.stacks.layers(), self.decisions, self.scope, rounded=rounded
         )
+        self.scope.note_later_run = recorder.later_run
         try:
             yield recorder
         finally:
-            self.recorder = None
+            self.recorder = self.scope.note_later_run = None
 
     def remove(self) -> None:
         self.cleanup.close()
@@ -214,12 +215,14 @@ class _Builder:
         @contextmanager
         def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
             """One run of the layer, its first or a later one."""
-            if self._applied.recorder is not None and not earlier:
-                self._applied.recorder.ran(index)
+            recorder = self._applied.recorder
+            noted: AbstractContextManager[None] = nullcontext()
+            if recorder is not None:
+                noted = recorder.later_run(index) if earlier else recorder.first_run(index)
             guard: AbstractContextManager[None] = nullcontext()
             if not earlier and decision.mechanism in RUNS_AGAIN:
                 guard = refuse_what_is_lost(values(), name, reentrant=decision.reentrant)
-            with one_run(index, counts, scope, earlier), guard:
+            with noted, one_run(index, counts, scope, earlier), guard:
                 yield
 
         def run(layer_forward: LayerForward, *args: Any) -> Any:
@@ -290,9 +293,13 @@ class _Builder:
         """Count that backward will come to layers `first` to `last` once for this forward."""
         expecting = self._applied.counts[first : last + 1]
 
+        def reached() -> None:
+            for counts in expecting:
+                counts.is_reached()
+
         def counting(call: Replayable, *args: Any) -> Any:
             output = run(call, *args)
-            if carry_gradient(output):
+            if tell_of_gradient(output, reached):
                 for counts in expecting:
                     counts.expected += 1
             return output

@@ -6,6 +6,7 @@ when the forward is over is kept, be it by autograd, by a policy, or by mistake.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -133,6 +134,8 @@ class Watch(TorchDispatchMode):
 
     def _count_moved(self, offload: HostOffload) -> None:
         """What was moved to the host and is on the device all the same, without need."""
+        if any(offload.still_on_device()):
+            gc.collect()  # a model's reference cycle holds a tensor until Python comes to it
         for layer, storage, nbytes in offload.still_on_device():
             if self.calls.must_stay(storage, offload.moving()):
                 continue

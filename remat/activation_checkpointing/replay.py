@@ -12,8 +12,8 @@ import math
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from remat.activation_checkpointing.mechanisms.arguments import (
     Alias,
@@ -39,6 +39,7 @@ from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
 
+DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
 LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
 MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
@@ -46,6 +47,7 @@ MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a d
 MOST_NOISE_EPS = 8  # roundings of the layer's dtype: two passes that differ by more are not the same pass
 ROUNDED = 0.3  # relative gradient error at which 8-bit storage is no rounding any more
 TINY = 1e-12
+NEXT = "in the next run, by what this one left in attributes,"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -85,6 +87,37 @@ class Replayed:
         )
 
 
+class Draws(TorchDispatchMode):
+    """What a layer draws from generators of its own, each with its state before every draw.
+
+    They come wrapped anew each time, so nothing tells which of them are the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators: list[torch.Generator] = []
+        self.first: list[torch.Tensor] = []  # states
+        self.after_save = ""  # an operation that autograd saves the random numbers of before they are drawn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and not _is_torchs(value):
+                self.generators.append(value)
+                self.first.append(value.get_state())
+        if func.overloadpacket in DRAWS_AFTER_SAVE:
+            self.after_save = func.overloadpacket.__name__
+        return func(*args, **kwargs)
+
+    def now(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        """The last first: what stays is each generator's state before its first draw."""
+        for generator, state in reversed(list(zip(self.generators, states, strict=True))):
+            generator.set_state(state)
+
+
 class Recorder:
     """Of one micro-batch. `before` and `after` stand around every call of a layer, `ran` where it really runs."""
 
@@ -105,6 +138,7 @@ class Recorder:
         self._kinds: set[Any] = set()
         self._entries: list[_Entry] = []  # of reentrant regions
         self._shared_states: list[_Entry] = []
+        self._deferred = _Deferred()
         self._called: Counter[int] = Counter()
         self._ran: Counter[int] = Counter()
 
@@ -115,6 +149,8 @@ class Recorder:
             return
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
+            _tell(args[0], partial(setattr, self._entries[-1], "handed"))
+        self._deferred.note(decision, index)
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
                 region = self._layers[decision.first : decision.last + 1]
@@ -126,14 +162,24 @@ class Recorder:
             if decision.first in self._open:
                 self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
 
-    def ran(self, index: int) -> None:
+    def first_run(self, index: int) -> AbstractContextManager[None]:
+        """Around the place where layer `index` really runs."""
         self._ran[index] += 1
+        first = self._decisions[index].first
+        return self._samples[first].draws if first in self._open else nullcontext()
+
+    def later_run(self, index: int) -> AbstractContextManager[None]:
+        """Around a recomputation of layer `index`, or of a part of it."""
+        sample = self._samples.get(self._decisions[index].first)
+        return sample.later_run() if sample else nullcontext()
 
     def after(self, index: int, output: Any) -> Any:
         """The output to go on with."""
         decision = self._decisions[index]
+        self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
             entry = self._entries[-1]
+            _tell(output, partial(setattr, entry, "reached"))
             entry.inside = _reach([tensor for _, tensor in find_tensors(output)], {id(entry.node)})
         if index == decision.last and decision.first in self._open:
             self._open.discard(decision.first)
@@ -152,7 +198,7 @@ class Recorder:
             for sample in self._samples.values():
                 sample.note_users(users)
             self._shared_states = [entry for entry in self._entries if entry.is_shared(users)]
-        self._entries = []
+            self._deferred.look(nodes, users)
 
     def ready(self) -> list[int]:
         """The regions that can be replayed, each by its first layer."""
@@ -160,7 +206,8 @@ class Recorder:
 
     def replay(self, regions: Sequence[int]) -> Replayed:
         """Run each of `regions` again and compare. The same list on every rank: ZeRO-3 gathers their weights."""
-        started, result = time.perf_counter(), Replayed(differences=self._lost() + self._shared())
+        started, result = time.perf_counter(), Replayed(differences=self._lost() + self._shared() + self._cut())
+        result.differences += self._deferred.problems()
         for first in regions:
             sample = self._samples[first]
             layers = range(sample.decision.first, sample.decision.last + 1)
@@ -198,6 +245,18 @@ class Recorder:
             "checkpointing.reentrant=false"
         ]
 
+    def _cut(self) -> list[str]:
+        """Reentrant regions that gradients came to and none left, above others that would make zeros of that."""
+        cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
+        layers = [entry.decision.first for entry in cut if entry.node is not None]
+        if not layers:
+            return []
+        return [
+            f"layers {spans(layers)}: no gradient comes back to the hidden state that they are given, and the "
+            "reentrant variant would give the layers below gradients of zeros, where there should be none; use "
+            "checkpointing=full checkpointing.reentrant=false"
+        ]
+
     def _own_weights(self, sample: Sample) -> set[int]:
         """Weights that nothing outside of the sample uses: their gradients are its own."""
         inside = Counter(
@@ -205,6 +264,48 @@ class Recorder:
         )
         everywhere = Counter(id(p) for _, p in self._model.named_parameters(remove_duplicate=False))
         return {key for key, times in inside.items() if everywhere[key] == times}
+
+
+class _Deferred:
+    """Segments run all their layers when the last is called. What the model does between two of them comes first then,
+    and where both use a tensor, its gradient is added up in another order, which rounds otherwise.
+
+    Autograd numbers its nodes as they are made, and adds up in the reverse of that order.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[
+            int, list[int]
+        ] = {}  # the first layer: the number of the next node at its call, at the last's
+        self._segments: list[tuple[LayerDecision, int, int, int]] = []
+        self._reordered: list[int] = []
+
+    def note(self, decision: LayerDecision, index: int) -> None:
+        """Layer `index` is called."""
+        if decision.first < decision.last and index in (decision.first, decision.last):
+            self._open.setdefault(decision.first, []).append(torch._C._autograd._get_sequence_nr())
+
+    def end(self, decision: LayerDecision, index: int) -> None:
+        if index == decision.last and len(calls := self._open.pop(decision.first, [])) == 2:
+            self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
+
+    def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
+        """`nodes` of the graph; `users` of each output of a node. Of two users the order is no matter."""
+        for numbers in (
+            [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
+        ):
+            for decision, called, ran, ended in self._segments:
+                between = any(called <= number < ran for number in numbers)
+                if between and any(ran <= number < ended for number in numbers):
+                    self._reordered.append(decision.first)
+
+    def problems(self) -> list[str]:
+        if not self._reordered:
+            return []
+        return [
+            f"layers {spans(sorted(set(self._reordered)))} begin segments, between whose layers the model uses tensors "
+            "that the layers use too, so their gradients would be added up in another order; use checkpointing=full"
+        ]
 
 
 @dataclass
@@ -215,6 +316,8 @@ class _Entry:
     node: Any
     number: int
     inside: dict[int, Any] = field(default_factory=dict)
+    reached: bool = False  # by a gradient of what the region returned
+    handed: bool = False  # a gradient to the hidden state
 
     def is_shared(self, users: dict[tuple[int, int], set[int]]) -> bool:
         return self.node is not None and bool(
@@ -262,6 +365,9 @@ class Sample:
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
         self._attributes: list[dict[str, Any]] = []  # of each module, as they were
         self._hooks = ExitStack()
+        self.draws = Draws()  # of the first run
+        self._drawn_anew: set[str] = set()  # from where a recomputation drew random numbers
+        self._left: list[dict[str, Any]] = []  # attributes after the real pass
         self._random: Any = None
         self._autocast: list[Any] = []
 
@@ -290,6 +396,26 @@ class Sample:
                 self._containers.append((name, copy_containers(value), value))
         if is_last:
             self._start()
+
+    @contextmanager
+    def later_run(self) -> Iterator[None]:
+        """Around a recomputation: does it draw random numbers anew? torch's own are given to it as they were, but not
+        to what `discard_output` makes again.
+        """
+        draws, before = Draws(), _random_state(self._device())
+        try:
+            with draws:
+                yield
+        finally:
+            after = _random_state(self._device())
+            discards = self.decision.mechanism is Mechanism.discard_output
+            moved = {
+                "torch": discards and not _equal(before[:2], after[:2]),
+                "python's random": before[2] != after[2],
+                "numpy": not _equal(before[3][1:3], after[3][1:3]),
+                "a torch.Generator of its own": bool(draws.generators),
+            }
+            self._drawn_anew |= {name for name, is_moved in moved.items() if is_moved}
 
     def end(self, output: Any) -> Any:
         """The region has run: note what came out. Returns it in tensors whose gradients are those of what follows."""
@@ -358,15 +484,24 @@ class Sample:
         device = self._device()
         self._random = _random_state(device)
         self._autocast = [autocast_of_now(kind) for kind in {"cpu", device.type}]
-        self._attributes = [_attributes(module) for layer in self.layers for module in layer.modules()]
-        for layer in self.layers:
-            for name, buffer in layer.named_buffers():
-                if buffer.nbytes <= LARGEST_BUFFER_BYTES:
-                    self._buffers[name] = (buffer, buffer.detach().clone())
+        self._attributes = [_attributes(module) for module in self._modules()]
+        for name, buffer in self._states():
+            if buffer.nbytes <= LARGEST_BUFFER_BYTES and not torch._debug_has_internal_overlap(buffer):
+                self._buffers[name] = (buffer, buffer.detach().clone())
         for name, weight in self._named_weights().items():
             digests = self._weights[name] = []
             hook = weight.register_hook(partial(_note_digest, digests))
             self._hooks.callback(hook.remove)
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that a forward may edit: buffers, and those in attributes of modules."""
+        for layer in self.layers:
+            yield from layer.named_buffers()
+        modules = [named for layer in self.layers for named in layer.named_modules()]
+        for (name, _), attributes in zip(modules, self._attributes, strict=True):
+            for path, tensor in find_tensors(attributes, name):
+                if not tensor.requires_grad:
+                    yield path, tensor
 
     def _named_weights(self) -> dict[str, nn.Parameter]:
         return {
@@ -391,9 +526,12 @@ class Sample:
         again = self.decision.mechanism in RUNS_AGAIN
         own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
         real = self._real(own, once=once)
+        self._left = [_attributes(module) for module in self._modules()]
         try:
             with self._everything_kept(scope):
                 truth = self._truth(own, once=once)
+                if any(key.startswith(NEXT) for key in truth):
+                    real |= self._next(self._left)
                 errors = _errors(real, truth)
                 if errors and not rounded:
                     noise = _errors(self._truth(own, once=once), truth)
@@ -415,11 +553,8 @@ class Sample:
             if not (rounded and key.startswith("gradient") and size <= ROUNDED)
         }
         result.differences += [f"{name}: {_in_words(key, size)}{self._remedy()}" for key, size in wrong.items()]
-        if handed:
-            result.differences.append(
-                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts "
-                f"in one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
-            )
+        seen = self._seen(name, handed, again)
+        result.differences += seen
         result.compared.append(
             {
                 "layers": spans(list(range(self.decision.first, self.decision.last + 1))),
@@ -427,9 +562,29 @@ class Sample:
                 "policy": str(self.decision.policy),
                 "compared": sorted(truth),
                 "largest_error": max(errors.values(), default=0.0),
-                "equal": not wrong and not handed,
+                "equal": not wrong and not seen,
             }
         )
+
+    def _seen(self, name: str, handed: list[str], again: bool) -> list[str]:
+        """What was seen in the run itself, whatever the values are."""
+        found = []
+        if self._drawn_anew:
+            found.append(
+                f"{name} draws random numbers from {' and '.join(sorted(self._drawn_anew))}, and others when it runs "
+                f"again{self._remedy()}"
+            )
+        if self.decision.offload and not again and self.draws.after_save:
+            found.append(
+                f"{name}: {self.draws.after_save} draws into memory that autograd has saved before, so offload would "
+                "bring back what was there then; use another activation, or checkpointing.offload.enabled=false"
+            )
+        if handed:
+            found.append(
+                f"{name}: the gradient of weight {handed[0]} was handed over in {len(self._weights[handed[0]])} parts "
+                f"in one micro-batch, where the pass that keeps everything hands it over once{self._remedy()}"
+            )
+        return found
 
     def _eps(self) -> float:
         dtypes = {one.value.dtype for one in self._outputs.values() if one.value.is_floating_point()}
@@ -470,9 +625,10 @@ class Sample:
         for buffer, before in self._buffers.values():
             buffer.data.copy_(before)
         try:
-            outputs, leaves = self._run()
+            outputs, leaves = self._run(self._attributes)
         except Exception as error:
             raise CannotRunAgain from error
+        left = [_attributes(module) for module in self._modules()]
         carried = [
             (tensor, noted.gradient)
             for path, noted in self._outputs.items()
@@ -501,9 +657,22 @@ class Sample:
             if once:
                 found[f"buffer {name}"] = buffer.detach().clone()
             buffer.data.copy_(now[name])
+        if once and _plain(left) != _plain(self._left):
+            found |= self._next(left)
         return found
 
-    def _run(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    def _next(self, attributes: list[dict[str, Any]]) -> Quantities:
+        """What the region would return next, after a pass that left `attributes` in its modules."""
+        now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
+        outputs, _ = self._run(attributes)
+        for name, (buffer, _) in self._buffers.items():
+            buffer.data.copy_(now[name])
+        return {f"{NEXT} {path}": tensor.detach() for path, tensor in outputs.items()}
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for layer in self.layers for module in layer.modules()]
+
+    def _run(self, attributes: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """The region's outputs, and what it wrote, by path; and the leaves it was given."""
         leaves = [
             value.detach().requires_grad_(requires)
@@ -517,10 +686,10 @@ class Sample:
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
             return inputs[places[id(tensor)]]
 
+        self.draws.set(self.draws.first)
         _set_random_state(self._device(), self._random)
-        modules = [module for layer in self.layers for module in layer.modules()]
-        for module, attributes in zip(modules, self._attributes, strict=True):
-            _set_attributes(module, copy_containers(attributes))
+        for module, own in zip(self._modules(), attributes, strict=True):
+            _set_attributes(module, copy_containers(own))
         state: Any = None
         given: list[tuple[str, Any, Any]] = []
         for place, (call, args, keywords) in enumerate(self._calls):
@@ -542,7 +711,8 @@ class Sample:
     @contextmanager
     def _everything_kept(self, scope: Scope) -> Iterator[None]:
         """Weights gathered, no hook of ZeRO-3 or of a policy, the random state and autocast of the real pass."""
-        modules = [module for layer in self.layers for module in layer.modules()]
+        modules = self._modules()
+        drawn = self.draws.now()
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
         before = _random_state(self._device())
         attributes = [{k: v for k, v in vars(module).items() if _is_state(k, v)} for module in modules]
@@ -552,8 +722,9 @@ class Sample:
                 stack.enter_context(autocast())
             try:
                 scope.keeping = True
-                for module, name, _ in hooks:
-                    setattr(module, name, OrderedDict())
+                for module, name, own in hooks:
+                    kept = ((key, hook) for key, hook in own.items() if not _is_machinery(hook))
+                    setattr(module, name, OrderedDict(kept))
                 for module in modules:
                     _pass_gradients_as_zero3(module)
                 stack.enter_context(torch.enable_grad())
@@ -564,6 +735,7 @@ class Sample:
                     setattr(module, name, own)
                 for module, own_attributes in zip(modules, attributes, strict=True):
                     _set_attributes(module, own_attributes)
+                self.draws.set(drawn)
                 _set_random_state(self._device(), before)
 
 
@@ -656,6 +828,13 @@ def _digest(gradient: torch.Tensor) -> Digest:
     return Digest(norm, (int(words.sum(dtype=torch.int64)), int(torch.hash_tensor(flat).view(torch.int64))))
 
 
+def _tell(value: Any, tell: Callable[[bool], None]) -> None:
+    """`tell(True)` when a gradient comes to a tensor in `value`."""
+    for _, tensor in find_tensors(value):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: None if gradient is None else tell(True))
+
+
 def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor | None) -> None:
     if gradient is None:
         return
@@ -689,6 +868,13 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def _is_machinery(hook: Any) -> bool:
+    """Whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("deepspeed", "remat")
 
 
 def _pass_gradients_as_zero3(module: nn.Module) -> None:
@@ -733,6 +919,27 @@ def _set_random_state(device: torch.device, state: RandomState) -> None:
         torch.cuda.set_rng_state(state[1], device)
     random.setstate(state[2])
     numpy.random.set_state(state[3])
+
+
+def _is_torchs(generator: torch.Generator) -> bool:
+    """Whether it is in the state of torch's own on that device: then it is the same."""
+    own = torch.default_generator
+    if generator.device.type == "cuda":
+        own = torch.cuda.default_generators[generator.device.index or 0]
+    return torch.equal(own.get_state(), generator.get_state())
+
+
+def _plain(attributes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are one value, without what nothing but `==` of tensors could compare."""
+    return [{k: v for k, v in own.items() if isinstance(v, (bool, int, float, str))} for own in attributes]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Of random states: tensors, arrays and numbers."""
+    return all(
+        bool((one == other).all()) if hasattr(one, "all") else one == other
+        for one, other in zip(left, right, strict=True)
+    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,7 @@ NO_ATTENTION_OPERATION = {
     Attention.eager: "has no fused attention operation",
     Attention.flex_attention: "is compiled by transformers into a kernel that is no operation",
 }
+NO_LAYERDROP = "set it to 0 (model.architecture, or config.json in the model's folder)"
 RANDOM_FIELDS = (
     "drop",
     "jitter_noise",
@@ -42,6 +43,7 @@ class Setting:
     activation_elements: int  # of one layer's input: micro-batch x sequence x hidden
     element_bytes: int
     stacks: Sequence[int] = ()  # layers of each stack of the model, where there are several
+    layerdrop: str = ""  # the field by which the model skips layers at random, with its value
 
 
 def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting) -> list[str]:
@@ -55,6 +57,11 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
         found.append(
             f"checkpointing={cfg.policy}: {type(layers[0]).__name__} returns a tuple, so its layers cannot be "
             "recomputed in segments; use checkpointing=full, interval or block"
+        )
+    if asked & {Policy.uniform, Policy.sqrt} and setting.layerdrop:
+        found.append(
+            f"checkpointing={cfg.policy}: {_skips(setting.layerdrop)}, and a segment runs all its layers or none; "
+            f"{NO_LAYERDROP}, or use checkpointing=full"
         )
     if Policy.selective_ops in asked:
         found += selective_ops.problems(cfg.selective_ops)
@@ -84,6 +91,20 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
                 "leave norm off the list",
             )
     return found or _roles(cfg, layers) or _edited_inputs(cfg, asked, layers, setting)
+
+
+def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
+    """Why layers that are skipped at random cannot be trained on several ranks, whatever the policy."""
+    if not layerdrop or world_size == 1:
+        return []
+    return [
+        f"{_skips(layerdrop)}, each of the {world_size} ranks others: their gradients and gathers would not match, and "
+        f"the run would hang or abort; {NO_LAYERDROP}, or train on one rank"
+    ]
+
+
+def _skips(layerdrop: str) -> str:
+    return f"{layerdrop} of the model's configuration skips layers at random"
 
 
 def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:

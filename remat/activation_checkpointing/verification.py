@@ -7,7 +7,7 @@ from typing import Any
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.op_watch import Watch
-from remat.activation_checkpointing.policy import LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
 from remat.config.options import CheckpointingConfig
 
 Layers = dict[int, tuple[LayerDecision, Counts]]  # by index, of those that ran
@@ -91,7 +91,7 @@ def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) ->
         for index, (decision, counts) in enumerate(zip(applied.decisions, applied.counts, strict=True))
         if index not in idle
     }
-    found = _counts(layers)
+    found = _counts(layers, watch)
     found += _linears(layers, cfg.selective_ops.save_linears) or _listed(layers, cfg)
     found += _switches(layers, cfg)
     return found + _offload(layers, watch, cfg) + _kept_too_much(layers, watch) + _kept_inside(layers, watch)
@@ -248,16 +248,24 @@ def _switches(layers: Layers, cfg: CheckpointingConfig) -> list[str]:
     return found
 
 
-def _counts(layers: Layers) -> list[str]:
+def _counts(layers: Layers, watch: Watch) -> list[str]:
+    def empty(index: int) -> int:
+        """Calls with nothing to recompute. A layer that keeps more than its output is none of these."""
+        decision, counts = layers[index]
+        more = _own_bytes(watch, index) > counts.output_bytes
+        return 0 if more and decision.mechanism in RUNS_AGAIN else counts.empty
+
     wrong = [
-        index for index, (_, c) in layers.items() if not c.expected - c.empty <= c.recomputations <= c.expected
+        index
+        for index, (_, c) in layers.items()
+        if not c.reached - empty(index) <= c.recomputations <= c.expected
     ]
     found = []
     if wrong:
         found.append(
             f"checkpointing is not in effect in layers {spans(wrong)}: expected "
-            f"{[layers[i][1].expected for i in wrong]} recomputations in the first step, counted "
-            f"{[layers[i][1].recomputations for i in wrong]}"
+            f"{[layers[i][1].reached for i in wrong]} recomputations in the first step, counted "
+            f"{[layers[i][1].recomputations for i in wrong]}{_why(layers, wrong)}"
         )
     recomputed = [index for index, (d, _) in layers.items() if d.mechanism is not Mechanism.keep]
     found += [
@@ -269,12 +277,18 @@ def _counts(layers: Layers) -> list[str]:
     return found
 
 
+def _why(layers: Layers, wrong: list[int]) -> str:
+    if any(layers[i][1].recomputations for i in wrong) or not all(layers[i][1].empty for i in wrong):
+        return ""
+    return " (saved-tensor hooks of the layer's own keep what backward needs; give such layers the policy none)"
+
+
 def _kept_too_much(layers: Layers, watch: Watch) -> list[str]:
     """A layer that is recomputed whole keeps its output, the next layer's input, and nothing else of size.
 
     What the model hands from it to other layers (shared K/V) is theirs, not what the policy keeps of it.
     """
-    kept = {index: watch.kept_bytes.get(index, 0) - watch.shared_bytes.get(index, 0) for index in layers}
+    kept = {index: _own_bytes(watch, index) for index in layers}
     wrong = [
         index
         for index, (decision, counts) in layers.items()
@@ -288,6 +302,10 @@ def _kept_too_much(layers: Layers, watch: Watch) -> list[str]:
         f"{kept[wrong[0]] / 2**20:.1f} MiB, {layers[wrong[0]][0].policy} promises "
         f"{layers[wrong[0]][1].output_bytes / 2**20:.1f} MiB"
     ]
+
+
+def _own_bytes(watch: Watch, index: int) -> int:
+    return watch.kept_bytes.get(index, 0) - watch.shared_bytes.get(index, 0)
 
 
 def _kept_inside(layers: Layers, watch: Watch) -> list[str]:

@@ -87,6 +87,17 @@ def find_stacks(model: nn.Module) -> Stacks:
     return found
 
 
+def skipped_at_random(model: nn.Module) -> str:
+    """The field by which `model` skips layers at random in training, `layerdrop=0.1`; empty where none is skipped."""
+    for module in model.modules():
+        share = getattr(module, "layerdrop", None)
+        if isinstance(share, (int, float)) and share > 0:
+            fields = module.config.to_dict() if isinstance(module, PreTrainedModel) else {}
+            names = [n for n, value in fields.items() if n.endswith("layerdrop") and value == share]
+            return f"{' and '.join(names) or 'layerdrop'}={share}"
+    return ""
+
+
 def _outermost_layers(model: nn.Module) -> Iterator[Path]:
     seen: set[nn.Module] = set()
 

@@ -197,7 +197,17 @@ def _named(names: set[str]) -> Callable[[nn.Module], Found]:
 
 
 def _norm(layer: nn.Module) -> Found:
-    return [(path, m) for path, m in layer.named_modules() if path and "Norm" in type(m).__name__]
+    """By the class's name, unless it holds a Linear or another norm: then it is a block of several things (DBRX)."""
+
+    def is_norm(module: nn.Module) -> bool:
+        inside = [part for part in module.modules() if part is not module]
+        return _called_norm(module) and not any(is_linear(part) or _called_norm(part) for part in inside)
+
+    return [(path, module) for path, module in layer.named_modules() if path and is_norm(module)]
+
+
+def _called_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__
 
 
 def _activation(layer: nn.Module) -> Found:

@@ -58,6 +58,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     """
     config = hf_model.shape_config(cfg.model)
     skeleton = hf_model.skeleton(config, cfg.model)
+    if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
+        raise ConfigError("\n".join(problems))
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
@@ -121,6 +123,7 @@ def _decisions(
         * hf_model.hidden_size(skeleton.config),
         element_bytes=hf_model.DTYPES[cfg.train.precision].itemsize,
         stacks=found.depths,
+        layerdrop=layers.skipped_at_random(skeleton),
     )
     problems = validation.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -242,3 +245,62 @@ def test_a_layer_with_a_checkpoint_of_its_own(cfg: CheckpointingConfig) -> None:
     mlp.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=False)
     result = proven_equal(net, cfg)
     assert [counts.recomputations for counts in result.applied.counts] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("policy", [Policy.full, Policy.sqrt, Policy.selective_modules])
+def test_a_result_that_no_gradient_comes_to_need_not_run_again(policy: Policy) -> None:
+    """Everything below a layer that detaches its input; a module whose result is dropped."""
+    net = model("llama", num_hidden_layers=4)
+    kind = type(net.model.layers[0])
+    plain = inspect.unwrap(kind.forward)
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, **more: Any) -> torch.Tensor:
+            detached = hidden_states.detach() if self is net.model.layers[2] else hidden_states
+            output: torch.Tensor = plain(self, detached, **more)
+            self.mlp(output)
+            return output
+
+    for layer in net.model.layers:
+        layer.__class__ = Layer
+    proven_equal(net, CheckpointingConfig(policy=policy))
+
+
+def test_offload_of_recomputed_modules_leaves_nothing_on_the_device() -> None:
+    roles = ["attention", "mlp", "norm"]
+    offload = watched.offload_all()
+    cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=roles, offload=offload)
+    result = proven_equal(model("llama"), cfg)
+    assert result.watch.moved_hidden_bytes == {}
+
+
+def test_a_reference_cycle_of_the_model_is_not_taken_for_a_holder() -> None:
+    net = model("llama")
+
+    def cycle(module: Any, args: Any, output: torch.Tensor) -> None:
+        knot: list[Any] = [output]
+        knot.append(knot)
+
+    for layer in net.model.layers:
+        layer.register_forward_hook(cycle)
+    gc.disable()
+    try:
+        proven_equal(net, CheckpointingConfig(offload=watched.offload_all()))
+    finally:
+        gc.enable()
+
+
+def test_a_layer_whose_own_hooks_keep_everything_is_found() -> None:
+    net = model("llama")
+    kind = type(net.model.layers[0])
+    plain = inspect.unwrap(kind.forward)
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, **more: Any) -> Any:
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return plain(self, hidden_states, **more)
+
+    for layer in net.model.layers:
+        layer.__class__ = Layer
+    (text,) = problems(net, CheckpointingConfig())
+    assert "counted [0, 0, 0] (saved-tensor hooks of the layer's own keep what backward needs" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import pytest
@@ -135,3 +136,18 @@ def test_a_linear_that_replaced_another_after_the_policy_was_in_place_is_spared_
     assert [len(module._forward_pre_hooks) for module in (region[0], old, region[2])] == [1, 0, 1]
     spared.close()
     assert not any(module._forward_pre_hooks for module in region.modules())
+
+
+def test_a_layer_that_takes_a_gradient_inside_is_recomputed_more_than_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class TakesGradient(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            probe = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.mlp(self.norm(probe)).sum(), probe)
+            return x + self.mlp(self.norm(x + 0.1 * slope))
+
+    monkeypatch.setattr(sys.modules[__name__], "Layer", TakesGradient)
+    expected, _ = run(Policy.none, 3, False)
+    found, _ = run(Policy.full, 3, False)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ FULL = CheckpointingConfig()
 REENTRANT = CheckpointingConfig(reentrant=True)
 SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
 REENTRANT_SEGMENTS = CheckpointingConfig(policy=Policy.uniform, segment_layers=2, reentrant=True)
+OFFLOADED_INPUTS = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=0))
 OFFLOADED = CheckpointingConfig(policy=Policy.none, offload=OffloadConfig(enabled=True, min_bytes=0))
 SELECTIVE = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=["matmul"]))
 
@@ -210,6 +213,85 @@ class LeavesTraces(Model):
             return super().forward(hidden_states)
 
 
+class CountsItsCalls(Model):
+    class layer(Layer):
+        calls = 0
+
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(hidden_states) * (1 + self.calls)
+
+
+class EditsAnAttribute(Model):
+    """A running mean that is no buffer."""
+
+    class layer(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torch.zeros(HIDDEN)
+
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.mean.mul_(0.5).add_(hidden_states.detach().mean((0, 1)))
+            return super().forward(hidden_states - self.mean)
+
+
+class OwnGenerator(Model):
+    """Dropout by a generator that no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for layer in self.layers:
+            layer.down.forward = partial(self.drop, layer.down.forward, generator)
+
+    @staticmethod
+    def drop(run: Any, generator: torch.Generator, hidden: torch.Tensor) -> Any:
+        return run(hidden * (torch.rand(hidden.shape, generator=generator) > 0.5))
+
+
+class Numpy(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            skipped = numpy.random.random() < 1e-9  # which never comes, in one step
+            return hidden_states if skipped else super().forward(hidden_states)
+
+
+class RandomActivation(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            return self.down(torch.nn.functional.rrelu(self.up(hidden_states), training=True))
+
+
+class CutsTheGradient(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up.register_forward_pre_hook(lambda _, args: (args[0].detach(),))
+
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            return self.down(self.up(hidden_states))
+
+
+class StartsWithoutGradient(Model):
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.layers[1](self.layers[0](hidden))
+        return self.layers[3](self.layers[2](hidden))
+
+
+class CollectsInputs(Model):
+    """As Inkling 2 does: what a layer was given is used once more when it has run."""
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.layers:
+            output = layer(hidden)
+            if layer is self.layers[0]:
+                kept.append(hidden * 0.1)
+            hidden = output
+        return hidden + kept[0]
+
+
 class DrawsBetween(Model):
     """As layerdrop does, whatever comes of it."""
 
@@ -279,6 +361,16 @@ CARRIED = [
     (ReadsBetween, FULL),
     (SharesWeights, FULL),
     (SharesWeights, SEGMENTS),
+    (CountsItsCalls, OFFLOADED),
+    (EditsAnAttribute, OFFLOADED),
+    (OwnGenerator, OFFLOADED),
+    (Numpy, OFFLOADED),
+    (RandomActivation, FULL),
+    (RandomActivation, OFFLOADED_INPUTS),
+    (CutsTheGradient, FULL),
+    (CutsTheGradient, CheckpointingConfig(policy=Policy.none, layers={"2": Policy.uniform}, reentrant=True)),
+    (StartsWithoutGradient, REENTRANT),
+    (CollectsInputs, FULL),
 ]
 
 
@@ -350,6 +442,27 @@ def test_the_replay_finds_each_silent_fault_without_its_guard(
 ) -> None:
     found = run(model, cfg)
     assert any(text in difference for difference in found[1].differences), found[1]
+
+
+UNFORESEEN = [
+    (CountsItsCalls, FULL, "in the next run, by what this one left in attributes, output differs"),
+    (CountsItsCalls, SELECTIVE, "in the next run, by what this one left in attributes, output differs"),
+    (EditsAnAttribute, FULL, "buffer mean differs"),
+    (OwnGenerator, FULL, "draws random numbers from a torch.Generator of its own"),
+    (OwnGenerator, SELECTIVE, "draws random numbers from a torch.Generator of its own"),
+    (Numpy, FULL, "draws random numbers from numpy"),
+    (LeavesTraces, FULL, "draws random numbers from python's random"),
+    (RandomActivation, OFFLOADED, "rrelu_with_noise draws into memory that autograd has saved before"),
+    (CutsTheGradient, REENTRANT, "layers 2: no gradient comes back to the hidden state"),
+    (CollectsInputs, SEGMENTS, "layers 0 begin segments, between whose layers the model uses tensors"),
+]
+
+
+@pytest.mark.parametrize(("model", "cfg", "text"), UNFORESEEN)
+def test_what_only_the_first_micro_batch_shows_is_found(
+    model: type[Model], cfg: CheckpointingConfig, text: str
+) -> None:
+    assert any(text in difference for difference in run(model, cfg)[1].differences)
 
 
 def test_what_no_guard_knows_of_is_found() -> None:

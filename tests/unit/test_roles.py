@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
 from remat.model import roles
@@ -212,3 +213,15 @@ def test_of_nested_modules_the_outer_one_stays() -> None:
         *roles.find(layer, "activation"),
     ]
     assert [name for name, _ in roles.outermost(found)] == ["mlp.experts.act_fn", "mlp.shared_expert"]
+
+
+def test_a_block_that_is_named_after_its_norms_is_no_norm() -> None:
+    """DBRX calls two norms and the attention between them, dropout included, DbrxNormAttentionNorm."""
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
+    config = AutoConfig.for_model(
+        "dbrx", d_model=64, n_heads=4, n_layers=1, vocab_size=32, attn_config=attention
+    )
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(config)
+    names = [f"norm_attn_norm.norm_{number}" for number in (1, 2)]
+    assert [name for name, _ in roles.find(decoder_layers(net)[0], "norm")] == names

@@ -67,3 +67,29 @@ def test_eight_bits_and_a_router_are_refused() -> None:
     run = compose.compose_run(words).run
     with pytest.raises(ConfigError, match="choose other experts"):
         strategy.decide(run, world_size=1, can_pin=True)
+
+
+SKIPS = [
+    "model.architecture.model_type=opt",
+    "model.architecture.layerdrop=0.25",
+    "model.architecture.num_hidden_layers=4",
+]
+
+
+def with_layerdrop(*more: str) -> RunConfig:
+    return compose.compose_run(["model=hf", "model.init=random", "model.tokenizer=bytes", *SKIPS, *more]).run
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "deepspeed"])
+def test_layers_skipped_at_random_are_refused_on_several_ranks(mode: str) -> None:
+    """Each rank skips others: ZeRO-2 aborts in gloo, ZeRO-3 hangs."""
+    run = with_layerdrop(f"checkpointing={mode}")
+    strategy.decide(run, world_size=1, can_pin=False)
+    with pytest.raises(ConfigError, match=r"layerdrop=0.25 .* each of the 2 ranks others.* set it to 0"):
+        strategy.decide(run, world_size=2, can_pin=False)
+
+
+@pytest.mark.parametrize("mode", ["uniform", "sqrt"])
+def test_segments_of_layers_skipped_at_random_are_refused_on_one_rank(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpointing={mode}: layerdrop=0.25 .* use checkpointing=full"):
+        strategy.decide(with_layerdrop(f"checkpointing={mode}"), world_size=1, can_pin=False)

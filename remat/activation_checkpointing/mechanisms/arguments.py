@@ -67,6 +67,24 @@ def carry_gradient(value: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in find_tensors(value))
 
 
+def tell_of_gradient(value: Any, tell: Callable[[], None]) -> bool:
+    """Call `tell` once when backward comes to a tensor in `value`. Returns whether it may."""
+    if not carry_gradient(value):
+        return False
+    told = False
+
+    def note(gradient: torch.Tensor | None) -> None:
+        nonlocal told
+        if not told and gradient is not None:
+            told = True
+            tell()
+
+    for _, tensor in find_tensors(value):
+        if tensor.requires_grad:
+            tensor.register_hook(note)
+    return True
+
+
 def copy_containers(value: Any) -> Any:
     """`value` with its containers copied, as deep as they go, and its tensors the same objects."""
     return rebuild(value, lambda tensor: tensor, {})
@@ -146,10 +164,11 @@ class Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # no gradient stays none
         return tensor.new_empty(0).set_(tensor.detach())  # type: ignore[call-overload]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> torch.Tensor | None:
         return gradients[0]
 
 

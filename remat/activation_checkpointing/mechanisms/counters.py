@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +23,7 @@ class Counts:
 
     forwards: int = 0
     expected: int = 0
+    reached: int = 0  # of those expected, calls to whose results a gradient came: a result may be of no use
     recomputations: int = 0
     abandoned: int = 0  # calls of micro-batches before this one that backward never came to
     empty: int = 0  # calls of regions that saved nothing: backward may come and find nothing to recompute
@@ -46,6 +47,9 @@ class Counts:
         for item in fields(self):
             setattr(self, item.name, getattr(fresh, item.name))
 
+    def is_reached(self) -> None:
+        self.reached += 1
+
     def takes_effect(self, entry: str, times: int = 1) -> None:
         self.in_effect[entry] = self.in_effect.get(entry, 0) + times
 
@@ -57,6 +61,9 @@ class Scope:
         self.layer: int | None = None
         self.recomputing = False
         self.keeping = False  # no policy may act: a layer is run as it is without one
+        self.note_later_run: Callable[[int], AbstractContextManager[None]] | None = (
+            None  # entered around a later run of a part of a layer, in the micro-batch that is recorded
+        )
         self.in_region = False  # in the first run of a part of the layer that will be recomputed
         self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
             None  # told which results such a part may keep
@@ -69,6 +76,10 @@ class Scope:
             yield
         finally:
             self.in_region = before
+
+    def later_run(self, layer: int) -> AbstractContextManager[None]:
+        """Around the recomputation of a part of `layer`."""
+        return self.note_later_run(layer) if self.note_later_run else nullcontext()
 
     @contextmanager
     def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:

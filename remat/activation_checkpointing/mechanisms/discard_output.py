@@ -111,8 +111,10 @@ class DiscardedOutputs:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The tensor, made again by the first call for any of its region."""
         region = handle.region
-        self.counts.expected += not region.wanted  # what only a dead branch saved is never asked for
-        region.wanted = True
+        if not region.wanted:  # what only a dead branch saved is never asked for
+            region.wanted = True
+            self.counts.expected += 1
+            self.counts.is_reached()
         if handle.value is None:
             region.run_again()
         assert handle.value is not None
@@ -137,7 +139,7 @@ class DiscardedOutputs:
     ) -> Any:
         if self.capture:
             self.counts.recomputations += module is self.again
-            with saved_tensors_hooks(self.capture, _never):
+            with self.scope.later_run(self.index), saved_tensors_hooks(self.capture, _never):
                 return run(*args, **kwargs)
         forward = self.forward
         if (

@@ -92,7 +92,7 @@ class SparedProduct:
                 self._hooks.callback(module.register_forward_pre_hook(self._before_linear).remove)
                 self._hooks.callback(module.register_forward_hook(self._after_linear).remove)
         calls: list[int] = []
-        return self._forward(calls), self._again(calls)
+        return self._forward(calls), _Again(self, calls)
 
     def close(self) -> None:
         self._hooks.close()
@@ -103,16 +103,14 @@ class SparedProduct:
         yield
         calls.append(self._calls)
 
-    @contextmanager
-    def _again(self, calls: list[int]) -> Iterator[None]:
-        self._calls, self._last = 0, calls[0] if calls else 0  # a layer may run a backward of its own inside
-        try:
-            yield
-        finally:
-            self._last = 0
-            mode, self._mode = self._mode, None
-            if mode is not None:
-                mode.__exit__(None, None, None)
+    def begin(self, last: int) -> None:
+        self._calls, self._last = 0, last
+
+    def end(self) -> None:
+        self._last = 0
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
     def _before_linear(self, *_: Any) -> None:
         self._calls += 1
@@ -123,6 +121,19 @@ class SparedProduct:
     def _after_linear(self, *_: Any) -> None:
         if self._mode is not None:
             self._mode.postponed.compute()
+
+
+class _Again:
+    """Around each recomputation of one call: there are several where a layer takes a gradient inside."""
+
+    def __init__(self, owner: SparedProduct, calls: list[int]) -> None:
+        self._owner, self._calls = owner, calls
+
+    def __enter__(self) -> None:
+        self._owner.begin(self._calls[0] if self._calls else 0)  # none: its forward has not ended
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner.end()
 
 
 class _PutOff(TorchDispatchMode):

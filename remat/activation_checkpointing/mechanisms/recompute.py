@@ -43,11 +43,13 @@ class Recompute:
             args[0], tuple
         ):  # only tensors that are positional pass the hooks around the layer
             lifted = Lifted(call, args)
-            return self(lifted, *lifted.tensors)
+            return self(lifted, *lifted.take())
         return self(call, *args)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.reentrant:
+            if isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+                args = (args[0].detach().requires_grad_(), *args[1:])  # or the region's weights would get none
             region = FlatRegion(fn)
             keep_rng = self.cfg.preserve_rng_state
             return region.rebuild(checkpoint(region, *args, use_reentrant=True, preserve_rng_state=keep_rng))
@@ -109,18 +111,23 @@ class FlatRegion:
 
 
 class Lifted:
-    """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.tensors)`.
+    """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.take())`.
 
     Lifted are tensors and tuples of them, not what could be written to (containers), and no Parameters: ZeRO-3 may have
     partitioned them until the recomputation.
     """
 
     def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
-        """Takes the keyword arguments out of `call`: nothing here holds a tensor but `tensors`."""
-        self.tensors: list[torch.Tensor] = []
-        self._call, self._args = call, _take_out(args, self.tensors)
-        self._named = {name: _take_out(value, self.tensors) for name, value in call.keywords.items()}
+        """Takes the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
+        self._tensors: list[torch.Tensor] = []
+        self._call, self._args = call, _take_out(args, self._tensors)
+        self._named = {name: _take_out(value, self._tensors) for name, value in call.keywords.items()}
         call.keywords = {}
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors, once."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)

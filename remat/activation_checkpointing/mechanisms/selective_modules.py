@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing.mechanisms.arguments import Replayable, carry_gradient
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
 from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute
 from remat.model import roles as layer_roles
@@ -107,12 +107,15 @@ def _run(
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
-    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
-        return one_run(index, counts, scope, earlier)
+    @contextmanager
+    def around(earlier: int, _: Any) -> Iterator[None]:
+        noted = scope.later_run(index) if earlier else nullcontext()
+        with noted, one_run(index, counts, scope, earlier):
+            yield
 
     lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
-    output = recompute(lifted, *lifted.tensors)
-    counts.expected += carry_gradient(output)
+    output = recompute(lifted, *lifted.take())
+    counts.expected += tell_of_gradient(output, counts.is_reached)
     return output
 
 
