@@ -13,7 +13,7 @@ import torch
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
-from remat.planning import launch_plan, planner, strategy
+from remat.planning import launch_plan, strategy
 from remat.planning.plan import Planned
 from remat.report import run_report
 from remat.training import ledger
@@ -47,7 +47,7 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     def fail(*args: Any, **kwargs: Any) -> Planned:
         raise error
 
-    monkeypatch.setattr(planner, "make", fail)
+    monkeypatch.setattr(launch_plan, "make_plan", fail)
     plan, warnings = launched(tmp_path)
     assert len(warnings) == 1 and warnings[0].startswith(f"no plan: {reason}. The run starts without one")
     assert plan.line() == f"no plan: {reason}"

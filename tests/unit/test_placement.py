@@ -116,5 +116,5 @@ def test_broken(name: str) -> None:
 
 
 def test_in_one_line() -> None:
-    text = "4 of 4 parameters sharded, this rank holds 1.95 KiB on cuda; optimizer state 3.91 KiB on cuda"
+    text = "4 of 4 parameters sharded, this rank holds 2.0 KiB on cuda; optimizer state 3.9 KiB on cuda"
     assert engine_memory.describe_placement(found()) == text

@@ -426,7 +426,7 @@ def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatc
         return end.get(timeout=60)
 
     monkeypatch.setattr(manifest, "verify", verify)
-    monkeypatch.setattr(saving, "wait", wait)
+    monkeypatch.setattr(load, "wait", wait)
     assert load.find_newest(tmp_path, lambda: marks.append(number)).state is not None
     assert marks == [1, 2, 5]
 

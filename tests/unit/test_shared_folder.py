@@ -45,7 +45,7 @@ def test_a_network_file_system_may_show_the_file_late(
     tmp_path: Path, second: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second(".shared-abc")
-    monkeypatch.setattr(shared_folder.file_systems, "is_local", lambda folder: False)
+    monkeypatch.setattr(shared_folder, "is_local", lambda folder: False)
     late = threading.Timer(0.5, (tmp_path / ".shared-abc").touch)
     late.start()
     shared_folder.check(tmp_path, "output_dir=out")
