@@ -46,8 +46,7 @@ test-all: $(STAMP) ## the same with every case of every grid and every slow faul
 	@$(BIN)/python -m pytest tests $(QUEUE) --durations 15
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
-	@$(BIN)/python -m pytest tests/faults $(QUEUE)
-	@$(BIN)/python -m pytest tests/launch $(QUEUE) -m slow_fault
+	@$(BIN)/python -m pytest tests/runs $(QUEUE)
 
 lint: $(STAMP) ## ruff: lint and format
 	@$(BIN)/ruff check .
@@ -57,7 +56,7 @@ types: $(STAMP) ## mypy
 	@$(BIN)/mypy
 
 check: lint types ## what pre-commit runs, plus the fast tests
-	@$(BIN)/python -m pytest tests/unit $(QUEUE) -m "$(QUICK)"
+	@$(BIN)/python -m pytest tests --ignore tests/runs $(QUEUE) -m "$(QUICK)"
 
 benchmark: $(STAMP) ## loop overhead against a bare DeepSpeed loop and the Hugging Face Trainer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/loop_overhead.py

@@ -221,7 +221,7 @@ def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
 
 def launch(words: list[str], limit_s: float, device: str) -> dict[str, Any]:
     """One launch of train.py on one rank, whatever becomes of it: status, exit code, seconds, and what it said."""
-    from tests.launcher import deepspeed
+    from tests.support.launcher import deepspeed
 
     started = time.monotonic()
     try:

@@ -1,6 +1,6 @@
 """Write the two tables of docs/granularity.md: `python scripts/granularity_table.py [--check]`.
 
-The grid comes from docs/granularity.json (tests/launch/test_granularity_grid.py), the counted table from the models'
+The grid comes from docs/granularity.json (tests/runs/test_granularity_grid.py), the counted table from the models'
 own operations (`remat compare policies`).
 """
 

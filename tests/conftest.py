@@ -19,22 +19,22 @@ from remat.machine import ops  # noqa: E402
 
 ops.use_environment_folder()
 
-from tests import fork_server  # noqa: E402
-from tests.pool import RankPool  # noqa: E402
+from tests.support import fork_server  # noqa: E402
+from tests.support.pool import RankPool  # noqa: E402
 
 LONGEST = [  # in CPU time of their own and of what they start
-    "launch/test_trajectories.py",
-    "launch/test_user_path.py",
-    "launch/test_lora_ranks.py",
-    "launch/test_tensor_parallel_ranks.py",
-    "launch/test_granularity_grid.py",
-    "unit/test_compare_policies.py",
-    "launch/test_demo.py",
-    "faults/test_kill.py",
-    "faults/test_stop.py",
-    "unit/test_policies.py",
-    "unit/test_lab.py",
-    "unit/test_advice.py",
+    "runs/test_trajectories.py",
+    "runs/test_user_path.py",
+    "runs/test_lora_ranks.py",
+    "runs/test_tensor_parallel_ranks.py",
+    "runs/test_granularity_grid.py",
+    "planning/test_policies.py",
+    "runs/test_demo.py",
+    "runs/test_kill.py",
+    "runs/test_stop.py",
+    "activation_checkpointing/test_mechanisms.py",
+    "lab/test_command.py",
+    "planning/test_advice.py",
 ]
 
 
@@ -61,7 +61,7 @@ def place_in_queue(file: str) -> int:
     """Of a file in tests/; equals keep their order. Needs --no-loadscope-reorder under pytest-xdist."""
     if file in LONGEST:
         return LONGEST.index(file)
-    return len(LONGEST) + (not file.startswith(("launch/", "faults/")))
+    return len(LONGEST) + (not file.startswith("runs/"))
 
 
 @pytest.fixture(scope="session")

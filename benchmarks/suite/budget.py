@@ -138,7 +138,9 @@ def surroundings(point: Point, args: argparse.Namespace) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if point.kind == "peer":
         env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", str(ROOT)), str(args.work / "site-peers")])
-        env["OMP_NUM_THREADS"] = str(available_cores()) if args.device == "cuda" else "1"  # as tests.launcher
+        env["OMP_NUM_THREADS"] = (
+            str(available_cores()) if args.device == "cuda" else "1"
+        )  # as tests.support.launcher
     return env
 
 

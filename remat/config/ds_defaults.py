@@ -1,7 +1,7 @@
 """What DeepSpeed 0.19.8 reads, key by key, and the value this project writes where a file is silent.
 
 Read from `deepspeed/runtime/config.py`, `runtime/zero/config.py`, `runtime/zero/offload_config.py` and
-`runtime/precision_config.py`; `tests/unit/test_ds_config.py` compares these tables with the installed version.
+`runtime/precision_config.py`; `tests/config/test_ds_config.py` compares these tables with the installed version.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
 from remat.config.options import DeepSpeedCheckpointingConfig
 from remat.model import layers
-from tests.pool import RankPool
-from tests.unit.test_deepspeed_checkpointing import LAYERS, batch, build
+from tests.activation_checkpointing.test_deepspeed_checkpointing import LAYERS, batch, build
+from tests.support.pool import RankPool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from remat.activation_checkpointing.mechanisms.counters import Counts
 from remat.activation_checkpointing.mechanisms.host_pool import slab_bytes
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, StorageDtype
-from tests import small_models, watched
+from tests.support import small_models, watched
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import tiny
-from tests.launcher import deepspeed
+from tests.support import tiny
+from tests.support.launcher import deepspeed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = workshop / "spec.json"
     path.write_text(json.dumps(spec))
     ranks = torch.cuda.device_count() if 4 % torch.cuda.device_count() == 0 else 1
-    done = deepspeed(str(path), ranks=ranks, script="tests/faults/faulty_runs.py", gpus=True)
+    done = deepspeed(str(path), ranks=ranks, script="tests/support/faulty_runs.py", gpus=True)
     assert done.code == 0, done.out[-6000:]
     return workshop / "out"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from remat.model import loss
-from tests.launch import tiny
-from tests.launcher import deepspeed
+from tests.support import tiny
+from tests.support.launcher import deepspeed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[flo
         for name, more in RUNS.items()
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    done = deepspeed(str(folder / "spec.json"), ranks=ranks, script="tests/launch/many_runs.py", gpus=True)
+    done = deepspeed(str(folder / "spec.json"), ranks=ranks, script="tests/support/many_runs.py", gpus=True)
     assert done.code == 0, done.out[-6000:]
     return folder / "out", tiny.plain_loop(tiny.overrides(model, data, folder / "out", "plain"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import tiny
-from tests.launcher import deepspeed
+from tests.support import tiny
+from tests.support.launcher import deepspeed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ WORDS = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workshop = tiny.make_workshop(tmp_path_factory.mktemp("tools"))
     (workshop / "spec.json").write_text(json.dumps({"tools": tiny.words(workshop, "tools", *WORDS)}))
-    done = deepspeed(str(workshop / "spec.json"), ranks=1, script="tests/launch/many_runs.py", gpus=True)
+    done = deepspeed(str(workshop / "spec.json"), ranks=1, script="tests/support/many_runs.py", gpus=True)
     assert done.code == 0, done.out[-6000:]
     return workshop / "out" / "tools" / "run"
 

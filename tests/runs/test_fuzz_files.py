@@ -1,0 +1,157 @@
+"""Any rows, any config.json, any tokenizer files: a model, tokens, a counted skip or one message."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remat.config.options import (
+    BadRows,
+    ConfigError,
+    DataConfig,
+    DataFormat,
+    DataSource,
+    ModelConfig,
+    ModelInit,
+)
+from remat.data.cache import open_blocks
+from remat.data.tokenizer import byte_tokenizer, load_tokenizer
+from remat.model import hf_model
+from tests.support.fuzz import as_json, assert_clear, budget, ends, json_values, torn
+
+TOKENIZER = byte_tokenizer()
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+
+
+def rows(data_format: DataFormat) -> st.SearchStrategy[Any]:
+    """Good rows, rows with a field of another kind, and anything else."""
+    text = st.text(max_size=20) | st.just("a longer text that fills a block and then some")
+    names = {
+        DataFormat.plain: ["text"],
+        DataFormat.alpaca: ["instruction", "input", "output"],
+        DataFormat.chat: ["messages", "tools"],
+    }[data_format]
+    role = st.sampled_from(["user", "assistant", "system"]) | text
+    message = st.fixed_dictionaries({}, optional={"role": role, "content": text | json_values(3)})
+    messages = st.lists(message, max_size=3)
+    field = messages | json_values(3) if data_format is DataFormat.chat else text | json_values(2)
+    return st.dictionaries(st.sampled_from(names), field, min_size=1) | json_values()
+
+
+def lines(data_format: DataFormat) -> st.SearchStrategy[bytes]:
+    line = rows(data_format).map(as_json) | st.binary(max_size=20) | st.just(b"[" * 100_000)
+    return st.lists(line, max_size=6).map(b"\n".join)
+
+
+@pytest.mark.parametrize("data_format", list(DataFormat))
+def test_any_rows_are_blocks_a_counted_skip_or_one_message(data_format: DataFormat) -> None:
+    @budget(40)
+    @given(lines(data_format), st.sampled_from(list(BadRows)))
+    def check(content: bytes, policy: BadRows) -> None:
+        with tempfile.TemporaryDirectory() as name, ends():
+            path = Path(name, "rows.jsonl")
+            path.write_bytes(content)
+            cfg = DataConfig(
+                source=DataSource.jsonl,
+                path=str(path),
+                format=data_format,
+                on_bad_row=policy,
+                eval_fraction=0,
+                cache_dir=f"{name}/cache",
+            )
+            try:
+                splits = open_blocks(cfg, tokenizer=TOKENIZER, seq_len=16, seed=0, show_progress=False)
+            except ConfigError as error:
+                assert_clear(error, "data.path", "data.on_bad_row")
+            else:
+                assert len(splits.train)
+                assert policy is BadRows.skip or splits.report["bad_rows"]["count"] == 0
+
+    check()
+
+
+def built(folder: Path) -> Any:
+    cfg = ModelConfig(init=ModelInit.random, path=str(folder), tokenizer="bytes")
+    net = hf_model.skeleton(hf_model.load_config(cfg), cfg)
+    return hf_model.facts(net)
+
+
+FIELDS = [*LLAMA, "auto_map", "quantization_config", "text_config"]
+changed = st.dictionaries(st.sampled_from(FIELDS), json_values(3), min_size=1, max_size=3)
+
+
+@budget(60)
+@given(
+    changed.map(lambda change: as_json(LLAMA | change)) | torn(json.dumps(LLAMA)) | json_values().map(as_json)
+)
+def test_any_config_json_is_a_model_or_one_message(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name, ends():
+        Path(name, "config.json").write_bytes(content)
+        try:
+            found = built(Path(name))
+        except ConfigError as error:
+            assert_clear(error, name)
+        else:
+            assert found.num_params > 0
+
+
+def tokenizer_files() -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        TOKENIZER.save_pretrained(folder)
+        return {path.name: path.read_text() for path in Path(folder).iterdir()}
+
+
+FILES = tokenizer_files()
+broken_file = st.sampled_from(sorted(FILES)).flatmap(
+    lambda name: st.tuples(st.just(name), torn(FILES[name]) | json_values().map(as_json))
+)
+SETTINGS = json.loads(FILES["tokenizer_config.json"])
+KEYS = [
+    "eos_token",
+    "pad_token",
+    "tokenizer_class",
+    "model_max_length",
+    "added_tokens_decoder",
+    "chat_template",
+]
+broken_key = st.builds(
+    lambda key, value: ("tokenizer_config.json", as_json(SETTINGS | {key: value})),
+    st.sampled_from([*KEYS, "auto_map"]),
+    json_values(3),
+)
+
+
+@budget(60)
+@given(broken_file | broken_key)
+def test_any_tokenizer_files_are_a_tokenizer_or_one_message(change: tuple[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as name, ends():
+        for file, content in FILES.items():
+            Path(name, file).write_text(content)
+        Path(name, change[0]).write_bytes(change[1])
+        try:
+            found = load_tokenizer(name, None, trust_remote_code=False)
+            assert found.eos_token_id is not None
+            found("text")
+        except ConfigError as error:
+            assert_clear(error, name)

@@ -1,0 +1,150 @@
+"""Layers shared between ranks: the trajectory of a plain PyTorch loop, and DeepSpeed's partitioned activations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tests.support.launcher import deepspeed
+from tests.support.tiny import words
+
+pytestmark = pytest.mark.launch
+
+STEPS = ["train.steps=4"]  # collectives of the layers are slow between processes on a CPU
+SHARED = ["train.tensor_parallel_size=2", "model.architecture={}", *STEPS]
+PARTITION = ["checkpointing=deepspeed", "checkpointing.deepspeed.partition_activations=true"]
+CONTIGUOUS = [*PARTITION, "checkpointing.deepspeed.contiguous_memory_optimization=true"]
+MATMUL = ["checkpointing=selective_ops", "checkpointing.selective_ops.save=[attention,matmul]"]
+LINEARS = ["checkpointing=selective_linears"]
+TWO_RANKS = {
+    "zero1": ["deepspeed.config=zero1", "checkpointing=none"],
+    "zero2": ["deepspeed.config=zero2", "checkpointing=none"],
+    "zero2_full": ["deepspeed.config=zero2", "checkpointing=full"],
+    "zero2_partition": ["deepspeed.config=zero2", *PARTITION],
+    "zero2_contiguous": ["deepspeed.config=zero2", *CONTIGUOUS],
+    "zero2_matmul": ["deepspeed.config=zero2", *MATMUL],
+    "zero2_linears": ["deepspeed.config=zero2", *LINEARS],
+    "zero3": ["deepspeed.config=zero3", "checkpointing=none"],
+    "zero3_partition": ["deepspeed.config=zero3", *PARTITION],
+    "zero3_contiguous": ["deepspeed.config=zero3", *CONTIGUOUS],
+    "zero3_linears": ["deepspeed.config=zero3", *LINEARS],
+    "zero3_offload": ["deepspeed.config=zero3_offload", "checkpointing=none"],
+    "full_logits": ["deepspeed.config=zero2", "train.loss=full"],
+}
+DROPOUT = {
+    "dropout": ["deepspeed.config=zero2", "checkpointing=none"],
+    "dropout_contiguous": ["deepspeed.config=zero2", *CONTIGUOUS],
+}
+FOUR_RANKS = {
+    "groups_zero2": ["deepspeed.config=zero2", "checkpointing=none", "train.micro_batch_size=1"],
+    "groups_zero3": ["deepspeed.config=zero3", *CONTIGUOUS, "train.micro_batch_size=1"],
+}
+HELD_OUT = ["data.eval_fraction=0.2", "train.steps=2"]
+EVALUATING = {
+    "evaluated_alone": [*HELD_OUT, "train.tensor_parallel_size=1", "deepspeed.config=zero2"],
+    "evaluated_shared": [*HELD_OUT, "deepspeed.config=zero2"],
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_workshop(tmp_path_factory.mktemp("tensor_parallel"))
+
+
+@pytest.fixture(scope="module")
+def reference(workshop: Path) -> list[tuple[float, float]]:
+    return tiny.plain_loop(words(workshop, "plain", *STEPS))
+
+
+def launch(workshop: Path, runs: dict[str, list[str]], ranks: int) -> Path:
+    spec = workshop / f"spec_{ranks}.json"
+    spec.write_text(json.dumps({name: words(workshop, name, *SHARED, *more) for name, more in runs.items()}))
+    done = deepspeed(str(spec), ranks=ranks, script="tests/support/many_runs.py")
+    assert done.code == 0, done.out[-6000:]
+    return workshop / "out"
+
+
+@pytest.fixture(scope="module")
+def two_ranks_runs(workshop: Path) -> Path:
+    model = tiny.make_model(workshop / "dropout", attention_dropout=0.2)
+    dropout = {name: [*more, f"model.path={model}"] for name, more in DROPOUT.items()}
+    return launch(workshop, TWO_RANKS | dropout | EVALUATING, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks_runs(workshop: Path) -> Path:
+    return launch(workshop, FOUR_RANKS, ranks=4)
+
+
+def compare(run: Path, reference: list[tuple[float, float]]) -> None:
+    rows = tiny.rows(run)
+    assert [row["loss/train"] for row in rows] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+    assert [row["optim/grad_norm"] for row in rows] == pytest.approx([norm for _, norm in reference], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", list(TWO_RANKS))
+def test_two_ranks_sharing_layers_follow_the_plain_loop(
+    name: str, two_ranks_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(two_ranks_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize("name", list(FOUR_RANKS))
+def test_two_groups_of_two_follow_the_plain_loop(
+    name: str, four_ranks_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(four_ranks_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize(
+    "name", ["zero2_partition", "zero2_contiguous", "zero3_partition", "zero3_contiguous", "dropout_contiguous"]
+)
+def test_partitioned_activations_change_nothing(name: str, two_ranks_runs: Path) -> None:
+    expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+@pytest.mark.parametrize("name", ["zero2_matmul", "zero2_linears", "zero3_linears"])
+def test_kept_results_change_nothing(name: str, two_ranks_runs: Path) -> None:
+    expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+def test_every_product_is_kept_in_the_linears_that_autotp_put_in(two_ranks_runs: Path) -> None:
+    """The output projection's too, whose sum over the ranks is part of it. Each layer keeps the same."""
+    proofs = {
+        name: json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())["layers"]
+        for name in ("zero2_matmul", "zero2_linears", "zero3_linears")
+    }
+    micro_batches = 2
+    found = {name: [layer["reused_results"] for layer in layers] for name, layers in proofs.items()}
+    assert found == dict.fromkeys(proofs, [7 * micro_batches] * 2)  # q k v o gate up and attention
+    kept = {name: [layer["kept_bytes"] for layer in layers] for name, layers in proofs.items()}
+    hidden = 2 * 192 * 32 * 4
+    assert kept["zero2_linears"] == kept["zero3_linears"] == [kept["zero2_linears"][0]] * 2
+    assert kept["zero2_matmul"] == [size + hidden for size in kept["zero2_linears"]]  # and the down projection
+
+
+def test_the_proof_tells_what_was_partitioned(two_ranks_runs: Path) -> None:
+    proofs = {
+        name: json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())
+        for name in ("zero2_full", "zero2_partition")
+    }
+    proof = proofs["zero2_partition"]
+    half = 2 * 192 * 32 * 4 // 2  # micro-batch x sequence x hidden x fp32, and half of it
+    micro_batches = 2
+    assert [layer["partitioned_bytes"] for layer in proof["layers"]] == [half * micro_batches] * 2
+    assert [layer["recomputations"] for layer in proof["layers"]] == [micro_batches] * 2
+    kept = {name: found["layers"][0]["kept_bytes"] for name, found in proofs.items()}
+    assert kept["zero2_full"] == pytest.approx(2 * half, abs=512)
+    assert kept["zero2_partition"] == pytest.approx(half, abs=512)
+
+
+def test_evaluation_counts_every_held_out_block_once(two_ranks_runs: Path) -> None:
+    losses = [tiny.rows(two_ranks_runs / name / "run", "loss/eval")[-1]["loss/eval"] for name in EVALUATING]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

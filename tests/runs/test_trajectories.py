@@ -1,0 +1,239 @@
+"""Memory strategies change where bytes live, never the trajectory: held to a plain PyTorch loop by the launcher."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support import tiny
+from tests.support.launcher import deepspeed
+from tests.support.tiny import words
+
+pytestmark = pytest.mark.launch
+
+STRATEGIES = {
+    "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
+    "zero1": ["deepspeed.config=zero1"],
+    "zero1_optimizer": [
+        "deepspeed.config=zero1",
+        "deepspeed.overrides.zero_optimization.offload_optimizer.device=cpu",
+    ],
+    "zero2": ["deepspeed.config=zero2"],
+    "zero2_optimizer": ["deepspeed.config=zero2_offload"],
+    "zero3": ["deepspeed.config=zero3"],
+    "zero3_optimizer": ["deepspeed.config=zero3_offload_optimizer"],
+    "zero3_optimizer_parameters": ["deepspeed.config=zero3_offload"],
+    "zero3_nothing_persistent": [
+        "deepspeed.config=zero3_offload",
+        "deepspeed.overrides.zero_optimization.stage3_param_persistence_threshold=0",
+    ],
+    "zero3_no_checkpointing": ["deepspeed.config=zero3", "checkpointing=none"],
+    "zero3_full_logits": ["deepspeed.config=zero3", "train.loss=full"],
+    "zero2_profiled": ["deepspeed.config=zero2", "profile=summary", "profile.trace=true", "profile.after=0"],
+    "zero2_micro1": ["deepspeed.config=zero2", "train.micro_batch_size=1"],
+    "zero3_micro1": ["deepspeed.config=zero3_offload", "train.micro_batch_size=1"],
+}
+BF16 = {
+    f"bf16_{name}": [*STRATEGIES[name], "train.precision=bf16"]
+    for name in (
+        "zero0",
+        "zero1",
+        "zero1_optimizer",
+        "zero2",
+        "zero2_optimizer",
+        "zero3",
+        "zero3_optimizer",
+        "zero3_optimizer_parameters",
+    )
+}
+TEXTS = "PACKED_TEXTS"  # stands for their path
+DOCUMENTS = ["data=jsonl", f"data.path={TEXTS}", "data.packing=documents", "train.seq_len=64"]
+PACKED = {
+    "packed_zero2": ["deepspeed.config=zero2", *DOCUMENTS],
+    "packed_zero3_deepspeed": ["deepspeed.config=zero3", "checkpointing=deepspeed", *DOCUMENTS],
+    "packed_zero3_segments_micro1": [
+        "deepspeed.config=zero3",
+        "checkpointing=uniform",
+        "train.micro_batch_size=1",
+        "model.attention=eager",
+        *DOCUMENTS,
+    ],
+}
+STATES = ("weights", "gradients", "optimizer state", "communication buckets")
+LARGEST_PARAMETER = 258 * 32
+ONE_RANK = {
+    "one_rank_micro4": ["deepspeed.config=zero2", "train.micro_batch_size=4"],
+    "one_rank_micro1": ["deepspeed.config=zero2", "train.micro_batch_size=1"],
+    "one_rank_micro1_zero3": ["deepspeed.config=zero3_offload", "train.micro_batch_size=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_workshop(tmp_path_factory.mktemp("trajectories"))
+
+
+@pytest.fixture(scope="module")
+def reference(workshop: Path) -> list[tuple[float, float]]:
+    history = tiny.plain_loop(words(workshop, "plain"))
+    assert history[-1][0] < history[0][0] - 0.5, "the reference itself must learn something"
+    return history
+
+
+@pytest.fixture(scope="module")
+def async_io() -> bool:
+    """NVMe offload needs libaio's headers, which the set-up installs where it can."""
+    import deepspeed.ops
+
+    return bool(deepspeed.ops.__compatible_ops__.get("async_io"))
+
+
+def packed(workshop: Path, more: list[str]) -> list[str]:
+    return [word.replace(TEXTS, str(workshop / "texts.jsonl")) for word in more]
+
+
+@pytest.fixture(scope="module")
+def documents_alone(workshop: Path) -> list[tuple[float, float]]:
+    """Every document through the model by itself."""
+    return tiny.plain_loop(words(workshop, "plain_documents", *packed(workshop, DOCUMENTS)))
+
+
+def launch(workshop: Path, strategies: dict[str, list[str]], ranks: int) -> None:
+    spec = workshop / f"spec_{ranks}.json"
+    runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
+    spec.write_text(json.dumps(runs | (switched(workshop) if ranks == 2 else {})))
+    done = deepspeed(str(spec), ranks=ranks, script="tests/support/many_runs.py")
+    assert done.code == 0, done.out[-6000:]
+
+
+@pytest.fixture(scope="module")
+def two_rank_runs(workshop: Path, async_io: bool) -> Path:
+    apart = {name: packed(workshop, more) for name, more in PACKED.items()}
+    launch(workshop, STRATEGIES | BF16 | apart | (larger(workshop) if async_io else {}), ranks=2)
+    return workshop / "out"
+
+
+def switched(workshop: Path) -> dict[str, list[str]]:
+    """Runs that are saved after 2 steps and resumed with the optimizer in the other place."""
+    device, host = ["deepspeed.config=zero3"], ["deepspeed.config=zero3_offload_optimizer"]
+    parts = {}
+    for name, before, after in (("switched_to_host", device, host), ("switched_to_device", host, device)):
+        parts[f"{name}_1"] = words(workshop, name, *before, "train.stop_at=2")
+        parts[f"{name}_2"] = words(workshop, name, *after, "resume=auto")
+    return parts
+
+
+def larger(workshop: Path) -> dict[str, list[str]]:
+    """Two runs of a model whose optimizer state is above DeepSpeed's 1 MiB threshold for swapping."""
+    model = tiny.make_model(workshop / "larger", hidden_size=256, intermediate_size=512)
+    zero = "deepspeed.overrides.zero_optimization"
+    common = [f"model.path={model}", f"{zero}.stage3_param_persistence_threshold=0"]
+    swapping = ["deepspeed.config=zero3_nvme", f"hardware.nvme_path={workshop / 'nvme'}", "save.at_end=true"]
+    return {"larger_cpu": ["deepspeed.config=zero3_offload", *common], "larger_nvme": [*swapping, *common]}
+
+
+@pytest.fixture(scope="module")
+def one_rank_runs(workshop: Path) -> Path:
+    launch(workshop, ONE_RANK, ranks=1)
+    return workshop / "out"
+
+
+def compare(run: Path, reference: list[tuple[float, float]]) -> None:
+    rows = tiny.rows(run)
+    assert [row["loss/train"] for row in rows] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+    assert [row["optim/grad_norm"] for row in rows] == pytest.approx([norm for _, norm in reference], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_two_ranks_follow_the_plain_loop(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(two_rank_runs / name / "run", reference)
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_documents_train_as_documents_alone(
+    name: str, two_rank_runs: Path, documents_alone: list[tuple[float, float]]
+) -> None:
+    compare(two_rank_runs / name / "run", documents_alone)
+
+
+def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path) -> None:
+    proof = json.loads((two_rank_runs / "zero3_no_checkpointing" / "run" / "proof.json").read_text())
+    assert proof["policy"] == "none"
+    assert [layer["recomputations"] for layer in proof["layers"]] == [0, 0]
+    assert proof["first_micro_batch_flops"]["recompute"] == 0 < proof["first_micro_batch_flops"]["forward"]
+    assert all(rank["parameters"]["sharded"] == 21 for rank in proof["placement_by_rank"])
+
+
+@pytest.mark.parametrize("name", ["switched_to_host", "switched_to_device"])
+def test_offload_may_be_switched_at_a_resume(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    """Each implementation of Adam takes over the other's state."""
+    compare(two_rank_runs / name / "run", reference)
+
+
+def test_profiling_leaves_its_files_and_changes_nothing(two_rank_runs: Path) -> None:
+    run, plain = (two_rank_runs / name / "run" for name in ("zero2_profiled", "zero2"))
+    for rank in (0, 1):
+        assert "aten::mm" in (run / "profile" / f"summary-rank-{rank}.txt").read_text()
+        with gzip.open(run / "profile" / f"trace-rank-{rank}.json.gz", "rt") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"remat/forward", "remat/backward", "remat/optimizer"} <= names
+    losses, expected = ([row["loss/train"] for row in tiny.rows(folder)] for folder in (run, plain))
+    assert losses == expected
+    labels = [moment["label"] for moment in json.loads((run / "snapshots.json").read_text())["snapshots"]]
+    assert labels == ["load", "engine", "forward", "backward", "step"]
+
+
+@pytest.mark.parametrize("name", list(BF16))
+def test_bf16_stays_near_the_plain_fp32_loop(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    losses = [row["loss/train"] for row in tiny.rows(two_rank_runs / name / "run")]
+    rel = 3e-3 if name == "bf16_zero0" else 2e-2  # 7e-4 was measured, 4e-2 with a step at its build
+    assert losses == pytest.approx([loss for loss, _ in reference], rel=rel)
+    assert losses != pytest.approx([loss for loss, _ in reference], rel=1e-6), "this ran in fp32"
+
+
+def test_nvme_really_swaps_and_follows_host_offload(
+    two_rank_runs: Path, workshop: Path, async_io: bool
+) -> None:
+    if not async_io:
+        pytest.skip("libaio's headers are not installed and could not be: async_io cannot be built")
+    expected, found = (tiny.rows(two_rank_runs / name / "run") for name in ("larger_cpu", "larger_nvme"))
+    assert [row["loss/train"] for row in found] == [row["loss/train"] for row in expected]
+    state = two_rank_runs / "larger_nvme" / "run" / "saved" / f"step-{tiny.STEPS:06d}"
+    swapped = [path for path in state.rglob("offloaded_tensors/rank*/*") if path.is_file()]
+    num_params = sum(t.numel() for t in load_file(workshop / "larger" / "model.safetensors").values())
+    assert sum(path.stat().st_size for path in swapped) > 8 * num_params, "Adam's moments were on the disk"
+    assert list((workshop / "nvme").iterdir()) == [], "swap files stayed behind"
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *BF16])
+def test_the_engine_holds_the_planned_model_states(name: str, two_rank_runs: Path) -> None:
+    """Every storage of the engine's tensors, category by category; below stage 3 buckets live within a backward."""
+    rows = json.loads((two_rank_runs / name / "run" / "ledger.json").read_text())["rows"]
+    states = {row["category"]: row for row in rows if row["category"].startswith(STATES)}
+    assert {"weights in host memory", "optimizer state in host memory"} < set(states)
+    for category, row in states.items():
+        if row["measured"] is None:
+            assert category.startswith("communication buckets") and "zero3" not in name
+            continue
+        step_counters = 8 * 24 / 2**20
+        whole_on_one_rank = 4 * LARGEST_PARAMETER / 2**20  # of a parameter that two shards share
+        slack = whole_on_one_rank if category.startswith("gradients") and "zero3" not in name else step_counters
+        assert row["unit"] == "MiB"
+        assert row["measured"] == pytest.approx(row["planned"], abs=slack), category
+
+
+@pytest.mark.parametrize("name", list(ONE_RANK))
+def test_one_rank_follows_the_plain_loop(
+    name: str, one_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    compare(one_rank_runs / name / "run", reference)

@@ -1,0 +1,87 @@
+"""`reshard_runs.py SPEC.json`: as many_runs, and what a resumed engine holds is saved again before its first step.
+
+That copy lies in FOLDER_OF_THE_RUN/loaded-R-STEP, R being the number of ranks. SPEC.done.json has for each run the
+sample ids of its steps and the rows of its metrics. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as
+it is about to read the Nth tensor while it cuts a state.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a single rank too: two threads wait for each other on a busy machine
+share_cores()
+hide_gpus_from_cpu_ranks()
+
+import cpuinfo  # noqa: E402
+
+from remat.config import compose  # noqa: E402
+from remat.machine import distributed, ops  # noqa: E402
+from remat.report import console  # noqa: E402
+from remat.saving import save  # noqa: E402
+from remat.saving.state_files import SavedWeights  # noqa: E402
+from remat.training import build, loop  # noqa: E402
+from tests.support import tiny  # noqa: E402
+
+
+def watch(batches: Any, ids: list[list[int]]) -> None:
+    """Note the sample ids of each step."""
+    original = batches.next_step
+
+    def next_step() -> Any:
+        batch = original()
+        ids.append(batch.sample_ids.tolist())
+        return batch
+
+    batches.next_step = next_step
+
+
+def kill_at(number: int) -> None:
+    original, count = SavedWeights.read, 0
+
+    def read(self: SavedWeights, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args)
+
+    SavedWeights.read = read  # type: ignore[method-assign]
+
+
+def main(spec_path: Path) -> None:
+    ops.use_environment_folder()
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    console.quiet_libraries(debug=False)
+    if number := os.environ.get("KILL_IN_RESHARD"):
+        kill_at(int(number))
+    done = {}
+    for name, overrides in json.loads(spec_path.read_text()).items():
+        composed = compose.compose_run(overrides)
+        parts = build.build(composed.run, composed.yaml, composed.words)
+        if parts.resumed:
+            step = parts.resumed["step"]
+            folder = parts.folder / f"loaded-{parts.world.size}-{step}"
+            save.save(parts.engine, folder, step=step, client_state={}, keep=1)
+        ids: list[list[int]] = []
+        watch(parts.batches, ids)
+        loop.train(parts)
+        parts.engine.destroy()
+        done[name] = {"ids": ids, "rows": tiny.rows(parts.folder)}
+    if distributed.rank_from_env() == 0:
+        spec_path.with_suffix(".done.json").write_text(json.dumps(done))
+    distributed.shut_down()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))

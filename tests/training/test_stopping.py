@@ -1,0 +1,155 @@
+"""Stop signals are noted instead of ending the process; what a stop is called; one rank agrees with itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from remat.machine import signals
+from remat.machine.distributed import World
+from remat.training.stopping import Stop
+from tests.support.pool import free_port
+
+NOTED = """
+import os, signal, sys, time
+from remat.machine import signals
+"""
+
+
+def outcome(program: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", NOTED + program], capture_output=True, text=True, check=False)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.strip()
+
+
+def test_a_stop_signal_that_comes_twice_is_noted_and_ends_nothing() -> None:
+    program = """
+def main(argv):
+    for name in ("SIGUSR1", "SIGTERM", "SIGTERM", "SIGINT", "SIGINT"):
+        os.kill(os.getpid(), signal.Signals[name])
+    print(signal.Signals(signals.noted()).name)
+    return 75
+code = signals.around(main, [])
+os.kill(os.getpid(), signal.SIGTERM)  # while Python leaves
+sys.exit(code)
+"""
+    assert outcome(program) == (75, "SIGUSR1")
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
+    program = """
+signals.catch()
+signals.SAME_STOP_S = 0.0
+os.kill(os.getpid(), signal.SIGINT)
+print("first", flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print("second", flush=True)
+"""
+    assert outcome(program) == (-signal.SIGINT, "first")
+
+
+def test_a_forked_process_is_ended_by_the_signals_as_ever() -> None:
+    program = """
+signals.catch()
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert outcome(program) == (0, str(-signal.SIGTERM))
+
+
+@pytest.fixture
+def caught() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in signals.SIGNALS}
+    signals.catch()
+    yield
+    signals.forget()
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def stop(folder: Path, *, max_minutes: float = 0.0, age_s: float = 0.0) -> Stop:
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    return Stop(world, folder, max_minutes=max_minutes, age_s=age_s)
+
+
+def test_a_signal_is_obeyed_from_the_next_question_on(tmp_path: Path, caught: None) -> None:
+    asked = stop(tmp_path)
+    asked.ask()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not asked.answer() and asked.why is None
+    assert asked.now() and asked.why == "SIGUSR1"
+    asked.obeyed()
+    assert not stop(tmp_path).now()
+
+
+def test_what_is_flushed_is_agreed_on_beside_it(tmp_path: Path) -> None:
+    asked = stop(tmp_path)
+    for flushed, agreed in ((0, 0), (1, 1)):
+        asked.ask(flushed=flushed)
+        asked.answer()
+        assert asked.flushed == agreed
+    assert not asked.now() and asked.flushed == 1  # a question about stops alone takes nothing back
+
+
+def test_a_stop_file_is_obeyed_and_removed(tmp_path: Path) -> None:
+    asked = stop(tmp_path)
+    assert not asked.now()
+    (tmp_path / "stop").touch()
+    assert asked.now() and asked.why == str(tmp_path / "stop")
+    asked.obeyed()
+    assert not (tmp_path / "stop").exists()
+
+
+def test_the_minutes_count_from_the_launch(tmp_path: Path) -> None:
+    assert not stop(tmp_path, max_minutes=60, age_s=3000).now()
+    late = stop(tmp_path, max_minutes=60, age_s=3600)
+    assert late.now() and late.why == "train.max_minutes=60"
+
+
+RING = """
+import datetime, multiprocessing, os, sys
+import psutil, torch
+import torch.distributed as dist
+from remat.machine import distributed
+
+def connections():
+    return sum(found.status == "ESTABLISHED" for found in psutil.Process().net_connections("tcp"))
+
+def rank(rank, size, answers):
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
+    before, group = connections(), distributed.cpu_group()
+    for _ in range(3):
+        found = torch.tensor([rank, -rank])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    answers.put((connections() - before, found.tolist()))
+    dist.barrier()
+
+size = 7
+os.environ.update(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+forks = multiprocessing.get_context("fork")
+answers = forks.Queue()
+ranks = [forks.Process(target=rank, args=(n, size, answers)) for n in range(size)]
+for process in ranks:
+    process.start()
+for more, found in [answers.get(timeout=100) for _ in ranks]:
+    assert found == [size - 1, 0] and more <= 2, (more, found)
+"""
+
+
+def test_ranks_that_agree_are_connected_in_a_ring_and_not_each_with_each() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RING, str(free_port())],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
