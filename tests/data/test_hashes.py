@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from remat.config.options import ConfigError, DataConfig, DataSource
-from remat.data import build, cache, hashes
+from remat.data import build, cache, files
 from remat.data.cache import open_blocks
 from remat.data.files import FOLDER, READ_BYTES, Hashes, find_files
 from remat.data.tokenizer import byte_tokenizer
@@ -35,7 +35,7 @@ def cfg(tmp_path: Path) -> DataConfig:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One item for each time that a part of a file is hashed; what was just written counts as settled."""
-    monkeypatch.setattr(hashes, "SETTLED_S", -1.0)
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
     parts: list[int] = []
 
     class Counting:
@@ -49,7 +49,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def hexdigest(self) -> str:
             return str(self._digest.hexdigest())
 
-    monkeypatch.setattr(hashes, "hashlib", SimpleNamespace(blake2b=Counting, sha256=hashlib.sha256))
+    monkeypatch.setattr(files, "hashlib", SimpleNamespace(blake2b=Counting, sha256=hashlib.sha256))
     return parts
 
 
@@ -58,7 +58,7 @@ def key(cfg: DataConfig) -> str:
     return Path(splits.report["folder"]).name
 
 
-def files(cfg: DataConfig) -> list[Path]:
+def paths(cfg: DataConfig) -> list[Path]:
     return sorted(Path(str(cfg.path)).iterdir())
 
 
@@ -71,9 +71,9 @@ def test_a_touched_or_copied_file_is_the_same_data(
         cache, "write_blocks", lambda plan, *a, **b: builds.append(plan.key) or write(plan, *a, **b)
     )
     first = key(cfg)
-    os.utime(files(cfg)[0], ns=(1, 1))
+    os.utime(paths(cfg)[0], ns=(1, 1))
     assert key(cfg) == first
-    for path in files(cfg):  # as cp, rsync and a restored backup do: another inode, another time
+    for path in paths(cfg):  # as cp, rsync and a restored backup do: another inode, another time
         path.write_bytes(path.read_bytes())
         shutil.copy(path, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -115,11 +115,11 @@ def test_a_file_is_read_once_while_nothing_about_it_changes(cfg: DataConfig, rea
     first = key(cfg)
     assert len(read) == 3
     assert key(cfg) == first and len(read) == 3
-    with files(cfg)[1].open("a") as stream:
+    with paths(cfg)[1].open("a") as stream:
         stream.write('{"text": "more"}\n')
     second = key(cfg)
     assert second != first and len(read) == 4, "only the file that changed is read"
-    files(cfg)[2].unlink()
+    paths(cfg)[2].unlink()
     assert key(cfg) not in (first, second) and len(read) == 4
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_memory_costs_reading_and_nothing_else(
     first = key(cfg)
     (memory,) = (Path(cfg.cache_dir) / FOLDER).iterdir()
     good = memory.read_text()
-    memory.write_text(content.replace("%s", str(files(cfg)[0])))
+    memory.write_text(content.replace("%s", str(paths(cfg)[0])))
     assert key(cfg) == first and len(read) == 6
     assert json.loads(memory.read_text()) == json.loads(good)
     assert [path.name for path in memory.parent.iterdir()] == [memory.name]
@@ -143,7 +143,7 @@ def test_what_was_just_written_is_not_remembered(
     cfg: DataConfig, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within one tick of the file system's clock a file may change twice and show the same time."""
-    monkeypatch.setattr(hashes, "SETTLED_S", 1000.0)
+    monkeypatch.setattr(files, "SETTLED_S", 1000.0)
     first = key(cfg)
     assert key(cfg) == first and len(read) == 6
 
@@ -155,7 +155,7 @@ def test_data_that_changes_while_it_is_prepared_is_refused(
     encode = build.encode
 
     def append(*arguments: object) -> object:
-        with files(cfg)[0].open("a") as stream:
+        with paths(cfg)[0].open("a") as stream:
             stream.write('{"text": "late"}\n')
         return encode(*arguments)  # type: ignore[arg-type]
 

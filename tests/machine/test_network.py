@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.machine import distributed, network
+from remat.machine import distributed
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.1", "fe80::1%eth0"], "ib0": ["10.99.0.1"]}
 
@@ -13,8 +13,8 @@ HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.1", "fe80::1%eth0"], "ib0"
 def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The address from which this machine sends to another one."""
     found: dict[str, str] = {}
-    monkeypatch.setattr(network, "_interfaces", lambda: HERE)
-    monkeypatch.setattr(network, "own_address", lambda host, port: found.get(host))
+    monkeypatch.setattr(distributed, "_interfaces", lambda: HERE)
+    monkeypatch.setattr(distributed, "own_address", lambda host, port: found.get(host))
     return found
 
 

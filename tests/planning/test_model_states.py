@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from remat.config import ds_config
-from remat.config.choices import Precision
 from remat.config.ds_config import RunValues
+from remat.config.options import Precision
 from remat.planning import model_states as states
 from remat.planning.model_states import Item, by_place, model_states
 

@@ -1,9 +1,9 @@
 """The user's path: `deepspeed` in a process group of its own, on a free port, always cleaned up.
 
 Ranks are forks of a process that has imported everything (tests/support/fork_server.py), at a tenth of the CPU time
-and with results that are bit-equal (tests/repository/test_fork_server.py). `real=True` starts the real launcher: where it is what is
-tested, or where signals, its exit code, its own lines or the memory of new processes are. GPUs are hidden from what is
-launched unless a test passes `gpus=True`, which is always real.
+and with results that are bit-equal (tests/repository/test_fork_server.py). `real=True` starts the real launcher: where
+it is what is tested, or where signals, its exit code, its own lines or the memory of new processes are. GPUs are hidden
+from what is launched unless a test passes `gpus=True`, which is always real.
 """
 
 from __future__ import annotations
