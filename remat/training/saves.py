@@ -20,7 +20,6 @@ from remat.training import out_of_memory
 from remat.training.run import Parts
 
 if TYPE_CHECKING:
-    from remat.training.loop import Progress
     from remat.training.run import Parts
 
 
