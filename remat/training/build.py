@@ -40,7 +40,7 @@ from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shar
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
-from remat.training.run import Parts, record_folder
+from remat.training.run import Run, record_folder
 from remat.training.stopping import Stop
 from remat.training.throughput import FORMULAS, PhaseTimer, Window
 from remat.training.watchdog import Watchdog
@@ -121,7 +121,7 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     )
 
 
-def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
+def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Everything up to the first step. `words` are those that asked for the run, for advice to repeat.
 
     Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
@@ -137,18 +137,18 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
     watchdog.start()
     try:
         with lost_peer.named(watchdog):
-            parts = _build(cfg, yaml, words, console, watchdog, ownership)
+            run = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
         ownership.release()
         watchdog.close()
         raise
     watchdog.enter("built")  # what comes next is the caller's
-    return parts
+    return run
 
 
 def _build(
     cfg: RunConfig, yaml: str, words: Sequence[str], console: Console, watchdog: Watchdog, ownership: Ownership
-) -> Parts:
+) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
@@ -181,7 +181,7 @@ def _build(
         _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
         _write_card(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
-    parts = Parts(
+    run = Run(
         cfg=cfg,
         strategy=strategy,
         plan=plan,
@@ -203,8 +203,8 @@ def _build(
         resumed=resumed,
         swap_folder=swap_folder,
     )
-    console.header(f"remat {cfg.name}", summary.rows(parts))
-    return parts
+    console.header(f"remat {cfg.name}", summary.rows(run))
+    return run
 
 
 def _instruments(

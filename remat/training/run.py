@@ -61,7 +61,7 @@ class Progress:
 
 
 @dataclass
-class Parts:
+class Run:
     """A run ready to train. Its counters live in `trainer.Progress`, its data position in `batches`."""
 
     cfg: RunConfig
