@@ -14,7 +14,8 @@ import torch
 
 from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.simulation.types import Category
+from remat.planning.simulation.types import Category, Phase
+from remat.training.proof import FirstStep
 from remat.training.run import Run
 
 OFF_GPU = {  # the names of planning/states.py that a GPU never holds, by category; what is left are buffers
@@ -42,15 +43,21 @@ class Row:
     how: str
 
 
-def rows(run: Run, summary: Mapping[str, float]) -> list[Row]:
+def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
     """Every row; `summary` are the run's means by metric name, {} when it did not come so far."""
-    found = [*_peaks(run), *_states(run), *_activations(run), *_host(run), *_times(run, summary)]
+    found = [
+        *_peaks(run, first),
+        *_states(run, first),
+        *_activations(run, first),
+        *_host(run),
+        *_times(run, summary),
+    ]
     return [_scaled(row) for row in found]
 
 
-def record(run: Run, lines: list[Row], *, finished: bool) -> dict[str, Any]:
+def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> dict[str, Any]:
     """The content of ledger.json. Bytes of activations also by layer."""
-    planned, watch = run.plan.planned, run.watch
+    planned, watch = run.plan.planned, first.trace
     layers = range(len(run.applied.decisions))
     return {
         "finished": finished,
@@ -58,7 +65,7 @@ def record(run: Run, lines: list[Row], *, finished: bool) -> dict[str, Any]:
         "no_plan": run.plan.reason,
         "rows": [asdict(line) for line in lines],
         "kept_bytes_per_layer": {
-            "planned": planned["kept_bytes_per_layer"] if planned else None,
+            "planned": planned.simulation.kept_bytes if planned else None,
             "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
         },
     }
@@ -84,14 +91,14 @@ def in_words(lines: list[Row]) -> dict[str, str]:
     }
 
 
-def _peaks(run: Run) -> list[Row]:
-    planned, watch = run.plan.planned, run.settled
-    stated = planned["micro_batch_peak_bytes"] if planned else None
-    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_settled(run))]
+def _peaks(run: Run, first: FirstStep) -> list[Row]:
+    planned, watch = run.plan.planned, first.steady_trace
+    stated = planned.simulation.peak.total_bytes if planned else None
+    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_steady(run, first))]
     if run.world.device.type != "cuda":
         return found
-    peak = planned["gpu_allocated_peak_bytes"] if planned else None
-    overhead = planned["gpu_bytes_at_peak"]["allocator and context"] if planned else None
+    peak = planned.plan.peak_bytes if planned else None
+    overhead = planned.plan.gpu.get(Category.overhead, 0) if planned else None
     allocated = _most(run, "memory/gpu_allocated_peak_gib")
     reserved = _most(run, "memory/gpu_reserved_peak_gib")
     free, total = torch.cuda.mem_get_info(run.world.device)
@@ -118,7 +125,7 @@ def _peaks(run: Run) -> list[Row]:
     ]
 
 
-def _states(run: Run) -> list[Row]:
+def _states(run: Run, first: FirstStep) -> list[Row]:
     """Model states by where they are. Ranks on CPUs have one kind of memory for what would be on a GPU and off it."""
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:
@@ -129,14 +136,14 @@ def _states(run: Run) -> list[Row]:
         planned[category, place] = planned.get((category, place), 0) + item.bytes_per_rank
     measured = {
         (category, {"cpu": "host", "cuda": "gpu"}.get(device, device)): size
-        for category, places in run.held.items()
+        for category, places in first.memory.items()
         for device, size in places.items()
     }
     labels = {"gpu": "on the GPU", "host": "in host memory", "nvme": "on NVMe"}
     found = []
     for category, place in dict.fromkeys([*planned, *measured]):
         size, how = measured.get((category, place)), TENSORS
-        if not run.held:
+        if not first.memory:
             how = "the first step was not reached"
         elif place == "nvme":
             size, how = None, "files of DeepSpeed's own, see NVMe per node"
@@ -146,8 +153,8 @@ def _states(run: Run) -> list[Row]:
     return found
 
 
-def _activations(run: Run) -> list[Row]:
-    planned, watch = run.plan.planned, run.watch
+def _activations(run: Run, first: FirstStep) -> list[Row]:
+    planned, watch = run.plan.planned, first.trace
     ahead = dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(run)
     found = [
         Row(
@@ -166,17 +173,17 @@ def _activations(run: Run) -> list[Row]:
         ),
     ]
     if run.strategy.zero_stage == 3:
-        settled = run.settled
+        settled = first.steady_trace
         gathered = sum(settled.gathered_bytes.values()) if settled else None
-        how = _how_settled(run)
+        how = _how_steady(run, first)
         found.append(Row("gathered by ZeRO-3 per micro-batch", ahead["gathered"], gathered, "bytes", how))
     return found
 
 
-def _how_settled(run: Run) -> str:
+def _how_steady(run: Run, first: FirstStep) -> str:
     if run.strategy.zero_stage < 3:
         return WATCHED
-    if run.settled is None:
+    if first.steady_trace is None:
         return "there were never four micro-batches in a row"
     return (
         f"{SETTLED}; the plan knows no evaluations, after which more is gathered" if run.held_out else SETTLED
@@ -186,11 +193,12 @@ def _how_settled(run: Run) -> str:
 def _planned_counts(run: Run) -> dict[str, Any]:
     planned = run.plan.planned
     assert planned is not None
+    flops = planned.simulation.flops
     width = 4 if str(run.cfg.train.precision) == "fp32" else 2
     return {
-        "kept": sum(planned["kept_bytes_per_layer"]),
-        "gathered": width * planned["gathered_elements"],
-        "recomputed": _share(planned["flops"]["recompute"], planned["flops"]["forward"]),
+        "kept": sum(planned.simulation.kept_bytes),
+        "gathered": width * planned.simulation.gathered_elements,
+        "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }
 
 
@@ -202,10 +210,10 @@ def _host(run: Run) -> list[Row]:
     planned = run.plan.planned
     host = pinned = None
     if planned is not None:
-        pinned = sum(planned["pinned_bytes_per_rank"].values())
-        host = sum(planned["host_bytes_per_rank"].values()) + pinned
+        pinned = sum(planned.plan.pinned.values())
+        host = sum(planned.plan.host.values()) + pinned
         if run.world.device.type == "cpu":
-            host += planned["gpu_allocated_peak_bytes"]
+            host += planned.plan.peak_bytes
     how = "resident memory at its highest, highest rank; shared libraries and the page cache of the data count"
     found = [Row(HOST, host, _most(run, "memory/host_rss_peak_gib"), "bytes", how)]
     if run.world.device.type == "cuda":
@@ -223,19 +231,19 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
     mean = (
         "mean of the run without its first step, slowest rank" if summary else "the run did not reach its end"
     )
-    unknown = planned["unknown_times"] if planned else []
+    unknown = planned.time.unknown if planned else []
     lacking = f"{mean}; not planned, for the machine's rates are not known" if unknown else mean
     if planned is None:
         lacking = f"{mean}; no plan: {run.plan.reason}"
-    step = planned["step_time_s"] if planned and not unknown else None
-    both = step["compute_s"] + step["recompute_s"] + step["pcie_s"] + step["collectives_s"] if step else None
+    step = planned.time if planned and not unknown else None
+    both = step.compute_s + step.recompute_s + step.pcie_s + step.collectives_s if step else None
     forward, backward = summary.get("time/forward_s"), summary.get("time/backward_s")
     together = None if forward is None or backward is None else forward + backward
-    tokens = planned["tokens_per_s"] if planned and step else None
+    tokens = step.tokens_per_s if step else None
     return [
-        Row(STEP, planned["total_s"] if planned and step else None, summary.get("time/step_s"), "s", lacking),
+        Row(STEP, step.total_s if step else None, summary.get("time/step_s"), "s", lacking),
         Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives"),
-        Row("optimizer", step["optimizer_s"] if step else None, summary.get("time/optimizer_s"), "s", lacking),
+        Row("optimizer", step.optimizer_s if step else None, summary.get("time/optimizer_s"), "s", lacking),
         Row(
             "throughput",
             tokens,

@@ -24,17 +24,18 @@ from remat.report.console import final_rows
 from remat.saving import export, nvme
 from remat.saving.manifest import SaveError
 from remat.training import ledger, lost_peer, out_of_memory, proof, saves
+from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
 
 
-def finish(run: Run, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
+def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
     """Export when the run reached its end; write the ledger; close the record; print the table."""
     run.watchdog.enter("export", step)
     if finished and run.cfg.save.export:
         _export(run, step)
     distributed.barrier()  # no rank still reads its swap files when they are removed
     whole = distributed.max_min(run.window.summary(), run.world.device)
-    lines = _write_ledger(run, whole, finished=finished) if run.proven else []
+    lines = _write_ledger(run, first, whole, finished=finished) if first.verified else []
     run.tracker.summarise(ledger.metrics(lines))
     run.tracker.finish(0)
     how = "finished" if finished else f"stopped at step {step}, resumable with resume=auto"
@@ -44,15 +45,15 @@ def finish(run: Run, step: int, metrics: Mapping[str, float], *, finished: bool)
     )
 
 
-def failed(run: Run, error: BaseException) -> None:
+def failed(run: Run, first: FirstStep, error: BaseException) -> None:
     """What is known when a run fails: the allocator's history if memory ran out and `profile.memory` is on; the
     ledger, once there was a first step. No collectives; raises nothing."""
     if isinstance(error, out_of_memory.OutOfMemory) and (path := run.profiler.out_of_memory()):
         run.console.warning(f"the allocator's history: {path} (pytorch.org/memory_viz)")
-    if not run.proven:
+    if not first.verified:
         return
     try:
-        _write_ledger(run, {}, finished=False)
+        _write_ledger(run, first, {}, finished=False)
     except Exception as second:  # it would hide why the run failed
         run.console.warning(f"no ledger: {type(second).__name__}: {second}")
 
@@ -70,16 +71,18 @@ def _export(run: Run, step: int) -> None:
     run.console.note(f"exported {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s)")
 
 
-def _write_ledger(run: Run, whole: Mapping[str, float], *, finished: bool) -> list[ledger.Row]:
+def _write_ledger(
+    run: Run, first: FirstStep, whole: Mapping[str, float], *, finished: bool
+) -> list[ledger.Row]:
     if not run.world.is_main:
         return []
-    lines = ledger.rows(run, whole)
-    content = ledger.record(run, lines, finished=finished)
+    lines = ledger.rows(run, first, whole)
+    content = ledger.record(run, first, lines, finished=finished)
     run_dir.write_json(run.record_folder / "ledger.json", content)
     return lines
 
 
-def evaluate(run: Run, step: int) -> dict[str, float]:
+def evaluate(run: Run, first: FirstStep, step: int) -> dict[str, float]:
     """Mean loss per trained token over the held-out blocks; the same number of forwards on every rank.
 
     {} without held-out blocks, or when the ranks agree to stop before it is done.
@@ -90,7 +93,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     run.console.progress(step, run.cfg.train.steps, doing="evaluating")
     with run.window.excluded(), out_of_memory.named("evaluate", run.plan):
         mean = _mean_loss(run, step)
-    run.in_a_row = 0
+    first.micro_batches = 0  # ZeRO-3 forgets the order of its gathers
     run.take_memory_peaks()
     if run.stop.why is not None:
         return {}
@@ -217,14 +220,15 @@ def train(run: Run) -> Outcome:
     LostPeer when another rank is gone.
     The record is closed however the run ends.
     """
+    first = FirstStep()
     try:
         with lost_peer.named(run.watchdog):
-            return _train(run)
+            return _train(run, first)
     except BaseException as error:
         # raised by all ranks: what they are saving can still be completed
         if isinstance(error, TrainingFailed):
             _complete_last(run)
-        failed(run, error)
+        failed(run, first, error)
         run.console.close()
         run.tracker.finish(1)
         raise
@@ -245,24 +249,23 @@ def _complete_last(run: Run) -> None:
         run.console.warning(f"the state on its way was not completed: {type(error).__name__}: {error}")
 
 
-def _train(run: Run) -> Outcome:
+def _train(run: Run, first: FirstStep) -> Outcome:
     cfg = run.cfg
     last = cfg.train.stop_at or cfg.train.steps
     progress = start(run)
     metrics: dict[str, float] = {}
-    run.saves.last = progress.step if run.resumed else -1
     stop = run.stop
     stop.now()  # it may have been asked for while all was built
     if progress.to_evaluate:
-        metrics |= _evaluate(run, progress)
+        metrics |= _evaluate(run, first, progress)
     while progress.step < last and stop.why is None:
-        metrics |= step(run, progress, last)
+        metrics |= step(run, first, progress, last)
         saves.complete_save(run, progress.step)
-        if run.to_rehearse and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
+        if run.saves.trial_due and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
             saves.rehearse(run, progress)
             stop.now()  # it may have been asked for within the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
-            metrics |= _evaluate(run, progress)
+            metrics |= _evaluate(run, first, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
             saves.save_state(run, progress, must=progress.step == last)
             stop.now()  # it may have been asked for within the save
@@ -270,21 +273,21 @@ def _train(run: Run) -> Outcome:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
     finished = progress.step >= cfg.train.steps and stop.why is None
-    finish(run, progress.step, metrics, finished=finished)
+    finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
 
-def step(run: Run, progress: Progress, last: int) -> dict[str, float]:
+def step(run: Run, first: FirstStep, progress: Progress, last: int) -> dict[str, float]:
     """One optimizer step; its metrics when it is one that is logged, else nothing."""
     run.watchdog.enter("step", progress.step + 1)
     with run.timer.phase("data"):
         batch = run.batches.next_step()
     run.profiler.step_begins()
     with out_of_memory.named(lambda: run.timer.last, run.plan):
-        found = _forward_backward_update(run, batch, progress.step)
+        found = _forward_backward_update(run, first, batch, progress.step)
     if run.engine.was_step_applied():
         run.losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
-    _advance(run, progress, batch, found)
+    _advance(run, first, progress, batch, found)
     run.profiler.step_ended()
     stopping = run.stop.answer()
     if progress.step % run.cfg.train.log_every == 0:
@@ -303,7 +306,7 @@ def start(run: Run) -> Progress:
         if "losses" in run.resumed:  # not in older states
             run.losses.restore(run.resumed["losses"])
         run.tracker.rewind(progress.step)
-    saves.prepare(run)
+    saves.prepare(run, progress.step)
     run.applied.reset()
     run.engine.train()
     run.memory.reset_peak()  # the peak of a step, not of loading
@@ -313,7 +316,7 @@ def start(run: Run) -> Progress:
     return progress
 
 
-def _forward_backward_update(run: Run, batch: StepBatch, step: int) -> torch.Tensor:
+def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step: int) -> torch.Tensor:
     """One optimizer step; returns this rank's summed loss of each micro-batch, on the device.
 
     Each token of the global batch weighs the same: DeepSpeed averages gradients over the ranks that read data of
@@ -328,7 +331,7 @@ def _forward_backward_update(run: Run, batch: StepBatch, step: int) -> torch.Ten
         run.watchdog.enter("step", step + 1)
         with timer.phase("data"):
             inputs = run.inputs(micro_batch)
-        with run.applied.micro_batch(), proof.watching(run) as forward_done:
+        with run.applied.micro_batch(), proof.watching(run, first) as forward_done:
             with timer.phase("forward"):
                 loss = run.token_loss(engine, inputs)
             forward_done(loss)
@@ -345,7 +348,7 @@ def _forward_backward_update(run: Run, batch: StepBatch, step: int) -> torch.Ten
     return torch.stack(losses) / sharing
 
 
-def _advance(run: Run, progress: Progress, batch: StepBatch, losses: torch.Tensor) -> None:
+def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, losses: torch.Tensor) -> None:
     """Count the step; skip or stop on non-finite gradients; prove the policy once."""
     step = progress.step
     if run.engine.was_step_applied():
@@ -359,8 +362,8 @@ def _advance(run: Run, progress: Progress, batch: StepBatch, losses: torch.Tenso
     progress.tokens_trained += batch.trained_tokens
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
     run.console.progress(progress.step, run.cfg.train.steps)
-    if not run.proven and progress.skipped_in_a_row == 0:
-        proof.prove(run)
+    if not first.verified and progress.skipped_in_a_row == 0:
+        proof.verify_first_step(run, first)
         run.snapshots.write(run.record_folder, run.world)
     raise_if_too_many_skipped(run, progress.skipped_in_a_row, progress.step)
 
@@ -386,9 +389,9 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> dict[str, float]:
     return metrics
 
 
-def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
+def _evaluate(run: Run, first: FirstStep, progress: Progress) -> dict[str, float]:
     """The evaluation of this step, or a note to do it after the resume when a stop comes first."""
-    metrics = evaluate(run, progress.step)
+    metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.why is not None and not metrics
     return metrics
 

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from remat.activation_checkpointing import policy, verification
 from remat.activation_checkpointing.mechanisms.counters import NotInEffect
-from remat.activation_checkpointing.replay import Recorder
+from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.replay import Recorder, Replayed
 from remat.machine import distributed
 from remat.report import run_dir, summary
 from remat.training import engine_memory
+from remat.training.engine_memory import Held
 from remat.training.run import Run
 
 LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather; an evaluation makes it forget
 
 
-@contextmanager
-def watching(run: Run) -> Iterator[Callable[[torch.Tensor], None]]:
-    """The first micro-batch of a launch is watched op by op, and under ZeRO-3 the first of those that run alike.
+@dataclass
+class FirstStep:
+    """What the first step of a launch shows. `watching` and `verify_first_step` fill it; the ledger reads it."""
 
-    What each backward leaves is counted until the proof is there.
+    trace: Watch | None = None  # of the first micro-batch, operation by operation
+    steady_trace: Watch | None = None  # of the first micro-batch with the gathers of all that follow
+    replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
+    memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
+    verified: bool = False
+    micro_batches: int = 0  # in a row, since the launch or its last evaluation
+
+
+@contextmanager
+def watching(run: Run, first: FirstStep) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Trace the first micro-batch op by op. Under ZeRO-3 trace another once the order of its gathers is fixed.
+
+    Until the first step is verified, count what each backward leaves.
     """
-    wanted = 0 if run.watch is None else LEARNT
+    wanted = 0 if first.trace is None else LEARNT
     with ExitStack() as around:
-        recorder = around.enter_context(run.applied.recording()) if run.watch is None else None
-        if run.settled is None and run.in_a_row == wanted:
+        recorder = around.enter_context(run.applied.recording()) if first.trace is None else None
+        if first.steady_trace is None and first.micro_batches == wanted:
             watch = around.enter_context(run.applied.watch(run.world.device))
 
             def forward_done(loss: torch.Tensor) -> None:
@@ -38,19 +52,19 @@ def watching(run: Run) -> Iterator[Callable[[torch.Tensor], None]]:
                     recorder.forward_done(loss)
 
             yield forward_done
-            run.watch = run.watch or watch
+            first.trace = first.trace or watch
             if run.strategy.zero_stage < 3 or wanted == LEARNT:
-                run.settled = watch
+                first.steady_trace = watch
         else:
             yield lambda loss: None
-    run.in_a_row += 1
+    first.micro_batches += 1
     if recorder is not None:
-        replay(run, recorder)
-    if not run.proven:
-        run.held = engine_memory.largest([run.held, engine_memory.after_backward(run.engine)])
+        replay(run, first, recorder)
+    if not first.verified:
+        first.memory = engine_memory.largest([first.memory, engine_memory.after_backward(run.engine)])
 
 
-def replay(run: Run, recorder: Recorder) -> None:
+def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
     """Hold a layer of each kind to the pass that keeps everything; before anything is updated.
 
     Raises NotInEffect on all ranks when something differs on any; proof.json is written then too.
@@ -58,44 +72,46 @@ def replay(run: Run, recorder: Recorder) -> None:
     with run.window.excluded():
         ready = distributed.gather(recorder.ready())
         regions = sorted(set(ready[0]).intersection(*ready[1:]))
-        run.replayed = recorder.replay(regions)
-        everyone = distributed.gather((run.replayed.differences, run.replayed.notes))
+        first.replayed = recorder.replay(regions)
+        everyone = distributed.gather((first.replayed.differences, first.replayed.notes))
     for note in sorted({text for _, notes in everyone for text in notes}):
         run.console.warning(f"not proven: {note}")
     problems = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everyone) for text in texts]
     if not problems:
         return
     if run.world.is_main:
-        found = {"policy": str(run.cfg.checkpointing.policy), "run_again": asdict(run.replayed)}
+        found = {"policy": str(run.cfg.checkpointing.policy), "run_again": asdict(first.replayed)}
         run_dir.write_json(run.record_folder / "proof.json", found | {"problems": problems})
     raise NotInEffect("\n".join(problems))
 
 
-def prove(run: Run) -> None:
-    """After the first step that was applied: is what was asked in effect? What was found goes to proof.json either way.
+def verify_first_step(run: Run, first: FirstStep) -> None:
+    """Check after the first applied step that what was asked is in effect, and write proof.json either way.
 
     Raises NotInEffect on all ranks when a promise was not kept on any.
     """
-    run.proven = True
-    run.held |= engine_memory.after_step(run.engine)
-    mine, broken = collect(run)
-    everyone = distributed.gather((mine, broken, run.held))
-    run.held = engine_memory.largest([found for _, _, found in everyone])
+    first.verified = True
+    first.memory |= engine_memory.after_step(run.engine)
+    mine, broken = collect(run, first)
+    everyone = distributed.gather((mine, broken, first.memory))
+    first.memory = engine_memory.largest([found for _, _, found in everyone])
     if run.world.is_main:
-        run_dir.write_json(run.record_folder / "proof.json", record(run, [found for found, _, _ in everyone]))
+        run_dir.write_json(
+            run.record_folder / "proof.json", record(run, first, [found for found, _, _ in everyone])
+        )
     problems = [f"rank {rank}: {text}" for rank, (_, texts, _) in enumerate(everyone) for text in texts]
     if problems:
         raise NotInEffect("\n".join(problems))
-    run.window.recomputes(run.watch.recomputed_share() if run.watch else 0.0)
-    run.console.note(f"proven: {line(run, mine)}")
-    if run.replayed is not None:
-        run.console.note(f"proven: {run.replayed.line()}")
+    run.window.recomputes(first.trace.recomputed_share() if first.trace else 0.0)
+    run.console.note(f"proven: {line(run, first, mine)}")
+    if first.replayed is not None:
+        run.console.note(f"proven: {first.replayed.line()}")
     run.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
-def collect(run: Run) -> tuple[dict[str, Any], list[str]]:
+def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     """What this rank found, and every promise that was not kept on it. No collectives."""
-    watch = run.watch
+    watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
     where = engine_memory.find_placement(run.engine)
     found = {
@@ -111,7 +127,7 @@ def collect(run: Run) -> tuple[dict[str, Any], list[str]]:
     return found, broken
 
 
-def record(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
+def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:
     """The file: layers, FLOPs and gathers as rank 0 saw them in the first micro-batch, placement of every rank."""
     return {
         "policy": str(run.cfg.checkpointing.policy),
@@ -121,14 +137,14 @@ def record(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
         "layers": found[0]["layers"],
         "first_micro_batch_flops": found[0]["flops"],
         "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
-        "run_again": asdict(run.replayed) if run.replayed else None,
+        "run_again": asdict(first.replayed) if first.replayed else None,
         "placement_by_rank": [rank["placement"] for rank in found],
     }
 
 
-def line(run: Run, found: dict[str, Any]) -> str:
+def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
     """For the terminal: layers, bytes, placement."""
-    assert run.watch is not None
+    assert first.trace is not None
     return (
-        f"{verification.line(run.applied, run.watch)}; {engine_memory.describe_placement(found['placement'])}"
+        f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found['placement'])}"
     )

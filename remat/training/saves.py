@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from remat.config.options import ConfigError, SaveFailure
 from remat.config.units import format_size
@@ -17,16 +17,14 @@ from remat.saving import export, load, manifest, read_back, save
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
-
-if TYPE_CHECKING:
-    from remat.training.run import Run
+from remat.training.run import Progress, Run
 
 
 def save_state(run: Run, progress: Progress, *, must: bool) -> None:
-    """Save the training state, out of the step time; the one on its way is completed first.
+    """Save the training state, out of the step time. A pending background save is finished first.
 
-    With save.in_background only its first part, unless it `must` be saved. A failure ends the run (SaveError) then, or
-    if save.on_error says so.
+    With save.in_background only the first part is done here, unless it `must` be saved. A failure raises SaveError if
+    it must be saved or save.on_error says so.
     """
     cfg, step = run.cfg.save, progress.step
     wait_for_save(run, step)
@@ -41,8 +39,8 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
         }
         try:
             if cfg.in_background and not must:
-                run.saves.on_its_way = save.begin(run.engine, run.folder, **settings)
-                run.saves.on_its_way.in_background()
+                run.saves.pending = save.begin(run.engine, run.folder, **settings)
+                run.saves.pending.in_background()
                 run.saves.begun += 1
             else:
                 result = save.save(run.engine, run.folder, **settings)
@@ -57,19 +55,19 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 def complete_save(run: Run, step: int) -> None:
     """After step `step`: complete the state on its way once all ranks have agreed that they flushed it."""
-    if run.saves.on_its_way is not None and run.stop.flushed >= run.saves.begun:
+    if run.saves.pending is not None and run.stop.flushed >= run.saves.begun:
         wait_for_save(run, step)
 
 
 def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) -> None:
-    """Complete the state on its way, if any, waiting for all ranks; `step` is where training is (None: at the state).
+    """Finish the pending background save on all ranks. Raises SaveError unless it `may_fail`.
 
-    A failure is as in `save`; or it `may_fail`.
+    `step` is where training is; None: at the step of that state.
     """
-    unfinished = run.saves.on_its_way
+    unfinished = run.saves.pending
     if unfinished is None:
         return
-    run.saves.on_its_way = None
+    run.saves.pending = None
     run.watchdog.enter("save", unfinished.step)
     with run.window.excluded():
         try:
@@ -109,14 +107,16 @@ def _tell(run: Run, step: int, result: SaveResult) -> None:
     run.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")
 
 
-if TYPE_CHECKING:
-    from remat.training.run import Progress
 FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, where no saved state is looked for
 
 
-def prepare(run: Run) -> None:
-    """Whether this launch rehearses. What one that was killed has left is removed."""
-    run.to_rehearse = rehearses(run.cfg, run.strategy)
+def prepare(run: Run, step: int) -> None:
+    """Before the first step: note the state that a resumed run, at `step`, goes on from; plan the trial save.
+
+    What a killed launch left of its own trial is removed.
+    """
+    run.saves.last = step if run.resumed else -1
+    run.saves.trial_due = rehearses(run.cfg, run.strategy)
     _clean(run)
 
 
@@ -125,7 +125,7 @@ def rehearse(run: Run, progress: Progress) -> None:
 
     Raises SaveError on every rank with what did not come back.
     """
-    run.to_rehearse = False
+    run.saves.trial_due = False
     started = time.monotonic()
     run.console.progress(progress.step, run.cfg.train.steps, doing="rehearsing the save and the export")
     with run.window.excluded():
