@@ -54,7 +54,7 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     assert plan.line() == f"no plan: {reason}"
     assert plan.record()["planned"] is None and plan.record()["reason"] == reason
     run: Any = SimpleNamespace(plan=plan, applied=SimpleNamespace(decisions=[]))
-    rows = ledger._times(parts, {"time/step_s": 1.0})
+    rows = ledger._times(run, {"time/step_s": 1.0})
     assert all(f"no plan: {reason}" in row.how and row.planned is None for row in rows)
     found = ledger.record(run, FirstStep(), rows, finished=True)
     (tmp_path / "ledger.json").write_text(json.dumps(found))
