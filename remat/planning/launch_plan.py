@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from remat.config import ds_config
+from remat.config.metrics import PLANNED_GPU_PEAK_GIB
 from remat.config.options import ConfigError, HardwareConfig, RunConfig
 from remat.config.units import GIB, format_size
 from remat.machine import distributed, gpus, node, ops
@@ -83,7 +84,7 @@ class LaunchPlan:
         """`plan/gpu_peak_gib`, to stand beside memory/gpu_allocated_peak_gib; like that one absent without a GPU."""
         if self.planned is None or self.device != "cuda":
             return {}
-        return {"plan/gpu_peak_gib": self.planned.plan.peak_bytes / GIB}
+        return {PLANNED_GPU_PEAK_GIB: self.planned.plan.peak_bytes / GIB}
 
 
 def make(

@@ -12,6 +12,15 @@ from typing import Any
 
 import torch
 
+from remat.config.metrics import (
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    HOST_PINNED_GIB,
+    HOST_RSS_PEAK_GIB,
+    STEP_S,
+    TOKENS_PER_S,
+    phase_s,
+)
 from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category, Phase
@@ -99,8 +108,8 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
         return found
     peak = planned.plan.peak_bytes if planned else None
     overhead = planned.plan.gpu.get(Category.overhead, 0) if planned else None
-    allocated = _most(run, "memory/gpu_allocated_peak_gib")
-    reserved = _most(run, "memory/gpu_reserved_peak_gib")
+    allocated = _most(run, GPU_ALLOCATED_PEAK_GIB)
+    reserved = _most(run, GPU_RESERVED_PEAK_GIB)
     free, total = torch.cuda.mem_get_info(run.world.device)
     outside = total - free - torch.cuda.memory_reserved(run.world.device)
     beside = None if allocated is None or reserved is None else reserved - allocated + outside
@@ -215,10 +224,10 @@ def _host(run: Run) -> list[Row]:
         if run.world.device.type == "cpu":
             host += planned.plan.peak_bytes
     how = "resident memory at its highest, highest rank; shared libraries and the page cache of the data count"
-    found = [Row(HOST, host, _most(run, "memory/host_rss_peak_gib"), "bytes", how)]
+    found = [Row(HOST, host, _most(run, HOST_RSS_PEAK_GIB), "bytes", how)]
     if run.world.device.type == "cuda":
         how = "torch's pinned host allocator, highest rank"
-        found.append(Row("pinned host memory", pinned, _most(run, "memory/host_pinned_gib"), "bytes", how))
+        found.append(Row("pinned host memory", pinned, _most(run, HOST_PINNED_GIB), "bytes", how))
     on_nvme = sum(item.bytes_per_node for item in run.plan.states if item.place == "nvme")
     if run.swap_folder is not None:
         how = "files in DeepSpeed's swap folder at the end, on the node of rank 0"
@@ -237,17 +246,17 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
         lacking = f"{mean}; no plan: {run.plan.reason}"
     step = planned.time if planned and not unknown else None
     both = step.compute_s + step.recompute_s + step.pcie_s + step.collectives_s if step else None
-    forward, backward = summary.get("time/forward_s"), summary.get("time/backward_s")
+    forward, backward = summary.get(phase_s("forward")), summary.get(phase_s("backward"))
     together = None if forward is None or backward is None else forward + backward
     tokens = step.tokens_per_s if step else None
     return [
-        Row(STEP, step.total_s if step else None, summary.get("time/step_s"), "s", lacking),
+        Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking),
         Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives"),
-        Row("optimizer", step.optimizer_s if step else None, summary.get("time/optimizer_s"), "s", lacking),
+        Row("optimizer", step.optimizer_s if step else None, summary.get(phase_s("optimizer")), "s", lacking),
         Row(
             "throughput",
             tokens,
-            summary.get("throughput/tokens_per_s"),
+            summary.get(TOKENS_PER_S),
             "tokens/s",
             lacking.replace("slowest rank", "fastest rank"),
         ),

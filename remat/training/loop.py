@@ -14,6 +14,17 @@ import torch
 import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import NotInEffect
+from remat.config.metrics import (
+    GRAD_NORM,
+    LEARNING_RATE,
+    LOSS_EVAL,
+    LOSS_SCALE,
+    LOSS_TRAIN,
+    SKIPPED_STEPS,
+    TOKENS_SEEN,
+    TOKENS_TRAINED,
+    StepMetrics,
+)
 from remat.config.units import format_size
 from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
 from remat.machine import distributed
@@ -82,7 +93,7 @@ def _write_ledger(
     return lines
 
 
-def evaluate(run: Run, first: FirstStep, step: int) -> dict[str, float]:
+def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
     """Mean loss per trained token over the held-out blocks; the same number of forwards on every rank.
 
     {} without held-out blocks, or when the ranks agree to stop before it is done.
@@ -97,7 +108,7 @@ def evaluate(run: Run, first: FirstStep, step: int) -> dict[str, float]:
     run.take_memory_peaks()
     if run.stop.why is not None:
         return {}
-    metrics = {"loss/eval": mean}
+    metrics = {LOSS_EVAL: mean}
     run.tracker.log(step, metrics)
     run.console.eval_line(step, mean, time.perf_counter() - started)
     return metrics
@@ -210,7 +221,7 @@ class Outcome:
 
     finished: bool
     progress: Progress
-    metrics: dict[str, float] = field(default_factory=dict)  # the last of each name
+    metrics: StepMetrics = field(default_factory=dict)  # the last of each name
 
 
 def train(run: Run) -> Outcome:
@@ -253,7 +264,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     cfg = run.cfg
     last = cfg.train.stop_at or cfg.train.steps
     progress = start(run)
-    metrics: dict[str, float] = {}
+    metrics: StepMetrics = {}
     stop = run.stop
     stop.now()  # it may have been asked for while all was built
     if progress.to_evaluate:
@@ -277,7 +288,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
 
-def step(run: Run, first: FirstStep, progress: Progress, last: int) -> dict[str, float]:
+def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetrics:
     """One optimizer step; its metrics when it is one that is logged, else nothing."""
     run.watchdog.enter("step", progress.step + 1)
     with run.timer.phase("data"):
@@ -368,20 +379,20 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     raise_if_too_many_skipped(run, progress.skipped_in_a_row, progress.step)
 
 
-def _log(run: Run, progress: Progress, mean_loss: float) -> dict[str, float]:
+def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
     """One row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
     times = run.window.close()
     lr = optimizer.lr_at(progress.step - 1, run.cfg.optim, run.cfg.train.steps)
-    metrics: dict[str, float] = {"loss/train": mean_loss, "optim/lr": lr}
+    metrics: StepMetrics = {LOSS_TRAIN: mean_loss, LEARNING_RATE: lr}
     norm = _grad_norm(run)
     if norm is not None:
-        metrics["optim/grad_norm"] = norm
+        metrics[GRAD_NORM] = norm
     if run.engine.fp16_enabled():
-        metrics["optim/loss_scale"] = loss_scale(run)
+        metrics[LOSS_SCALE] = loss_scale(run)
     metrics |= {
-        "optim/skipped_steps": progress.skipped_steps,
-        "tokens/seen": progress.tokens_seen,
-        "tokens/trained": progress.tokens_trained,
+        SKIPPED_STEPS: progress.skipped_steps,
+        TOKENS_SEEN: progress.tokens_seen,
+        TOKENS_TRAINED: progress.tokens_trained,
     }
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
@@ -389,7 +400,7 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> dict[str, float]:
     return metrics
 
 
-def _evaluate(run: Run, first: FirstStep, progress: Progress) -> dict[str, float]:
+def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
     """The evaluation of this step, or a note to do it after the resume when a stop comes first."""
     metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.why is not None and not metrics

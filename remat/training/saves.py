@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from remat.config.metrics import SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
 from remat.config.options import ConfigError, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
@@ -101,7 +102,7 @@ def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
 
 def _tell(run: Run, step: int, result: SaveResult) -> None:
     """A row of the record, of step `step`, and a line on the terminal. One small collective."""
-    times = {"time/save_s": result.seconds, "time/save_stall_s": result.stall_s}
+    times = {SAVE_S: result.seconds, SAVE_STALL_S: result.stall_s}
     run.tracker.log(step, distributed.max_min(times, run.world.device))
     waited = f", {result.stall_s:.1f} s of them waited for" if result.stall_s < result.seconds else ""
     run.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")
@@ -140,7 +141,7 @@ def rehearse(run: Run, progress: Progress) -> None:
             _clean(run)
     run.take_memory_peaks()
     seconds = time.monotonic() - started
-    run.tracker.log(progress.step, distributed.max_min({"time/rehearsal_s": seconds}, run.world.device))
+    run.tracker.log(progress.step, distributed.max_min({TRIAL_SAVE_S: seconds}, run.world.device))
     run.console.note(f"rehearsed: {sizes}, read back and the same ({seconds:.1f} s)")
 
 
