@@ -87,7 +87,7 @@ class LaunchPlan:
         return {PLANNED_GPU_PEAK_GIB: self.planned.plan.peak_bytes / GIB}
 
 
-def make(
+def plan_launch(
     cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
 ) -> LaunchPlan:
     """Plan on rank 0, tell all ranks. All ranks must call it.
@@ -120,7 +120,7 @@ def make(
     return LaunchPlan(world.device.type, planned, reason, items, command)
 
 
-def here(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
+def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
     """What `make` compares, asked of this node alone and without refusing; and why there is no plan, if so."""
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
     nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
@@ -140,7 +140,7 @@ def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]
     )
 
 
-def rehearses(cfg: RunConfig, strategy: Strategy) -> bool:
+def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
     """Whether the run tries its save and export after the first step."""
     shared = cfg.train.tensor_parallel_size
     return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
@@ -155,7 +155,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         ranks_per_node=world.local_size,
         save=cfg.save,
         steps=cfg.train.steps,
-        rehearse=rehearses(cfg, strategy),
+        rehearse=makes_trial_save(cfg, strategy),
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
             cfg,
@@ -171,10 +171,10 @@ def _planned(
     cfg: RunConfig, strategy: Strategy, machine: Machine, world: World
 ) -> tuple[Planned | None, str | None]:
     """The plan, or why there is none: whatever goes wrong here must not end a run that would work."""
-    here = replace(cfg, hardware=_hardware(cfg.hardware, world))
+    check_this_node = replace(cfg, hardware=_hardware(cfg.hardware, world))
     try:
         made = make_plan(
-            here,
+            check_this_node,
             world_size=world.size,
             capacity=Capacity(machine.gpu_bytes, _host_bytes(machine)),
             decided=strategy,
@@ -263,7 +263,7 @@ def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple
     local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
     world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
     decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
-    lines, reason = here(cfg, decided, world)
+    lines, reason = check_this_node(cfg, decided, world)
     devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
     found = [*examine(ops.needed(*devices), say), cores_of(local)]
     if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):

@@ -16,7 +16,7 @@ from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
 from remat.model import adapters
-from remat.planning.launch_plan import LaunchPlan, rehearses
+from remat.planning.launch_plan import LaunchPlan, makes_trial_save
 from remat.planning.strategy import Strategy
 
 
@@ -62,7 +62,7 @@ def rows(run: Described) -> dict[str, str]:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     if facts.quantised_weights:
         found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
-    if rehearses(cfg, run.strategy):
+    if makes_trial_save(cfg, run.strategy):
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
     if run.resumed is not None:
         found["resumed"] = f"at step {run.resumed['step']}"

@@ -98,7 +98,7 @@ def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
 
     {} without held-out blocks, or when the ranks agree to stop before it is done.
     """
-    if run.held_out is None or run.stop.why is not None:
+    if run.held_out is None or run.stop.reason is not None:
         return {}
     started = time.perf_counter()
     run.console.progress(step, run.cfg.train.steps, doing="evaluating")
@@ -106,7 +106,7 @@ def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
         mean = _mean_loss(run, step)
     first.micro_batches = 0  # ZeRO-3 forgets the order of its gathers
     run.take_memory_peaks()
-    if run.stop.why is not None:
+    if run.stop.reason is not None:
         return {}
     metrics = {LOSS_EVAL: mean}
     run.tracker.log(step, metrics)
@@ -128,13 +128,13 @@ def _mean_loss(run: Run, step: int) -> float:
         max_batches=cfg.eval_batches,
     ):
         run.watchdog.enter("evaluate", step)
-        if run.stop.answer():  # asked a micro-batch ago: there is nothing to wait for
+        if run.stop.finish():  # asked a micro-batch ago: there is nothing to wait for
             break
-        run.stop.ask()
+        run.stop.start()
         inputs = run.inputs(micro_batch)
         totals[0] += run.token_loss(run.engine, inputs)
         totals[1] += (inputs["labels"][:, 1:] != NO_LOSS).sum()
-    run.stop.answer()
+    run.stop.finish()
     run.engine.train()
     if run.world.size > 1:
         dist.all_reduce(totals)
@@ -266,24 +266,29 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     progress = start(run)
     metrics: StepMetrics = {}
     stop = run.stop
-    stop.now()  # it may have been asked for while all was built
+    stop.poll()  # it may have been asked for while all was built
     if progress.to_evaluate:
         metrics |= _evaluate(run, first, progress)
-    while progress.step < last and stop.why is None:
+    while progress.step < last and stop.reason is None:
         metrics |= step(run, first, progress, last)
         saves.complete_save(run, progress.step)
-        if run.saves.trial_due and progress.skipped_in_a_row == 0 and progress.step < last and stop.why is None:
-            saves.rehearse(run, progress)
-            stop.now()  # it may have been asked for within the rehearsal
+        if (
+            run.saves.trial_due
+            and progress.skipped_in_a_row == 0
+            and progress.step < last
+            and stop.reason is None
+        ):
+            saves.make_trial_save(run, progress)
+            stop.poll()  # it may have been asked for within the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(run, first, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
             saves.save_state(run, progress, must=progress.step == last)
-            stop.now()  # it may have been asked for within the save
-    if stop.why is not None:
+            stop.poll()  # it may have been asked for within the save
+    if stop.reason is not None:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
-    finished = progress.step >= cfg.train.steps and stop.why is None
+    finished = progress.step >= cfg.train.steps and stop.reason is None
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
@@ -300,7 +305,7 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
         run.losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
     _advance(run, first, progress, batch, found)
     run.profiler.step_ended()
-    stopping = run.stop.answer()
+    stopping = run.stop.finish()
     if progress.step % run.cfg.train.log_every == 0:
         return _log(run, progress, run.losses.take())
     if stopping or progress.step == last:
@@ -352,7 +357,7 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
         if run.strategy.zero_stage == 0 and engine.is_gradient_accumulation_boundary():
             raise_if_nonfinite(run, batch, step, torch.stack(losses))
         if len(losses) == len(batch.micro_batches):
-            run.stop.ask(flushed=run.saves.flushed)
+            run.stop.start(flushed=run.saves.flushed)
         with timer.phase("optimizer"):
             engine.step()
     sharing = run.world.tensor_parallel_size  # ranks that share the layers have the same loss
@@ -403,27 +408,27 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
 def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
     """The evaluation of this step, or a note to do it after the resume when a stop comes first."""
     metrics = evaluate(run, first, progress.step)
-    progress.to_evaluate = run.stop.why is not None and not metrics
+    progress.to_evaluate = run.stop.reason is not None and not metrics
     return metrics
 
 
 def _stop(run: Run, progress: Progress) -> None:
     """Obey a stop: the state of this step is saved, unless it is already."""
     if run.world.tensor_parallel_size > 1:
-        run.stop.obeyed()
+        run.stop.clear()
         raise TrainingFailed(
-            f"stopped after step {progress.step} ({run.stop.why}); nothing is saved, which "
+            f"stopped after step {progress.step} ({run.stop.reason}); nothing is saved, which "
             f"train.tensor_parallel_size={run.world.tensor_parallel_size} cannot be"
         )
     run.console.note(
-        f"stopping after step {progress.step} ({run.stop.why})"
+        f"stopping after step {progress.step} ({run.stop.reason})"
         + (": saving" if run.saves.last != progress.step else "")
     )
     run.tracker.finish_wandb_soon()  # a save may take longer than whoever asked to stop waits
     saves.wait_for_save(run, progress.step, may_fail=True)  # then this step's state is saved instead
     if run.saves.last != progress.step:
         saves.save_state(run, progress, must=True)
-    run.stop.obeyed()
+    run.stop.clear()
     run.console.note(f"resume with resume=auto ({run.folder})")
 
 

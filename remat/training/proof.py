@@ -61,7 +61,9 @@ def watching(run: Run, first: FirstStep) -> Iterator[Callable[[torch.Tensor], No
     if recorder is not None:
         replay(run, first, recorder)
     if not first.verified:
-        first.memory = engine_memory.largest([first.memory, engine_memory.after_backward(run.engine)])
+        first.memory = engine_memory.take_largest(
+            [first.memory, engine_memory.measure_after_backward(run.engine)]
+        )
 
 
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
@@ -91,10 +93,10 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
     Raises NotInEffect on all ranks when a promise was not kept on any.
     """
     first.verified = True
-    first.memory |= engine_memory.after_step(run.engine)
+    first.memory |= engine_memory.measure_after_step(run.engine)
     mine, broken = collect(run, first)
     everyone = distributed.gather((mine, broken, first.memory))
-    first.memory = engine_memory.largest([found for _, _, found in everyone])
+    first.memory = engine_memory.take_largest([found for _, _, found in everyone])
     if run.world.is_main:
         run_dir.write_json(
             run.record_folder / "proof.json", record(run, first, [found for found, _, _ in everyone])
@@ -113,7 +115,7 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     """What this rank found, and every promise that was not kept on it. No collectives."""
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
-    where = engine_memory.find_placement(run.engine)
+    where = engine_memory.shard_placement(run.engine)
     found = {
         "layers": verification.rows(run.applied, watch),
         "placement": where,

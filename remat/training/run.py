@@ -23,9 +23,9 @@ from remat.planning.strategy import Strategy
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving.save import Unfinished
+from remat.saving.save import PendingSave
 from remat.training.profiling import Profiler, Snapshots
-from remat.training.stopping import Stop
+from remat.training.stopping import StopVote
 from remat.training.throughput import PhaseTimer, Window
 from remat.training.watchdog import Watchdog
 
@@ -37,7 +37,7 @@ class Saves:
     last: int = -1  # the step of the newest state, complete or on its way
     begun: int = 0  # in the background, by this launch
     trial_due: bool = False  # a trial save and export, after the next step that is applied
-    pending: Unfinished | None = None
+    pending: PendingSave | None = None
 
     @property
     def flushed(self) -> int:
@@ -76,7 +76,7 @@ class Run:
     splits: Splits
     applied: Applied
     tracker: Tracker
-    stop: Stop
+    stop: StopVote
     watchdog: Watchdog
     memory: MemoryMonitor
     snapshots: Snapshots

@@ -13,7 +13,7 @@ from remat.config.metrics import SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
 from remat.config.options import ConfigError, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
-from remat.planning.launch_plan import rehearses
+from remat.planning.launch_plan import makes_trial_save
 from remat.saving import export, load, manifest, read_back, save
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
@@ -117,11 +117,11 @@ def prepare(run: Run, step: int) -> None:
     What a killed launch left of its own trial is removed.
     """
     run.saves.last = step if run.resumed else -1
-    run.saves.trial_due = rehearses(run.cfg, run.strategy)
+    run.saves.trial_due = makes_trial_save(run.cfg, run.strategy)
     _clean(run)
 
 
-def rehearse(run: Run, progress: Progress) -> None:
+def make_trial_save(run: Run, progress: Progress) -> None:
     """Save, export, read both back, remove them: out of the step time, and without a trace in training.
 
     Raises SaveError on every rank with what did not come back.
@@ -131,7 +131,7 @@ def rehearse(run: Run, progress: Progress) -> None:
     run.console.progress(progress.step, run.cfg.train.steps, doing="rehearsing the save and the export")
     with run.window.excluded():
         try:
-            sizes = _rehearse(run, progress)
+            sizes = _save_and_read_back(run, progress)
         except (SaveError, ConfigError) as error:
             raise SaveError(
                 f"rehearsal after step {progress.step}: {error}. The run would have lost its work to this later: mend "
@@ -150,7 +150,7 @@ def _clean(run: Run) -> None:
         manifest.remove(run.folder / FOLDER)
 
 
-def _rehearse(run: Run, progress: Progress) -> str:
+def _save_and_read_back(run: Run, progress: Progress) -> str:
     """What was saved and exported, in words."""
     folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
     run.watchdog.enter("save", step)
@@ -167,7 +167,7 @@ def _rehearse(run: Run, progress: Progress) -> str:
     run.watchdog.enter("load", step)
     problem, error = None, None
     try:
-        problem = read_back.problem(
+        problem = read_back.verify_export(
             run.engine.module,
             exported.path,
             saved.path,

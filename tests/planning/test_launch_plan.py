@@ -27,7 +27,7 @@ def launched(tmp_path: Path) -> tuple[launch_plan.LaunchPlan, list[str]]:
     cfg = compose.compose_run([*SMALL, f"output_dir={tmp_path}"]).run
     warnings: list[str] = []
     decided = strategy.decide(cfg, world_size=1, can_pin=False)
-    return launch_plan.make(cfg, decided, WORLD, words=SMALL, warn=warnings.append), warnings
+    return launch_plan.plan_launch(cfg, decided, WORLD, words=SMALL, warn=warnings.append), warnings
 
 
 def test_a_launch_with_a_plan_warns_of_nothing(tmp_path: Path) -> None:
