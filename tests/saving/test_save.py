@@ -415,7 +415,7 @@ def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatc
             end.put(None)
         return []
 
-    original, number = saving.wait, 0
+    original, number = load.wait, 0
 
     def wait(checks: Any, timeout: float) -> Any:
         nonlocal number
