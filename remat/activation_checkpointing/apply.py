@@ -24,16 +24,15 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     refuse_what_is_lost,
     tell_of_gradient,
 )
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
-from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs
-from remat.activation_checkpointing.mechanisms.lazy_matmul import SparedProduct
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.deepspeed import DeepSpeedCheckpointing
+from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding
+from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
 from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
-from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.activation_checkpointing.mechanisms.recompute import Recompute, Segment
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
-from remat.activation_checkpointing.mechanisms.segments import Segment
-from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.mechanisms.selective_ops import SelectiveCheckpoint
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism
 from remat.activation_checkpointing.replay import Recorder
 from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
@@ -48,7 +47,7 @@ class Applied:
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
-    counts: list[Counts] = field(default_factory=list)
+    counts: list[LayerCounters] = field(default_factory=list)
     scope: Scope = field(default_factory=Scope)
     offload: HostOffload | None = None
     deepspeed: DeepSpeedCheckpointing | None = None
@@ -80,9 +79,9 @@ class Applied:
                 f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"
             ) from error
 
-    def watch(self, device: torch.device) -> Watch:
+    def watch(self, device: torch.device) -> OpTracer:
         """Counts bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
-        return Watch(
+        return OpTracer(
             self.scope,
             device,
             weights=self.model.parameters if self.model else tuple,
@@ -130,7 +129,7 @@ def apply(
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
     _refuse_shared_weights(model, layers, decisions)
-    applied = Applied(decisions, model, [Counts() for _ in decisions], stacks=stacks)
+    applied = Applied(decisions, model, [LayerCounters() for _ in decisions], stacks=stacks)
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
@@ -197,7 +196,7 @@ class _Builder:
         )
         discarded = None
         if decision.mechanism is Mechanism.discard_output:
-            discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
+            discarded = OutputDiscarding(layer, self._cfg.discard_modules, index, counts, scope)
             self._applied.cleanup.callback(discarded.close)
         saved = SavedTensors(
             layer,
@@ -257,7 +256,7 @@ class _Builder:
             run = partial(self._applied.deepspeed.run, counts=counts, layer=name)
             return self._expecting(index, index, run)
         if kind is Mechanism.selective_ops:
-            results = KeptResults(layer, self._cfg.selective_ops, counts, offload)
+            results = SelectiveCheckpoint(layer, self._cfg.selective_ops, counts, offload)
             self._applied.cleanup.callback(results.close)
             return self._expecting(index, index, Recompute(self._cfg, context_fn=results.contexts))
         if kind is Mechanism.recompute:
@@ -285,7 +284,7 @@ class _Builder:
         """Under ZeRO-3 a recomputation would run its last product for nothing; below it, torch stops before that."""
         if self._zero_stage < 3 or recompute.reentrant:
             return recompute
-        spared = SparedProduct(region)
+        spared = SkipLastMatmul(region)
         self._applied.cleanup.callback(spared.close)
         return replace(recompute, context_fn=spared.contexts)
 
@@ -307,7 +306,7 @@ class _Builder:
         return counting
 
 
-def refuse_second_call(counts: Counts, layer: str) -> None:
+def refuse_second_call(counts: LayerCounters, layer: str) -> None:
     """Raise ConfigError when `layer`, reentrant, runs once more before backward came to its earlier call.
 
     Each call's backward would hand over a part of the gradient of its weights: DeepSpeed takes the first for the whole,

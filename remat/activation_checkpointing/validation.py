@@ -5,16 +5,21 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from remat.activation_checkpointing import policy
-from remat.activation_checkpointing.mechanisms import deepspeed_checkpointing, discard_output, selective_ops
-from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
-from remat.model import roles
+from remat.activation_checkpointing.mechanisms import (
+    deepspeed,
+    discard_output,
+    selective_ops,
+)
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, Policy, StorageDtype
+from remat.model import layers as layers_
+from remat.model.layers import Modules, find_linears, find_modules
 
 NEEDS_NON_REENTRANT = {Policy.selective_ops, Policy.selective_modules, Policy.discard_output}
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -72,7 +77,7 @@ def problems(cfg: CheckpointingConfig, layers: list[nn.Module], setting: Setting
                 "list and add matmul or save_linears"
             )
     if Policy.deepspeed in asked:
-        found += deepspeed_checkpointing.problems(
+        found += deepspeed.problems(
             cfg,
             zero_stage=setting.zero_stage,
             tensor_parallel_size=setting.tensor_parallel_size,
@@ -110,7 +115,7 @@ def _skips(layerdrop: str) -> str:
 def _roles(cfg: CheckpointingConfig, layers: list[nn.Module]) -> list[str]:
     """Layers of one model may differ (dense and sparse ones): each is asked for what its own policy needs."""
     decisions = policy.plan(cfg, len(layers))
-    texts = [roles.problems(layer, cfg, {d.policy}) for layer, d in zip(layers, decisions, strict=True)]
+    texts = [missing_parts(layer, cfg, {d.policy}) for layer, d in zip(layers, decisions, strict=True)]
     by_text: dict[str, list[int]] = {}
     for index, several in enumerate(texts):
         for text in several:
@@ -130,7 +135,7 @@ def _edited_inputs(
             module
             for layer, decision in zip(layers, decisions, strict=True)
             if decision.policy is Policy.selective_modules
-            for _, module in roles.find(layer, role)
+            for _, module in layers_.find_modules(layer, role)
         ]
         found += _jitter(
             setting,
@@ -144,7 +149,7 @@ def _edited_inputs(
 
 def _jitter(setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str) -> list[str]:
     """Sparse blocks multiply their input with noise where it lies, if a field of the config says so."""
-    found = next(((type(m).__name__, noise) for m in modules if (noise := roles.input_noise(m))), None)
+    found = next(((type(m).__name__, noise) for m in modules if (noise := layers_.input_noise(m))), None)
     if found is None:
         return []
     name, noise = found
@@ -250,3 +255,24 @@ def _returns_tuple(layer: nn.Module) -> bool:
         return False
     returned = [n.value for n in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(n, ast.Return)]
     return any(isinstance(value, ast.Tuple) for value in returned)
+
+
+def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, policies: set[Policy]) -> list[str]:
+    """What `layer` lacks of what these policies ask for; no weight is read. Each names option and remedy."""
+    asked: list[tuple[Callable[..., Modules], str, str]] = []
+    if Policy.selective_modules in policies:
+        asked += [(find_modules, role, "checkpointing.recompute_modules") for role in cfg.recompute_modules]
+        if not cfg.recompute_modules:
+            return ["checkpointing.recompute_modules=[]: name at least one role, or use checkpointing=none"]
+    if Policy.discard_output in policies:
+        asked += [(find_modules, role, "checkpointing.discard_modules") for role in cfg.discard_modules]
+    if Policy.selective_ops in policies:
+        option = "checkpointing.selective_ops.save_linears"
+        asked += [(find_linears, name, option) for name in cfg.selective_ops.save_linears]
+    found = []
+    for search, name, option in asked:
+        try:
+            search(layer, name, option)
+        except ConfigError as error:
+            found.append(str(error))
+    return found

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
 from remat.config.options import CheckpointingConfig
 
-Layers = dict[int, tuple[LayerDecision, Counts]]  # by index, of those that ran
+Layers = dict[int, tuple[LayerDecision, LayerCounters]]  # by index, of those that ran
 
 SLACK_BYTES = 1 << 20  # small things a layer may keep beside its output: masks, random states, routing indices
 
 
-def rows(applied: Applied, watch: Watch) -> list[dict[str, Any]]:
+def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
     """One row per layer, for proof.json. Counts are of the first step, bytes of its first micro-batch."""
     return [
         {
@@ -44,7 +44,7 @@ def rows(applied: Applied, watch: Watch) -> list[dict[str, Any]]:
     ]
 
 
-def line(applied: Applied, watch: Watch) -> str:
+def line(applied: Applied, watch: OpTracer) -> str:
     """The proof in one line: `full: 32 of 32 layers recomputed once per forward; 64.0 MiB kept`."""
     counts = applied.counts
     if not counts:
@@ -71,7 +71,7 @@ def line(applied: Applied, watch: Watch) -> str:
     return ", ".join(parts)
 
 
-def broken_promises(applied: Applied, watch: Watch, cfg: CheckpointingConfig) -> list[str]:
+def broken_promises(applied: Applied, watch: OpTracer, cfg: CheckpointingConfig) -> list[str]:
     """Every promise of the policy that the first step did not keep; empty when the policy is in effect.
 
     A layer that the model skipped in this step (layerdrop, say) promises nothing in it; one that ran around its hook
@@ -169,7 +169,7 @@ def _ranges(layers: Layers, asked: list[int]) -> list[list[int]]:
     return list(entries.values())
 
 
-def _offload(layers: Layers, watch: Watch, cfg: CheckpointingConfig) -> list[str]:
+def _offload(layers: Layers, watch: OpTracer, cfg: CheckpointingConfig) -> list[str]:
     asked = [index for index, (decision, _) in layers.items() if decision.offload]
     found = [
         f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved (layers "
@@ -248,7 +248,7 @@ def _switches(layers: Layers, cfg: CheckpointingConfig) -> list[str]:
     return found
 
 
-def _counts(layers: Layers, watch: Watch) -> list[str]:
+def _counts(layers: Layers, watch: OpTracer) -> list[str]:
     def empty(index: int) -> int:
         """Calls with nothing to recompute. A layer that keeps more than its output is none of these."""
         decision, counts = layers[index]
@@ -283,7 +283,7 @@ def _why(layers: Layers, wrong: list[int]) -> str:
     return " (saved-tensor hooks of the layer's own keep what backward needs; give such layers the policy none)"
 
 
-def _kept_too_much(layers: Layers, watch: Watch) -> list[str]:
+def _kept_too_much(layers: Layers, watch: OpTracer) -> list[str]:
     """A layer that is recomputed whole keeps its output, the next layer's input, and nothing else of size.
 
     What the model hands from it to other layers (shared K/V) is theirs, not what the policy keeps of it.
@@ -304,11 +304,11 @@ def _kept_too_much(layers: Layers, watch: Watch) -> list[str]:
     ]
 
 
-def _own_bytes(watch: Watch, index: int) -> int:
+def _own_bytes(watch: OpTracer, index: int) -> int:
     return watch.kept_bytes.get(index, 0) - watch.shared_bytes.get(index, 0)
 
 
-def _kept_inside(layers: Layers, watch: Watch) -> list[str]:
+def _kept_inside(layers: Layers, watch: OpTracer) -> list[str]:
     """What a recomputed module makes on its way to its result is gone after its forward, attention weights too."""
     wrong = [
         index

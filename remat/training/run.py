@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import RunConfig
 from remat.data.blocks import Blocks
@@ -88,8 +88,8 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     resumed: dict[str, Any] | None
     swap_folder: Path | None
-    watch: Watch | None = None  # of the first micro-batch
-    settled: Watch | None = None  # of the first whose gathers are those of all that follow
+    watch: OpTracer | None = None  # of the first micro-batch
+    settled: OpTracer | None = None  # of the first whose gathers are those of all that follow
     saves: Saves = field(default_factory=Saves)
     to_rehearse: bool = False  # its save and export, after the next step that is applied
     in_a_row: int = 0  # micro-batches since the launch or its last evaluation

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, policy, validation, verification
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs, Region
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding, Region
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import Attention, CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
@@ -86,9 +86,9 @@ class Layer(nn.Module):
         return hidden + self.down(self.act(self.up(self.meddle(self.norm(hidden)))))
 
 
-def hooked(layer: nn.Module, roles: list[str]) -> tuple[SavedTensors, DiscardedOutputs, Counts]:
-    counts = Counts()
-    discarded = DiscardedOutputs(layer, roles, 0, counts, Scope())
+def hooked(layer: nn.Module, roles: list[str]) -> tuple[SavedTensors, OutputDiscarding, LayerCounters]:
+    counts = LayerCounters()
+    discarded = OutputDiscarding(layer, roles, 0, counts, Scope())
     return SavedTensors(layer, by_reference=False, offload=None, discarded=discarded), discarded, counts
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import validation
-from remat.activation_checkpointing.mechanisms import low_precision
+from remat.activation_checkpointing.mechanisms import offload
 from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
 from tests.support import small_models, watched
 
@@ -16,7 +16,7 @@ EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]
 
 
 def there_and_back(tensor: torch.Tensor, dtype: StorageDtype) -> torch.Tensor:
-    return low_precision.decode(*low_precision.encode(tensor, dtype), tensor.dtype)
+    return offload.decode(*offload.encode(tensor, dtype), tensor.dtype)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -34,7 +34,7 @@ def test_error_bounds(stored: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_what_is_stored(dtype: StorageDtype) -> None:
-    payload, scales = low_precision.encode(torch.randn(3, 4, 32), dtype)
+    payload, scales = offload.encode(torch.randn(3, 4, 32), dtype)
     assert payload.shape == (3, 4, 32)
     assert payload.element_size() == 1
     assert scales.shape == (3, 4, 1)

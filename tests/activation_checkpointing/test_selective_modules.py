@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
 from tests.support import small_models
@@ -215,7 +215,7 @@ def test_kept_bytes(role: str) -> None:
     net = build("llama", **sizes)
     scope = put_in_place(net, [role]).scope
     ids = torch.randint(0, 64, (2, 128))
-    with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
+    with OpTracer(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
         watch.forward_done()
         loss.backward()

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from remat.activation_checkpointing import apply, policy, validation, verification
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.mechanisms import operators, selective_ops
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
-from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.mechanisms.selective_ops import SelectiveCheckpoint
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import (
     Attention,
     CheckpointingConfig,
@@ -155,7 +155,7 @@ def test_offload_holds_what_it_takes() -> None:
     offload = FakeOffload()
     put_stock_in_place(net, None)
     for layer in decoder_layers(net):
-        kept = KeptResults(layer, LISTS["matmul"], Counts(), offload)
+        kept = SelectiveCheckpoint(layer, LISTS["matmul"], LayerCounters(), offload)
         layer._gradient_checkpointing_func = Recompute(CFG, context_fn=kept.contexts)
     assert same(gradients(net), expected)
     assert len(offload.moved) == offload.asked // 2 > 9
@@ -189,7 +189,7 @@ def test_an_interrupted_forward_leaves_no_trace() -> None:
 
 def test_close_removes_the_hooks() -> None:
     net = build("llama")
-    kept = KeptResults(net.model.layers[0], LISTS["matmul"], Counts(), None)
+    kept = SelectiveCheckpoint(net.model.layers[0], LISTS["matmul"], LayerCounters(), None)
     linear = net.model.layers[0].mlp.up_proj
     assert not linear._forward_hooks  # before the first forward
     kept.contexts()
@@ -296,12 +296,12 @@ def region(
 ) -> Any:
     """Loss and input gradient of `fn` recomputed with kept results, and without; the counts."""
     found = []
-    counts = Counts()
+    counts = LayerCounters()
     for keep in (False, True):
         torch.manual_seed(1)
         x = torch.randn(4, 8, requires_grad=True)
         cfg = SelectiveOpsConfig(save=save, save_linears=linears or [])
-        results = KeptResults(module or torch.nn.Identity(), cfg, counts, None) if keep else None
+        results = SelectiveCheckpoint(module or torch.nn.Identity(), cfg, counts, None) if keep else None
         out = Recompute(CFG, context_fn=results.contexts if results else None)(fn, x)
         out.sum().backward()
         found.append((out.detach(), x.grad))
@@ -339,10 +339,10 @@ def test_so_is_one_written_to_through_a_view(view: Any) -> None:
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_result_that_the_model_edits_after_the_layer_is_not_used(moved: bool) -> None:
     """Neither is its copy in host memory: on a GPU it may have been made after the edit."""
-    counts = Counts()
+    counts = LayerCounters()
     host = HostOffload(OffloadConfig(min_bytes=0), torch.device("cpu"), 1) if moved else None
     x = torch.randn(4, 8, requires_grad=True)
-    results = KeptResults(
+    results = SelectiveCheckpoint(
         torch.nn.Identity(), SelectiveOpsConfig(save=["aten::mul"]), counts, host and host.layer(0, counts)
     )
     out = Recompute(CFG, context_fn=results.contexts)(lambda t: t.sin() * t.cos(), x)
@@ -407,7 +407,7 @@ def test_a_linear_called_twice_is_told_apart() -> None:
     def run(save: bool) -> list[torch.Tensor]:
         first.clear()
         x = torch.ones(4, 8, requires_grad=True)
-        results = KeptResults(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts, None)
+        results = SelectiveCheckpoint(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts, None)
         handle = layer[0].register_forward_pre_hook(reaches_back)  # after ours: the Linear runs already
         out = Recompute(CFG, context_fn=results.contexts if save else None)(fn, x)
         out.sum().backward()
@@ -415,7 +415,7 @@ def test_a_linear_called_twice_is_told_apart() -> None:
         results.close()
         return [out.detach(), x.grad]
 
-    counts = Counts()
+    counts = LayerCounters()
     assert same(run(False), run(True))
     assert (counts.kept_outputs, counts.reused_outputs) == (1, 1)
 
@@ -519,7 +519,7 @@ def test_lists_that_cannot_work(save: list[str], text: str) -> None:
     found = selective_ops.problems(SelectiveOpsConfig(save=save))
     assert len(found) == 1 and text in found[0] and found[0].startswith("checkpointing.selective_ops.save")
     with pytest.raises(ConfigError, match=r"checkpointing\.selective_ops"):
-        KeptResults(torch.nn.Identity(), SelectiveOpsConfig(save=save), Counts(), None)
+        SelectiveCheckpoint(torch.nn.Identity(), SelectiveOpsConfig(save=save), LayerCounters(), None)
 
 
 def test_an_operator_of_a_library_that_is_not_loaded_is_allowed() -> None:
@@ -559,7 +559,7 @@ def test_kept_bytes_and_recomputed_flops(name: str) -> None:
     ).train()
     scope = put_in_place(net, cfg).scope
     ids = torch.randint(0, 64, (2, 128))
-    with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
+    with OpTracer(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
         watch.forward_done()
         loss.backward()

@@ -18,7 +18,7 @@ class NotInEffect(RuntimeError):
 
 
 @dataclass
-class Counts:
+class LayerCounters:
     """Of one layer. `expected` and `recomputations` are calls of its recomputed regions (the layer, its modules)."""
 
     forwards: int = 0
@@ -43,7 +43,7 @@ class Counts:
     output_bytes: int = 0  # of the layer's own result, in its last forward
 
     def clear(self) -> None:
-        fresh = Counts()
+        fresh = LayerCounters()
         for item in fields(self):
             setattr(self, item.name, getattr(fresh, item.name))
 
@@ -96,7 +96,7 @@ class Scope:
 
 
 @contextmanager
-def one_run(layer: int, counts: Counts, scope: Scope, earlier: int) -> Iterator[None]:
+def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> Iterator[None]:
     """Around one run of a region, which ran `earlier` times: the first is the forward, later ones recompute it."""
     counts.recomputations += earlier == 1
     counts.repeated += earlier > 1

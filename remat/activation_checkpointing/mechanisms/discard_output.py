@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.mechanisms.version import Version
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.operators import Version
 from remat.config.options import ConfigError
-from remat.model import roles
+from remat.model import layers
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -53,10 +53,12 @@ def problems(asked: list[str]) -> list[str]:
     ]
 
 
-class DiscardedOutputs:
+class OutputDiscarding:
     """The norms and activations of one layer. `pack` what autograd saves, `unpack` it in backward."""
 
-    def __init__(self, layer: nn.Module, roles_: list[str], index: int, counts: Counts, scope: Scope) -> None:
+    def __init__(
+        self, layer: nn.Module, roles_: list[str], index: int, counts: LayerCounters, scope: Scope
+    ) -> None:
         """Raises ConfigError for other roles than norm and activation, and where their modules draw random numbers."""
         found = problems(roles_)
         if found:
@@ -67,7 +69,7 @@ class DiscardedOutputs:
         self.again: nn.Module | None = None  # the module of that region
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for role in roles_:
-            for name, module in roles.find(layer, role, "checkpointing.discard_modules"):
+            for name, module in layers.find_modules(layer, role, "checkpointing.discard_modules"):
                 random = [part for part in module.modules() if isinstance(part, RANDOM)]
                 if random:
                     raise ConfigError(
@@ -184,7 +186,7 @@ class Region:
 
     def __init__(
         self,
-        owner: DiscardedOutputs,
+        owner: OutputDiscarding,
         name: str,
         role: str,
         module: nn.Module,

@@ -26,7 +26,7 @@ ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does no
 SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
 
 
-class Postponed:
+class DeferredMatmul:
     """At most one product at a time: its memory is there, its value comes before the next operation, whatever that is.
 
     Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is. One that
@@ -70,7 +70,7 @@ class Postponed:
         self._storage, self._compute = 0, None
 
 
-class SparedProduct:
+class SkipLastMatmul:
     """Of one region (a layer, or a module in it): a recomputation puts off the product of its last Linear.
 
     `contexts()` is a context_fn for torch's non-reentrant checkpoint. The region is watched only from its last
@@ -81,7 +81,7 @@ class SparedProduct:
         self._hooks = ExitStack()
         self._calls = 0  # of Linears in this pass
         self._last = 0  # which of them is the last; 0: this is a forward
-        self._mode: _PutOff | None = None
+        self._mode: _DeferMode | None = None
         self._to_watch: nn.Module | None = region
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,7 +115,7 @@ class SparedProduct:
     def _before_linear(self, *_: Any) -> None:
         self._calls += 1
         if self._last and self._calls == self._last:
-            self._mode = _PutOff()
+            self._mode = _DeferMode()
             self._mode.__enter__()
 
     def _after_linear(self, *_: Any) -> None:
@@ -126,7 +126,7 @@ class SparedProduct:
 class _Again:
     """Around each recomputation of one call: there are several where a layer takes a gradient inside."""
 
-    def __init__(self, owner: SparedProduct, calls: list[int]) -> None:
+    def __init__(self, owner: SkipLastMatmul, calls: list[int]) -> None:
         self._owner, self._calls = owner, calls
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class _Again:
         self._owner.end()
 
 
-class _PutOff(TorchDispatchMode):
+class _DeferMode(TorchDispatchMode):
     """Puts the first product off."""
 
     @classmethod
@@ -145,7 +145,7 @@ class _PutOff(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.postponed = Postponed()
+        self.postponed = DeferredMatmul()
         self._done = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What a layer keeps, in host memory from its forward to its backward.
+"""Hold what a layer keeps in host memory from its forward to its backward.
 
 On a GPU a copy leaves on a side stream while the next layer computes, and comes back while the layer above is in
 backward. One side stream serves both directions: a buffer that was read is then never overwritten too early, and the
@@ -9,16 +9,26 @@ nothing free and allocate the whole stack. Where a CPU computes, the same code c
 Why not an engine that exists. DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
 layers, stores what is saved twice twice, and does nothing under ZeRO-3, whose hooks replace the marked tensor. torch's
 save_on_cpu copies on the compute stream into fresh memory, one copy per save, parameters included.
+
+In 8 bits (`encode`, `decode`) a tensor has one scale per row, which is its last dimension. fp8 is float8_e4m3fn (3
+mantissa bits: an error of at most 1/16 of each value), int8 is uniform (at most 1/254 of the largest value of the row).
+It changes the gradients slightly, so it is never a default.
+
+Buffers (`HostPool`) are used again. torch rounds every page-locked allocation up to a power of two, so asking it for
+each would waste up to half. They are cut from slabs that are powers of two themselves, large enough that at most an
+eighth is left. What comes back is joined with what is free beside it, and slabs that nothing uses make room for one
+that is larger: with sequences of many lengths the pool would otherwise keep the buffers of each of them.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,27 +36,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing.mechanisms import low_precision
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.host_pool import HostPool
-from remat.activation_checkpointing.mechanisms.version import Version
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.operators import Version
 from remat.config.options import OffloadConfig, StorageDtype
 
+LARGEST_VALUE = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
+STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}
+NOT_FINITE = -128  # int8 has no infinity: the one value that no number is rounded to
+SMALLEST_SLAB_BYTES = 32 << 20
+ALIGNMENT_BYTES = 512
+LARGEST_SLAB_IN_BUFFERS = 16
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
-
-
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
-
-    moved: _Moved
-    version: Version
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def view(self, values: torch.Tensor) -> torch.Tensor:
-        return values.as_strided(self.size, self.stride, self.offset)
 
 
 class HostOffload:
@@ -61,7 +61,7 @@ class HostOffload:
         # storage's address from being given to another, so an address that is found belongs to this storage.
         self.known: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
 
-    def layer(self, index: int, counts: Counts) -> LayerOffload:
+    def layer(self, index: int, counts: LayerCounters) -> LayerOffload:
         layer = LayerOffload(self, index, counts)
         self._layers[index] = layer
         return layer
@@ -134,7 +134,7 @@ class HostOffload:
 class LayerOffload:
     """What one layer keeps. `pack` what autograd or a policy saves, `unpack` it in backward."""
 
-    def __init__(self, owner: HostOffload, index: int, counts: Counts) -> None:
+    def __init__(self, owner: HostOffload, index: int, counts: LayerCounters) -> None:
         self._owner, self._index, self._counts = owner, index, counts
         self._moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # as saved
         self._saves = itertools.count()
@@ -206,6 +206,20 @@ class LayerOffload:
             moved.fetch()
 
 
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
+
+    moved: _Moved
+    version: Version
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        return values.as_strided(self.size, self.stride, self.offset)
+
+
 class _Moved:
     """A range of one storage in host memory. Lives as long as something in a graph refers to it.
 
@@ -225,7 +239,7 @@ class _Moved:
             flat = tensor.detach().as_strided((length,), (1,), start)
             row = _row(tensor, start, length)
             if owner.cfg.dtype is not StorageDtype.same and row:
-                parts = list(low_precision.encode(flat.view(-1, row), owner.cfg.dtype))
+                parts = list(encode(flat.view(-1, row), owner.cfg.dtype))
             else:
                 parts = [flat]
             self.nbytes = sum(part.nbytes for part in parts)
@@ -253,7 +267,7 @@ class _Moved:
             self._wait()
             parts, self._arriving = self._arriving, []
             with torch.no_grad():
-                values = parts[0] if len(parts) == 1 else low_precision.decode(parts[0], parts[1], self._dtype)
+                values = parts[0] if len(parts) == 1 else decode(parts[0], parts[1], self._dtype)
                 self._values = values.view(self._shape)
         return self._values
 
@@ -363,3 +377,111 @@ def _row(tensor: torch.Tensor, start: int, length: int) -> int:
     steps = [step for n, step in zip(tensor.size()[:-1], tensor.stride()[:-1], strict=True) if n > 1]
     whole = [length, tensor.storage_offset() - start, *steps]
     return row if row >= SHORTEST_ROW and all(n % row == 0 for n in whole) else 0
+
+
+def encode(tensor: torch.Tensor, dtype: StorageDtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(payload [..., n] of one byte each, scales [..., 1] fp32) of a floating point `tensor` [..., n].
+
+    Rows of zeros come back exactly. What is not finite comes back as NaN and leaves the rest of its row alone.
+    """
+    values = tensor.detach().float()
+    finite = torch.isfinite(values)
+    values = torch.where(finite, values, 0.0)
+    scales = values.abs().amax(dim=-1, keepdim=True) / LARGEST_VALUE[dtype]
+    values = values / torch.where(scales > 0, scales, 1.0)
+    if dtype is StorageDtype.int8:
+        return torch.where(finite, values.round_(), NOT_FINITE).to(torch.int8), scales
+    return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scales
+
+
+def decode(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor [..., n] in `dtype` that `encode` stored."""
+    values = payload.float() * scales
+    if payload.dtype == torch.int8:
+        values = torch.where(payload == NOT_FINITE, torch.nan, values)
+    return values.to(dtype)
+
+
+class HostPool:
+    """`take(nbytes)` a uint8 buffer and `give` it back."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is where the model computes."""
+        self._pinned = device.type == "cuda"
+        self._device = torch.device("meta" if device.type == "meta" else "cpu")
+        self._slabs: dict[int, _Slab] = {}  # by the identity of their memory
+        self.taken_bytes = 0
+
+    @property
+    def slab_bytes(self) -> int:
+        return sum(slab.memory.numel() for slab in self._slabs.values())
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [slab.memory.untyped_storage() for slab in self._slabs.values()]
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer of at least `nbytes` bytes, aligned to 512: from the smallest free range that holds it."""
+        size = max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        fitting = [
+            (end - start, key, place)
+            for key, slab in self._slabs.items()
+            for place, (start, end) in enumerate(slab.free)
+            if end - start >= size
+        ]
+        _, key, place = min(fitting) if fitting else (size, self._add(size), 0)
+        self.taken_bytes += size
+        return self._slabs[key].cut(place, size)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        start = int(buffer.storage_offset())
+        self._slabs[buffer.untyped_storage()._cdata].give(start, start + buffer.numel())
+        self.taken_bytes -= buffer.numel()
+
+    def _add(self, size: int) -> int:
+        """A slab for buffers of `size` bytes, in place of those that are not in use: each of them is too small."""
+        unused = [key for key, slab in self._slabs.items() if slab.is_unused]
+        for key in unused:
+            del self._slabs[key]
+        if unused and self._pinned:
+            torch.accelerator.empty_host_cache()  # else torch keeps the page-locked memory for itself
+        memory = torch.empty(slab_bytes(size), dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        key = memory.untyped_storage()._cdata
+        self._slabs[key] = _Slab(memory)
+        return key
+
+
+@dataclass
+class _Slab:
+    memory: torch.Tensor
+    free: list[tuple[int, int]] = field(init=False)  # (start, end), in order, none touches the next
+
+    def __post_init__(self) -> None:
+        self.free = [(0, self.memory.numel())]
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, self.memory.numel())]
+
+    def cut(self, place: int, size: int) -> torch.Tensor:
+        """A buffer from the start of the free range at `place`."""
+        start, end = self.free.pop(place)
+        if start + size < end:
+            self.free.insert(place, (start + size, end))
+        return self.memory[start : start + size]
+
+    def give(self, start: int, end: int) -> None:
+        place = bisect.bisect(self.free, (start, end))
+        if place < len(self.free) and self.free[place][0] == end:
+            end = self.free.pop(place)[1]
+        if place and self.free[place - 1][1] == start:
+            place -= 1
+            start = self.free.pop(place)[0]
+        self.free.insert(place, (start, end))
+
+
+def slab_bytes(size: int) -> int:
+    """The smallest power of two of which buffers of `size` bytes fill at least seven eighths."""
+    slab = max(SMALLEST_SLAB_BYTES, 1 << (size - 1).bit_length())
+    while slab % size > slab // 8 and slab < LARGEST_SLAB_IN_BUFFERS * size:
+        slab *= 2
+    return slab

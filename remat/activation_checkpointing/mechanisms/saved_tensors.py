@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs
+from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding
 from remat.activation_checkpointing.mechanisms.offload import LayerOffload, span
 
 Packed = tuple[Callable[[Any], torch.Tensor], Any]  # the function that gives the tensor back, and what it needs
@@ -34,7 +34,7 @@ class SavedTensors:
         *,
         by_reference: bool,
         offload: LayerOffload | None,
-        discarded: DiscardedOutputs | None,
+        discarded: OutputDiscarding | None,
         model: nn.Module | None = None,
     ) -> None:
         """`model`: the one that DeepSpeed is given, which knows what it has under way."""

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
 from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute
-from remat.model import roles as layer_roles
+from remat.model import layers
 
 Region = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def recompute_inside(
     roles: list[str],
     recompute_of: Callable[[nn.Module], Recompute],
     index: int,
-    counts: Counts,
+    counts: LayerCounters,
     scope: Scope,
 ) -> Callable[[], None]:
     """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
@@ -37,7 +37,7 @@ def recompute_inside(
     def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
         """`in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
-        attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
+        attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
 
         def region(fn: Region, args: Any, kwargs: Any) -> Any:
             expected = counts.expected
@@ -56,10 +56,10 @@ def recompute_inside(
 
         return region
 
-    found = {role: layer_roles.find(layer, role) for role in roles}
-    core = found.get(layer_roles.CORE_ATTENTION, [])
-    whole = layer_roles.outermost(
-        [one for role, several in found.items() if role != layer_roles.CORE_ATTENTION for one in several]
+    found = {role: layers.find_modules(layer, role) for role in roles}
+    core = found.get(layers.CORE_ATTENTION, [])
+    whole = layers.outermost(
+        [one for role, several in found.items() if role != layers.CORE_ATTENTION for one in several]
     )
     undo = ExitStack()
     for name, module in whole:
@@ -67,12 +67,12 @@ def recompute_inside(
         undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
-            region = region_of(nn.Module(), name, layer_roles.CORE_ATTENTION)  # no Linear inside
+            region = region_of(nn.Module(), name, layers.CORE_ATTENTION)  # no Linear inside
             undo.callback(_wrap_core_attention(module, region))
     return undo.close
 
 
-def _any_inside(found: layer_roles.Found, outer: str) -> bool:
+def _any_inside(found: layers.Modules, outer: str) -> bool:
     return any(name == outer or name.startswith(f"{outer}.") for name, _ in found)
 
 
@@ -98,7 +98,7 @@ def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
 
 
 def _run(
-    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: Counts, scope: Scope
+    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: LayerCounters, scope: Scope
 ) -> Any:
     """`fn(*args, **kwargs)` as one recomputed region.
 

@@ -9,28 +9,23 @@ anything writes to its memory.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.kept import (
-    Entry,
-    Key,
-    Mover,
-    Store,
-    detached,
-    finished,
-    finishes,
-)
-from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, Postponed
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, DeferredMatmul
 from remat.config.options import ConfigError, SelectiveOpsConfig
-from remat.model import roles
+from remat.model import layers
+
+Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
 
 
 def problems(cfg: SelectiveOpsConfig) -> list[str]:
@@ -44,14 +39,14 @@ def problems(cfg: SelectiveOpsConfig) -> list[str]:
     return found
 
 
-class KeptResults:
+class SelectiveCheckpoint:
     """Of one layer. `contexts()` is the context_fn of torch's non-reentrant checkpoint: a new store per forward.
 
     The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
     """
 
     def __init__(
-        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: Counts, offload: Mover | None = None
+        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: LayerCounters, offload: Mover | None = None
     ) -> None:
         found = problems(cfg)
         if found:
@@ -65,11 +60,11 @@ class KeptResults:
             list
         )  # path: the entries of the list that mean it
         for name in cfg.save_linears:
-            for path, _ in roles.linears(layer, name):
+            for path, _ in layers.find_linears(layer, name):
                 self._kept_linears[path].append(name)
         self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
         self._hooks = ExitStack()
-        self.postponed: Postponed | None = None  # of the recomputation that runs
+        self.postponed: DeferredMatmul | None = None  # of the recomputation that runs
         self.in_linear = False  # any Linear, kept or not
         self._to_follow: nn.Module | None = layer
         self._follow_all = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
@@ -78,8 +73,8 @@ class KeptResults:
         layer, self._to_follow = self._to_follow, None
         if layer is not None:  # now, and not earlier: AutoTP replaces Linears after the policy is in place
             self._follow_linears(layer)
-        store = Store()
-        return _Keep(self, store), _HandBack(self, store)
+        store = SavedOutputs()
+        return _CachingMode(self, store), _CachedMode(self, store)
 
     def close(self) -> None:
         self._hooks.close()
@@ -108,7 +103,7 @@ class KeptResults:
         ran[place] += 1
         return *place, ran[place]
 
-    def note_kept(self, store: Store) -> None:
+    def note_kept(self, store: SavedOutputs) -> None:
         self.counts.kept_outputs += len(store.entries)
         for path, operator, _ in store.entries:
             if path:
@@ -129,9 +124,9 @@ class KeptResults:
 
     def _follow_linears(self, layer: nn.Module) -> None:
         for path, module in layer.named_modules():
-            if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
+            if path in self._kept_linears or (self._follow_all and layers.is_linear(module)):
                 self._follow(path, module)
-            if roles.is_linear(module):
+            if layers.is_linear(module):
                 self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
                 self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
 
@@ -164,7 +159,7 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, results: KeptResults, store: Store) -> None:
+    def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__()
         self._results, self._store = results, store
         self._ran: Counter[tuple[str, str]] = Counter()
@@ -179,7 +174,7 @@ class _Mode(TorchDispatchMode):
         super().__exit__(kind, error, trace)
 
 
-class _Keep(_Mode):
+class _CachingMode(_Mode):
     """In forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,9 +209,9 @@ class _Keep(_Mode):
         drew = before is not None and after is not None and not torch.equal(before, after)
         self._store.add(
             key,
-            Entry(
+            SavedOutput(
                 call=self._results.current_call(),
-                leaves=[detached(leaf) for leaf in leaves],
+                leaves=[_detached(leaf) for leaf in leaves],
                 spec=spec,
                 random_state=after if drew else None,
                 device=operators.device_of(given),
@@ -232,7 +227,7 @@ class _Keep(_Mode):
             key, entry = owned
             same_call = entry.call > 0 and entry.call == self._results.current_call()
             if (
-                finishes(operator, args) is not None
+                _finishes(operator, args) is not None
                 and same_call
                 and not entry.read
                 and len(entry.storages) == 1
@@ -244,7 +239,7 @@ class _Keep(_Mode):
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
         """A view is no use of the value; neither is being the target of the absorbed addition, or sum."""
         made = operators.storages(result)
-        finishing = finishes(operator, args) is not None
+        finishing = _finishes(operator, args) is not None
         used = args[1:] if finishing else args
         for tensor in tree_leaves((used, kwargs)):
             owned = self._store.owner(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -253,14 +248,14 @@ class _Keep(_Mode):
                 owned[1].read |= not is_view
 
 
-class _HandBack(_Mode):
+class _CachedMode(_Mode):
     """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
 
-    def __init__(self, results: KeptResults, store: Store) -> None:
+    def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__(results, store)
         self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
         self._products = 0
-        self._postponed = Postponed()
+        self._postponed = DeferredMatmul()
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -275,9 +270,9 @@ class _HandBack(_Mode):
         entry = self._store.entries.pop(key, None) if key else None
         if entry is not None and entry.untouched(self._results.offload):
             return self._reuse(entry)
-        target = finishes(operator, args) if self._complete else None
+        target = _finishes(operator, args) if self._complete else None
         if target is not None and self._already_in(target):
-            return finished(operator, target)
+            return _finished(operator, target)
         self._postponed.before(func, operator, args)
         last = operator.name in PRODUCTS and self._products == self._store.products
         if last and func in OVERLOADS and self._results.in_linear:
@@ -290,7 +285,7 @@ class _HandBack(_Mode):
         self._complete.clear()
         self._store.clear()
 
-    def _reuse(self, entry: Entry) -> Any:
+    def _reuse(self, entry: SavedOutput) -> Any:
         offload = self._results.offload
         for index in entry.moved:
             assert offload is not None
@@ -310,3 +305,109 @@ class _HandBack(_Mode):
             return False
         self._complete[storage] = (value, writes - 1, call)
         return True
+
+
+class SavedOutputs:
+    """What one forward keeps for its recomputation. While it holds a tensor, its storage's address is its identity."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, SavedOutput] = {}
+        self.products = 0  # that ran in forward
+        self._by_storage: dict[int, Key] = {}
+
+    def add(self, key: Key, entry: SavedOutput) -> None:
+        self.entries[key] = entry
+        self._by_storage |= dict.fromkeys(entry.storages, key)
+
+    def owner(self, tensor: torch.Tensor) -> tuple[Key, SavedOutput] | None:
+        """The entry that holds `tensor`'s memory."""
+        key = self._by_storage.get(operators.storage(tensor))
+        return None if key is None or key not in self.entries else (key, self.entries[key])
+
+    def drop(self, key: Key) -> None:
+        self.entries.pop(key, None)
+        self._by_storage = {storage: other for storage, other in self._by_storage.items() if other != key}
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self._by_storage.clear()
+
+    def forward_done(self, offload: Mover | None) -> None:
+        """Nothing in the layer writes any more: only now may results be moved."""
+        self._by_storage.clear()
+        for entry in self.entries.values():
+            for index, leaf in enumerate(entry.leaves):
+                handle = offload.pack(leaf) if offload and isinstance(leaf, torch.Tensor) else None
+                if handle is not None:
+                    entry.leaves[index] = handle
+                    entry.moved.add(index)
+            entry.versions = [tensor._version for tensor in entry.tensors()]
+
+
+@dataclass
+class SavedOutput:
+    """The result of one operation, as leaves: detached tensors, handles of moved ones, anything else."""
+
+    call: int  # of a Linear; 0: outside of them
+    leaves: list[Any]
+    spec: TreeSpec
+    random_state: torch.Tensor | None
+    device: torch.device | None
+    storages: set[int]
+    versions: list[int] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)
+    read: bool = False  # used by another operation of the same call: a later write may not be absorbed
+    absorbed: int = 0  # writes whose result this value already contains
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (
+            leaf
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and index not in self.moved
+        )
+
+    def untouched(self, offload: Mover | None) -> bool:
+        """False when something wrote to it after the layer's forward."""
+        if offload is not None and any(offload.edited(self.leaves[index]) for index in self.moved):
+            return False
+        return [tensor._version for tensor in self.tensors()] == self.versions
+
+
+class Mover(Protocol):
+    """Where kept results may live until backward."""
+
+    def pack(self, tensor: torch.Tensor) -> Any | None: ...
+
+    def unpack(self, handle: Any) -> torch.Tensor: ...
+
+    def edited(self, handle: Any) -> bool: ...
+
+
+def _detached(leaf: Any) -> Any:
+    """Without this guard the alias would have a version counter of its own, and hide later writes."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
+
+
+def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
+    """What this operation edits in place, if it may be the last part of a Linear; None: it is another operation.
+
+    ZeRO-3's Linear adds its bias so (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its product over
+    the ranks (RowParallel in deepspeed/module_inject/layers.py).
+    """
+    if operator.name == "aten::add_":
+        return args[0]
+    if operator.name == "c10d::allreduce_" and len(args[0]) == 1:
+        return args[0][0]
+    return None
+
+
+def _finished(operator: operators.Operator, target: torch.Tensor) -> Any:
+    """What the operation returns, without running it."""
+    if operator.name == "aten::add_":
+        return target
+    from torch._C._distributed_c10d import FakeWork  # torch without collectives has none
+
+    return [target], FakeWork().boxed()  # work that is done

@@ -19,7 +19,7 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     carry_gradient,
     name_arguments,
 )
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.recompute import FlatRegion
 from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
@@ -160,7 +160,7 @@ class DeepSpeedCheckpointing:
         self._module: Any = checkpointing
         self._cfg, self._reentrant = cfg, reentrant
         self._same_checked = False
-        self._previous: Counts | None = (
+        self._previous: LayerCounters | None = (
             None  # of the call before: DeepSpeed moves an input when the next one comes
         )
         self._restore()
@@ -180,7 +180,7 @@ class DeepSpeedCheckpointing:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        counts: Counts | None = None,
+        counts: LayerCounters | None = None,
         layer: str = "a layer",
     ) -> Any:
         """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
@@ -301,7 +301,7 @@ class _Profile:
             timer.reset()
 
 
-def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts, buffers: set[int]) -> None:
+def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: LayerCounters, buffers: set[int]) -> None:
     """What DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
     kept: torch.Tensor | None = getattr(alias, "saved_data", None)
     if kept is not None:
