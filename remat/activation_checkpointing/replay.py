@@ -37,7 +37,7 @@ from remat.activation_checkpointing.mechanisms.arguments import (
 )
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
-from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
@@ -145,7 +145,7 @@ class Recorder:
     def before(self, index: int, layer: nn.Module, call: Replayable, args: tuple[Any, ...]) -> None:
         self._called[index] += 1
         decision = self._decisions[index]
-        if decision.mechanism is Mechanism.keep and not decision.offload:
+        if decision.mechanism == KEEP and not decision.offload:
             return
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
@@ -408,9 +408,9 @@ class Sample:
                 yield
         finally:
             after = _random_state(self._device())
-            discards = self.decision.mechanism is Mechanism.discard_output
             moved = {
-                "torch": discards and not _equal(before[:2], after[:2]),
+                "torch": not self.decision.mechanism.restores_random_state
+                and not _equal(before[:2], after[:2]),
                 "python's random": before[2] != after[2],
                 "numpy": not _equal(before[3][1:3], after[3][1:3]),
                 "a torch.Generator of its own": bool(draws.generators),
@@ -523,7 +523,7 @@ class Sample:
         """Put into `result` what differs from the pass that keeps everything."""
         self.close()
         name = self._name()
-        again = self.decision.mechanism in RUNS_AGAIN
+        again = self.decision.mechanism.runs_layer_again
         own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
         real = self._real(own, once=once)
         self._left = [_attributes(module) for module in self._modules()]
@@ -599,9 +599,9 @@ class Sample:
         return f"{which} ({type(self.layers[0]).__name__})"
 
     def _remedy(self) -> str:
-        if self.decision.reentrant or self.decision.mechanism is Mechanism.deepspeed:
+        if self.decision.reentrant:
             return "; use checkpointing=full checkpointing.reentrant=false"
-        return "; give such layers another policy (checkpointing=none keeps everything)"
+        return self.decision.mechanism.remedy
 
     def _real(self, own: set[str], *, once: bool) -> Quantities:
         """What the run's policy gave."""

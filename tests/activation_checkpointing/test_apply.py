@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, verification
+from remat.activation_checkpointing.mechanisms import recompute
 from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy
 from remat.model import layers
 from tests.support import small_models, watched
@@ -128,7 +129,7 @@ def test_which_layers_are_recomputed_together(cfg: CheckpointingConfig, calls: l
     found = {
         f"{d.first}-{d.last}" if d.policy in (Policy.uniform, Policy.sqrt) else str(d.first)
         for d in policy.plan(cfg, 5)
-        if d.mechanism is policy.Mechanism.recompute
+        if d.mechanism == recompute.MECHANISM
     }
     assert sorted(found) == calls
 

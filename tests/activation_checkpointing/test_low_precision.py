@@ -9,6 +9,7 @@ import torch
 
 from remat.activation_checkpointing import validation
 from remat.activation_checkpointing.mechanisms import offload
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
 from tests.support import small_models, watched
 
@@ -94,7 +95,7 @@ def test_a_nan_in_an_activation_reaches_the_gradient(dtype: StorageDtype) -> Non
 )
 def test_results_that_an_operator_list_keeps_stay_exact(policies: dict[str, Any]) -> None:
     net = small_models.build("llama")
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,

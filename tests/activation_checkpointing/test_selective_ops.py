@@ -11,10 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing import apply, dry_run, policy, validation, verification
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.mechanisms import operators, selective_ops
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
 from remat.activation_checkpointing.mechanisms.selective_ops import SelectiveCheckpoint
@@ -27,6 +28,7 @@ from remat.config.options import (
     Policy,
     SelectiveOpsConfig,
 )
+from remat.model import meta_kernels
 from remat.model.layers import decoder_layers
 from tests.support import watched
 from tests.support.pool import RankPool
@@ -485,7 +487,7 @@ def test_flex_attention_is_a_higher_order_operator_with_a_name() -> None:
 def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attention) -> None:
     def problems(save: list[str], kind: Attention) -> list[str]:
         cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=save))
-        setting = validation.Setting(
+        setting = Setting(
             zero_stage=0,
             tensor_parallel_size=1,
             has_gpu=True,
@@ -500,6 +502,36 @@ def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attent
     (text,) = problems(["attention"], attention)
     assert f"model.attention={attention}" in text
     assert problems(["matmul"], attention) == problems(["attention"], Attention.sdpa) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "fused"),
+    [("llama", {}, True), ("gpt2", {"attn_pdrop": 0.0}, True), ("gpt2", {"attn_pdrop": 0.1}, False)],
+)
+def test_attention_that_no_layer_runs_fused_on_a_cpu_is_told_before_the_run(
+    model: str, more: dict[str, float], fused: bool
+) -> None:
+    """What is told is what happens: the proof of a real step says the same."""
+    with torch.device("meta"):
+        skeleton = build(model, **more)
+    cfg = CheckpointingConfig(policy=Policy.selective_ops)
+    choose = partial(
+        dry_run.choose,
+        skeleton,
+        cfg,
+        [len(decoder_layers(skeleton))],
+        zero_stage=0,
+        around=lambda: meta_kernels.as_in_a_run(0, on_gpu=False),
+    )
+    assert choose(has_gpu=True)[1] == ""  # which kernels a GPU has is known there
+    result = watched.run(build(model, **more), cfg)
+    unmet = verification.broken_promises(result.applied, result.watch, cfg)
+    if fused:
+        assert choose(has_gpu=False)[1] == "" and unmet == []
+    else:
+        assert "the operator never ran in a forward" in unmet[0]
+        with pytest.raises(ConfigError, match="no layer of this model runs a fused attention operation"):
+            choose(has_gpu=False)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import validation
+from remat.activation_checkpointing.policy import RULES
 from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
 from remat.model import layers
 from remat.model.layers import decoder_layers
@@ -165,17 +166,21 @@ def test_problems_are_those_of_the_policies_asked_for() -> None:
         discard_modules=["norm", "experts"],
         selective_ops=SelectiveOpsConfig(save_linears=["q", "gate"]),
     )
-    assert validation.missing_parts(layer, cfg, {Policy.full, Policy.none}) == []
-    assert [
-        text.split(":")[0] for text in validation.missing_parts(layer, cfg, {Policy.selective_modules})
-    ] == ["checkpointing.recompute_modules"] * 2
-    (text,) = validation.missing_parts(layer, cfg, {Policy.discard_output})
+
+    def missing(policy: Policy) -> list[str]:
+        return validation.missing_parts(layer, cfg, RULES[policy].mechanism)
+
+    assert missing(Policy.full) == missing(Policy.none) == []
+    assert [text.split(":")[0] for text in missing(Policy.selective_modules)] == [
+        "checkpointing.recompute_modules"
+    ] * 2
+    (text,) = missing(Policy.discard_output)
     assert text.startswith("checkpointing.discard_modules: OPTDecoderLayer has no experts")
-    (text,) = validation.missing_parts(layer, cfg, {Policy.selective_ops})
+    (text,) = missing(Policy.selective_ops)
     assert text.startswith("checkpointing.selective_ops.save_linears: OPTDecoderLayer has no Linear gate")
-    assert len(validation.missing_parts(layer, cfg, set(Policy))) == 4
+    assert sum(len(missing(policy)) for policy in Policy) == 4
     cfg.recompute_modules = []
-    (text,) = validation.missing_parts(layer, cfg, {Policy.selective_modules})
+    (text,) = missing(Policy.selective_modules)
     assert "name at least one role" in text
 
 

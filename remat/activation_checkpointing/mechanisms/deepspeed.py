@@ -8,6 +8,7 @@ back by `close`; and what it would do wrong without a word is refused by `proble
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     name_arguments,
 )
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerForward,
+    Mechanism,
+    Observed,
+    Setting,
+    Setup,
+    Site,
+    Treated,
+    spans,
+)
 from remat.activation_checkpointing.mechanisms.recompute import FlatRegion
 from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
@@ -314,3 +325,83 @@ def _group_size(tensor_parallel: Any | None) -> int:
     if tensor_parallel is None:
         return 1
     return int(tensor_parallel.get_tensor_model_parallel_world_size())
+
+
+def _treat(site: Site) -> LayerForward:
+    engine = site.setup.shared.get("deepspeed")
+    if engine is None:
+        engine = site.setup.shared["deepspeed"] = _start(site.setup)
+    return site.expect_recomputation(partial(engine.run, counts=site.counts, layer=site.name))
+
+
+def _start(setup: Setup) -> DeepSpeedCheckpointing:
+    engine = DeepSpeedCheckpointing(
+        setup.cfg.deepspeed,
+        num_calls=sum(decision.mechanism == MECHANISM for decision in setup.decisions),
+        reentrant=setup.cfg.reentrant is not False,
+        tensor_parallel=setup.tensor_parallel,
+    )
+    setup.cleanup.callback(engine.close)
+    setup.before_micro_batch.append(engine.reset)
+    return engine
+
+
+def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
+    """It is, unless asked: its other variant has no early stop, which ZeRO-3 does not survive."""
+    return cfg.reentrant is not False
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(
+        cfg,
+        zero_stage=setting.zero_stage,
+        tensor_parallel_size=setting.tensor_parallel_size,
+        has_gpu=setting.has_gpu,
+        num_calls=len(treated),
+        activation_elements=setting.activation_elements,
+    )
+    if cfg.offload.enabled:
+        found.append(
+            "checkpointing.offload.enabled=true with checkpointing=deepspeed: it has its own, "
+            "checkpointing.deepspeed.cpu_checkpointing; use one of the two"
+        )
+    return found
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    """Of the switches: they treat every layer alike, but the side stream keeps the last one on the device."""
+    ds, calls = cfg.deepspeed, list(observed)
+    leaving = calls if ds.partition_activations else calls[:-1]
+    promised = (
+        (
+            ds.partition_activations,
+            calls,
+            "partitioned_bytes",
+            "partition_activations: nothing was partitioned",
+        ),
+        (ds.cpu_checkpointing, leaving, "moved_bytes", "cpu_checkpointing: nothing was moved to host memory"),
+        (
+            ds.contiguous_memory_optimization,
+            calls,
+            "contiguous_bytes",
+            "contiguous_memory_optimization: nothing was kept in the list of buffers",
+        ),
+    )
+    found = []
+    for wanted, asked, name, text in promised:
+        without = [index for index in asked if getattr(observed[index].counts, name) == 0]
+        if wanted and without:
+            found.append(f"{OPTION}.{text} (layers {spans(without)})")
+    return found
+
+
+MECHANISM = Mechanism(
+    "deepspeed",
+    _treat,
+    is_reentrant=_is_reentrant,
+    refuse=_refuse,
+    unmet=_unmet,
+    runs_layer_again=True,
+    keeps_only_input=True,
+    remedy="; use checkpointing=full checkpointing.reentrant=false",
+)

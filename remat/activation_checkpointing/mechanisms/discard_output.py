@@ -22,8 +22,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerForward,
+    Listed,
+    Mechanism,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    run_as_it_is,
+)
 from remat.activation_checkpointing.mechanisms.operators import Version
-from remat.config.options import ConfigError
+from remat.activation_checkpointing.mechanisms.selective_modules import refuse_input_noise
+from remat.config.options import CheckpointingConfig, ConfigError
 from remat.model import layers
 
 Pack = Callable[[torch.Tensor], Any]
@@ -335,3 +348,44 @@ def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any
 
 def _never(packed: Any) -> torch.Tensor:
     raise AssertionError("the graph of a second run is never used")
+
+
+def _treat(site: Site) -> LayerForward:
+    setup = site.setup
+    site.discarded = OutputDiscarding(
+        site.layer, setup.cfg.discard_modules, site.index, site.counts, setup.scope
+    )
+    setup.cleanup.callback(site.discarded.close)
+    return run_as_it_is
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(cfg.discard_modules)
+    if "norm" in cfg.discard_modules:
+        found += refuse_input_noise(
+            setting,
+            [module for _, layer in treated for module in layer.modules()],
+            f"checkpointing.discard_modules={cfg.discard_modules}",
+            "edits the norm's output in place, which then cannot be made again",
+            "leave norm off the list",
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_modules, role, "checkpointing.discard_modules") for role in cfg.discard_modules]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    otherwise = (
+        "no output was discarded; the modules with this role did not run, or the next operation keeps something else "
+        "than what they make (dropout between them, say)"
+    )
+    return find_idle_entries(
+        [Listed("checkpointing.discard_modules", cfg.discard_modules, otherwise)], observed
+    )
+
+
+MECHANISM = Mechanism(
+    "discard_output", _treat, refuse=_refuse, needs=_needs, unmet=_unmet, restores_random_state=False
+)

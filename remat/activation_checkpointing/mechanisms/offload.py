@@ -26,7 +26,7 @@ import bisect
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,8 +37,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerDecision,
+    Observed,
+    Setting,
+    by_range,
+    spans,
+)
 from remat.activation_checkpointing.mechanisms.operators import Version
-from remat.config.options import OffloadConfig, StorageDtype
+from remat.config.options import CheckpointingConfig, OffloadConfig, StorageDtype
+from remat.config.units import MIB
 
 LARGEST_VALUE = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
 STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}
@@ -46,6 +54,7 @@ NOT_FINITE = -128  # int8 has no infinity: the one value that no number is round
 SMALLEST_SLAB_BYTES = 32 << 20
 ALIGNMENT_BYTES = 512
 LARGEST_SLAB_IN_BUFFERS = 16
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
 
 
@@ -485,3 +494,60 @@ def slab_bytes(size: int) -> int:
     while slab % size > slab // 8 and slab < LARGEST_SLAB_IN_BUFFERS * size:
         slab *= 2
     return slab
+
+
+def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setting: Setting) -> list[str]:
+    """Why what these layers keep cannot be moved to the host so, or would not be."""
+    offload = cfg.offload
+    if not offload.enabled:
+        if offload.dtype is StorageDtype.same:
+            return []
+        return [
+            f"checkpointing.offload.dtype={offload.dtype} has no effect without checkpointing.offload.enabled=true"
+        ]
+    found = []
+    if offload.keep_last_layers >= len(decisions):
+        found.append(
+            f"checkpointing.offload.keep_last_layers={offload.keep_last_layers} keeps all {len(decisions)} layers on "
+            "the device: lower it"
+        )
+    experts = [name for name in EXPERT_FIELDS if setting.fields.get(name)]
+    if experts and offload.dtype is not StorageDtype.same:
+        found.append(
+            f"checkpointing.offload.dtype={offload.dtype} with {experts[0]}={setting.fields[experts[0]]}: a router "
+            "that runs again on rounded inputs may choose other experts than in forward; leave dtype=same"
+        )
+    size = setting.activation_elements * setting.element_bytes
+    if size < offload.min_bytes and all(decision.mechanism.keeps_only_input for decision in decisions):
+        found.append(
+            f"checkpointing.offload.min_bytes={offload.min_bytes}: all that checkpointing={cfg.policy} keeps of a "
+            f"layer is its input of {size} bytes, so nothing would be moved; give at most {size}"
+        )
+    return found
+
+
+def unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    """Tell of layers (all that ran) whose kept tensors were to be moved and were not, or did not leave the device."""
+    moving = {index: layer for index, layer in observed.items() if layer.decision.offload}
+    found = [
+        f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved (layers "
+        f"{spans(entries)}); lower it"
+        for entries in by_range(moving)
+        if not any(moving[index].counts.moved_bytes for index in entries)
+    ]
+    still = {index: layer.moved_hidden_bytes + layer.moved_kept_bytes for index, layer in moving.items()}
+    moved = {index: layer.counts.moved_bytes / layer.counts.forwards for index, layer in moving.items()}
+    wrong = [
+        index for index, layer in moving.items() if layer.moved_hidden_bytes or 2 * still[index] > moved[index]
+    ]
+    inputs = sum(layer.moved_input_bytes for layer in moving.values())
+    if not wrong and inputs and inputs + sum(still.values()) >= sum(moved.values()):
+        still = {index: layer.moved_input_bytes for index, layer in moving.items()}
+        wrong = [index for index in moving if still[index]]
+    if wrong:
+        found.append(
+            f"checkpointing.offload frees nothing in layers {spans(wrong)}: of what was moved to host memory, "
+            f"{sum(still[index] for index in wrong) / MIB:.4g} MiB are on the device all the same after forward, "
+            "because something else holds them (output_hidden_states, a hook, the model itself)"
+        )
+    return found

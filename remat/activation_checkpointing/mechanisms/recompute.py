@@ -10,20 +10,29 @@ use but being handed to the next layer.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
+from remat.activation_checkpointing.mechanisms.mechanism import LayerForward, Mechanism, Setting, Site, Treated
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
 WITHOUT_SEGMENTS = "use checkpointing=full"
+SEGMENTED = {Policy.uniform, Policy.sqrt}
+NO_LAYERDROP = "set it to 0 (model.architecture, or config.json in the model's folder)"
 LIFTED = object()  # in the place of a tensor that is handed in
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -292,3 +301,70 @@ def _never(packed: Any) -> torch.Tensor:
         "a layer runs a backward of its own; the reentrant variant carries neither: use checkpointing=full "
         "checkpointing.reentrant=false"
     )
+
+
+def skip_last_matmul(site: Site, region: nn.Module, recompute: Recompute) -> Recompute:
+    """Under ZeRO-3 a recomputation would run its last product for nothing; below it, torch stops before that."""
+    if site.setup.zero_stage < 3 or recompute.reentrant:
+        return recompute
+    skipping = SkipLastMatmul(region)
+    site.setup.cleanup.callback(skipping.close)
+    return replace(recompute, context_fn=skipping.contexts)
+
+
+def describe_layerdrop(layerdrop: str) -> str:
+    return f"{layerdrop} of the model's configuration skips layers at random"
+
+
+def _treat(site: Site) -> LayerForward:
+    decision = site.decision
+    recompute = Recompute(site.setup.cfg, reentrant=decision.reentrant)
+    if decision.first == decision.last:
+        return site.expect_recomputation(skip_last_matmul(site, site.layer, recompute).layer)
+    segment = site.setup.shared.setdefault(
+        ("segment", decision.first), Segment(decision.first, decision.last, recompute)
+    )
+    part = partial(segment, site.index)
+    return site.expect_recomputation(part) if site.index == decision.last else part
+
+
+def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
+    """Segments under ZeRO-3 are reentrant: the other variant holds the weights of all their layers in backward."""
+    return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    in_segments = [layer for decision, layer in treated if decision.policy in SEGMENTED]
+    found = []
+    if in_segments and _returns_tuple(in_segments[0]):
+        found.append(
+            f"checkpointing={cfg.policy}: {type(in_segments[0]).__name__} returns a tuple, so its layers cannot be "
+            "recomputed in segments; use checkpointing=full, interval or block"
+        )
+    if in_segments and setting.layerdrop:
+        found.append(
+            f"checkpointing={cfg.policy}: {describe_layerdrop(setting.layerdrop)}, and a segment runs all its layers "
+            f"or none; {NO_LAYERDROP}, or use checkpointing=full"
+        )
+    return found
+
+
+def _returns_tuple(layer: nn.Module) -> bool:
+    """Read from the source; what hides from it is found in the first forward."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(layer).forward))
+    except (OSError, TypeError):
+        return False
+    returned = [n.value for n in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(n, ast.Return)]
+    return any(isinstance(value, ast.Tuple) for value in returned)
+
+
+MECHANISM = Mechanism(
+    "recompute",
+    _treat,
+    is_reentrant=_is_reentrant,
+    refuse=_refuse,
+    runs_layer_again=True,
+    keeps_only_input=True,
+    stops_early=True,
+)

@@ -15,9 +15,26 @@ from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
-from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    SLACK_BYTES,
+    LayerForward,
+    Listed,
+    Mechanism,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    run_as_it_is,
+    spans,
+)
+from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute, skip_last_matmul
+from remat.config.options import CheckpointingConfig
+from remat.config.units import MIB
 from remat.model import layers
 
+OPTION = "checkpointing.recompute_modules"
 Region = Callable[..., Any]
 
 
@@ -182,3 +199,79 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
         del registry[name]
 
     return undo
+
+
+def refuse_input_noise(
+    setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str
+) -> list[str]:
+    """Sparse blocks multiply their input with noise where it lies, if a field of the config says so."""
+    found = next(((type(m).__name__, noise) for m in modules if (noise := layers.input_noise(m))), None)
+    if found is None:
+        return []
+    name, noise = found
+    field = next((field for field in setting.fields if field.endswith(noise)), noise)
+    return [
+        f"{option}: {field}={setting.fields.get(field)} {effect} ({name}); set model.architecture.{field}=0, {remedy}, "
+        "or use checkpointing=full"
+    ]
+
+
+def _treat(site: Site) -> LayerForward:
+    cfg = site.setup.cfg
+    undo = recompute_inside(
+        site.layer,
+        cfg.recompute_modules,
+        lambda region: skip_last_matmul(site, region, Recompute(cfg)),
+        site.index,
+        site.counts,
+        site.setup.scope,
+    )
+    site.setup.cleanup.callback(undo)
+    return run_as_it_is
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    if not cfg.recompute_modules:
+        return [f"{OPTION}=[]: name at least one role, or use checkpointing=none"]
+    found = []
+    for role in cfg.recompute_modules:
+        search = layers.ROLES.get(role, lambda _: [])
+        found += refuse_input_noise(
+            setting,
+            [module for _, layer in treated for _, module in search(layer)],
+            f"{OPTION}={cfg.recompute_modules}",
+            f"edits the input of {role} in place, so it cannot run again on what it was given",
+            f"leave {role} off the list",
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_modules, role, OPTION) for role in cfg.recompute_modules]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    otherwise = "no module with this role ran with a gradient, so nothing of it is recomputed"
+    return find_idle_entries([Listed(OPTION, cfg.recompute_modules, otherwise)], observed) + _find_kept_inside(
+        observed
+    )
+
+
+def _find_kept_inside(observed: Observed) -> list[str]:
+    """What a recomputed module makes on its way to its result is gone after its forward, attention weights too."""
+    wrong = [
+        index
+        for index, layer in observed.items()
+        if layer.region_kept_bytes > min(SLACK_BYTES, layer.region_bytes // 64)
+    ]
+    if not wrong:
+        return []
+    kept = observed[wrong[0]].region_kept_bytes
+    return [
+        f"{OPTION} is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps {kept / MIB:.4g} MiB that its "
+        "recomputed modules made and should let go of; something else holds them (output_attentions, "
+        "output_hidden_states, a hook)"
+    ]
+
+
+MECHANISM = Mechanism("selective_modules", _treat, refuse=_refuse, needs=_needs, unmet=_unmet, stops_early=True)

@@ -9,10 +9,10 @@ anything writes to its memory.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,29 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, DeferredMatmul
-from remat.config.options import ConfigError, SelectiveOpsConfig
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerDecision,
+    LayerForward,
+    Listed,
+    Mechanism,
+    Mover,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    spans,
+)
+from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, SelectiveOpsConfig, StorageDtype
 from remat.model import layers
 
+LINEARS_OPTION = "checkpointing.selective_ops.save_linears"
+NO_ATTENTION_OPERATION = {
+    Attention.eager: "has no fused attention operation",
+    Attention.flex_attention: "is compiled by transformers into a kernel that is no operation",
+}
 Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
 
 
@@ -373,16 +393,6 @@ class SavedOutput:
         return [tensor._version for tensor in self.tensors()] == self.versions
 
 
-class Mover(Protocol):
-    """Where kept results may live until backward."""
-
-    def pack(self, tensor: torch.Tensor) -> Any | None: ...
-
-    def unpack(self, handle: Any) -> torch.Tensor: ...
-
-    def edited(self, handle: Any) -> bool: ...
-
-
 def _detached(leaf: Any) -> Any:
     """Without this guard the alias would have a version counter of its own, and hide later writes."""
     if not isinstance(leaf, torch.Tensor):
@@ -411,3 +421,95 @@ def _finished(operator: operators.Operator, target: torch.Tensor) -> Any:
     from torch._C._distributed_c10d import FakeWork  # torch without collectives has none
 
     return [target], FakeWork().boxed()  # work that is done
+
+
+def _treat(site: Site) -> LayerForward:
+    saving = SelectiveCheckpoint(site.layer, site.setup.cfg.selective_ops, site.counts, site.offload)
+    site.setup.cleanup.callback(saving.close)
+    return site.expect_recomputation(Recompute(site.setup.cfg, context_fn=saving.contexts))
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(cfg.selective_ops)
+    if setting.attention in NO_ATTENTION_OPERATION and "attention" in cfg.selective_ops.save:
+        found.append(
+            f"checkpointing.selective_ops.save keeps attention, but model.attention={setting.attention} "
+            f"{NO_ATTENTION_OPERATION[setting.attention]}: use model.attention=sdpa, or leave attention off the "
+            "list and add matmul or save_linears"
+        )
+    if cfg.offload.enabled and cfg.offload.dtype is not StorageDtype.same:
+        found.append(
+            f"checkpointing.offload.dtype={cfg.offload.dtype} with checkpointing=selective_ops: kept results stay "
+            "exact, so it would only touch the layer's input; set it to same"
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_linears, name, LINEARS_OPTION) for name in cfg.selective_ops.save_linears]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    ops = cfg.selective_ops
+    return _find_lost_linears(observed, ops.save_linears) or find_idle_entries(
+        [
+            Listed(
+                "checkpointing.selective_ops.save",
+                # ranks that do not share layers have nothing to communicate inside them
+                [name for name in ops.save if name != "communication"],
+                "the operator never ran in a forward (eager attention, and attention with dropout on a CPU, have no "
+                "fused operation), or its result is written to later",
+            ),
+            Listed(LINEARS_OPTION, ops.save_linears, "the Linear never ran, or its result is written to later"),
+        ],
+        observed,
+    )
+
+
+def lists_attention(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision]) -> bool:
+    """Whether some layer is to keep the result of a fused attention operation."""
+    return "attention" in cfg.selective_ops.save and any(d.mechanism == MECHANISM for d in decisions)
+
+
+def find_missing_attention(counts: Sequence[LayerCounters]) -> str:
+    """Tell, after a forward on meta tensors as a CPU would run it, that no layer ran a fused attention operation."""
+    if any(layer.in_effect.get("attention") for layer in counts):
+        return ""
+    return (
+        "checkpointing.selective_ops.save keeps attention, but on a CPU no layer of this model runs a fused attention "
+        "operation (with attention dropout, or values narrower than queries, there is none): leave attention off the "
+        "list and add matmul or save_linears, or use checkpointing=full"
+    )
+
+
+def _find_lost_linears(observed: Observed, listed: list[str]) -> list[str]:
+    """Of the named Linears: that some ran, and that of each that did something was kept (an expert may not run)."""
+    if not listed:
+        return []
+    lost = {
+        index: [path for path, kept in layer.counts.kept_linears.items() if not kept]
+        for index, layer in observed.items()
+    }
+    without = [
+        index
+        for index, layer in observed.items()
+        if lost[index] or not (layer.counts.kept_linears or layer.counts.empty)  # empty: it does nothing
+    ]
+    if not without:
+        return []
+    names = sorted({path for paths in lost.values() for path in paths})
+    what = (
+        f"nothing was kept of {', '.join(names)}: their results are written to" if names else "none of them ran"
+    )
+    return [f"{LINEARS_OPTION}={listed}: {what} (layers {spans(without)}); leave them out"]
+
+
+MECHANISM = Mechanism(
+    "selective_ops",
+    _treat,
+    refuse=_refuse,
+    needs=_needs,
+    unmet=_unmet,
+    runs_layer_again=True,
+    stops_early=True,
+)
