@@ -48,8 +48,9 @@ test-all: $(STAMP) ## the same with every case of every grid and every slow faul
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
 	@$(BIN)/python -m pytest tests/runs $(QUEUE)
 
-lint: $(STAMP) ## ruff: lint and format
+lint: $(STAMP) ## ruff: lint and format; import-linter: who may import whom
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-logo --no-cache | tail -n +3
 	@$(BIN)/ruff format --check .
 
 types: $(STAMP) ## mypy

@@ -113,11 +113,12 @@ def overrides(args: argparse.Namespace, scratch: str) -> list[str]:
 
 def remat_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:
     """A step of this project's loop; it logs when it is due."""
-    from remat.training import loop as trainer
+    from remat.training import loop
+    from remat.training.proof import FirstStep
 
-    progress = trainer.start(parts)
+    progress, first = loop.start(parts), FirstStep()
 
-    return lambda: trainer.step(parts, progress, last=0) and None
+    return lambda: loop.step(parts, first, progress, last=0) and None
 
 
 def bare_loop(parts: Any, args: argparse.Namespace) -> Callable[[], None]:

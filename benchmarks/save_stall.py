@@ -69,6 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     from remat.machine import distributed, ops
     from remat.report import console, run_dir
     from remat.training import build, loop, saves
+    from remat.training.proof import FirstStep
 
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
@@ -77,11 +78,11 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(scratch))
         parts = build.build(composed.run, composed.yaml, composed.words)
-        progress = loop.start(parts)
+        progress, first = loop.start(parts), FirstStep()
 
         def step() -> None:
-            began, kind = time.perf_counter(), "beside a save" if parts.saves.on_its_way else "alone"
-            loop.step(parts, progress, parts.cfg.train.steps)
+            began, kind = time.perf_counter(), "beside a save" if parts.saves.pending else "alone"
+            loop.step(parts, first, progress, parts.cfg.train.steps)
             step_s[kind].append(time.perf_counter() - began)
             saves.complete_save(parts, progress.step)
 
@@ -92,7 +93,7 @@ def measure(args: argparse.Namespace) -> None:
             saves.save_state(parts, progress, must=kind == "at once")
             for _ in range(SETTLED):
                 step()
-            while parts.saves.on_its_way:
+            while parts.saves.pending:
                 step()
             rows = read_saves(parts.folder) if parts.world.is_main else []
             found[kind] += rows[-1:]

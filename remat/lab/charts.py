@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from remat.config.units import GIB, MIB
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
-from remat.planning.sweep import is_beaten
+from remat.planning.sweep import is_dominated
 from remat.report.charts import DARK, DPI, LIGHT, WIDTH_IN, Theme, style
 from remat.report.page import Picture
 
@@ -66,7 +66,7 @@ def _front(rows: Sequence[Row]) -> list[Row]:
     """By memory, the least first."""
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
     costs = [_cost(row) for row in timed]
-    return sorted((row for row in timed if not is_beaten(_cost(row), costs)), key=_cost)
+    return sorted((row for row in timed if not is_dominated(_cost(row), costs)), key=_cost)
 
 
 def tradeoff(rows: Sequence[Row], which: str) -> list[tuple[Row, float, float]]:

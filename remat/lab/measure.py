@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from remat.config.metrics import GPU_ALLOCATED_PEAK_GIB, LOSS_EVAL, LOSS_TRAIN, STEP_S, TOKENS_PER_S, phase_s
 from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.peaks import IN_BACKWARD
@@ -118,7 +119,7 @@ def read(folder: Path) -> Measured:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
     steady, first = _steady(rows, proof["zero_stage"], _accumulated(folder))
-    evals = [row["loss/eval"] for row in rows if "loss/eval" in row]
+    evals = [row[LOSS_EVAL] for row in rows if LOSS_EVAL in row]
     peak = _peak(figures, plan, rows, proof["zero_stage"])
     held = _held(figures)
     return Measured(
@@ -135,10 +136,10 @@ def read(folder: Path) -> Measured:
         states_bytes=held,
         off_gpu_bytes=sum(_off_gpu(plan).values()),
         recomputed_percent=figures[RECOMPUTED][1],
-        steps={name: [row[f"time/{name}_s"] for row in steady] for name in TIMES},
+        steps={name: [row[phase_s(name)] for row in steady] for name in TIMES},
         first_steady_step=first,
-        tokens_per_s=[row["throughput/tokens_per_s"] for row in steady],
-        loss=[(int(row["step"]), row["loss/train"]) for row in rows if "loss/train" in row],
+        tokens_per_s=[row[TOKENS_PER_S] for row in steady],
+        loss=[(int(row["step"]), row[LOSS_TRAIN]) for row in rows if LOSS_TRAIN in row],
         eval_loss=evals[-1] if evals else None,
         ledger=ledger["rows"],
         in_words=proof["in_words"],
@@ -153,7 +154,7 @@ def _peak(
 ) -> Peak:
     planned = plan["planned"] or {}
     if plan["device"] == "cuda":
-        peaks = [row["memory/gpu_allocated_peak_gib"] for row in rows if "memory/gpu_allocated_peak_gib" in row]
+        peaks = [row[GPU_ALLOCATED_PEAK_GIB] for row in rows if GPU_ALLOCATED_PEAK_GIB in row]
         highest = _whole(GIB * max(peaks)) if peaks else None
         return Peak(highest, highest, planned.get("gpu_allocated_peak_bytes"), PEAK_CUDA)
     counted = _counted(figures, plan, zero_stage)
@@ -216,7 +217,7 @@ def _steady(
 ) -> tuple[list[dict[str, float]], int]:
     """Rows after the steps that are watched op by op: the first, and under ZeRO-3 that of the fourth micro-batch."""
     watched = math.ceil((LEARNT + 1) / micro_batches) if zero_stage == 3 else 1
-    timed = [row for row in rows if "time/step_s" in row]
+    timed = [row for row in rows if STEP_S in row]
     before = [0.0, *(row["step"] for row in timed)]  # a row is the mean of the steps since the one before it
     return [row for row, since in zip(timed, before, strict=False) if since >= watched], watched + 1
 

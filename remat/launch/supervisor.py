@@ -161,10 +161,10 @@ class _Supervisor:
                     for signum in os.read(woken, 4096):
                         self._signalled(signum)
                 elif key.fileobj is self.listener:
-                    self._welcome()
+                    self._accept()
                 else:
-                    self._hear(key.data)
-            self._look()
+                    self._read_message(key.data)
+            self._check_state()
         return self._end()
 
     def _start_runner(self) -> subprocess.Popen:
@@ -220,13 +220,13 @@ class _Supervisor:
             say(f"{name} again: ending at once")
             self._kill()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         link, _ = self.listener.accept()
         link.sendall(f"grace {self.words.grace_s}\n".encode())
         self.ranks.append(_Rank(link))
         self.events.register(link, selectors.EVENT_READ, self.ranks[-1])
 
-    def _hear(self, rank: _Rank) -> None:
+    def _read_message(self, rank: _Rank) -> None:
         """A keeper's line: its rank has begun, or has ended. Silence for ever: the keeper was killed."""
         try:
             text = rank.link.recv(4096)
@@ -245,14 +245,14 @@ class _Supervisor:
             else:
                 rank.rank, rank.pid, self.local_size = told["rank"], told["pid"], told["local_size"]
 
-    def _look(self) -> None:
+    def _check_state(self) -> None:
         """Decide what follows from what is known now."""
         now = time.monotonic()
         ended = [r for r in self.ranks if r.code not in (None, 0)]
         failed = [r for r in ended if r.code != EXIT_STOPPED and not r.ended_by_us]
         if failed and self.failed_first is None:
             self.failed_first = min(failed, key=lambda rank: rank.at)
-            self._tell_failure(self.failed_first)
+            self._report_failure(self.failed_first)
             self._end_ranks(PEERS_S)
         elif ended and self.kill_at == NEVER:
             self.kill_at = now + self.words.grace_s  # the others may still be saving
@@ -343,7 +343,7 @@ class _Supervisor:
             return 1
         return as_exit_code(self.runner_code or 0)
 
-    def _tell_failure(self, rank: _Rank) -> None:
+    def _report_failure(self, rank: _Rank) -> None:
         if rank.code != -signal.SIGKILL:
             say(failure(rank.rank, rank.code or 0))
             return

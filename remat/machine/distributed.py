@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from remat.config.metrics import lowest
 from remat.config.options import ConfigError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -248,7 +249,7 @@ def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:
     result: dict[str, float] = {}
     for name, high, low in zip(names, highs, lows, strict=True):
         result[name] = high
-        result[f"{name}_min"] = -low
+        result[lowest(name)] = -low
     return result
 
 

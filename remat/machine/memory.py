@@ -17,6 +17,15 @@ from typing import Any
 import psutil
 import torch
 
+from remat.config.metrics import (
+    GPU_ALLOC_RETRIES,
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    HOST_AVAILABLE_GIB,
+    HOST_PINNED_GIB,
+    HOST_RSS_GIB,
+    HOST_RSS_PEAK_GIB,
+)
 from remat.config.options import ConfigError
 from remat.config.units import GIB
 from remat.machine.host_memory import HostMemory, host_memory
@@ -97,17 +106,17 @@ class MemoryMonitor:
         """
         rss_bytes = self._process.memory_info().rss
         figures = {
-            "memory/host_rss_gib": rss_bytes / GIB,
-            "memory/host_rss_peak_gib": max(rss_bytes, _peak_rss_bytes()) / GIB,
-            "memory/host_available_gib": host_memory().available_bytes / GIB,
+            HOST_RSS_GIB: rss_bytes / GIB,
+            HOST_RSS_PEAK_GIB: max(rss_bytes, _peak_rss_bytes()) / GIB,
+            HOST_AVAILABLE_GIB: host_memory().available_bytes / GIB,
         }
         if self._device.type == "cuda":
             pinned = torch.cuda.host_memory_stats()
             gpu = torch.cuda.memory_stats(self._device)
-            figures["memory/host_pinned_gib"] = pinned.get("allocated_bytes.current", 0) / GIB
-            figures["memory/gpu_allocated_peak_gib"] = gpu.get("allocated_bytes.all.peak", 0) / GIB
-            figures["memory/gpu_reserved_peak_gib"] = gpu.get("reserved_bytes.all.peak", 0) / GIB
-            figures["memory/gpu_alloc_retries"] = float(gpu.get("num_alloc_retries", 0))
+            figures[HOST_PINNED_GIB] = pinned.get("allocated_bytes.current", 0) / GIB
+            figures[GPU_ALLOCATED_PEAK_GIB] = gpu.get("allocated_bytes.all.peak", 0) / GIB
+            figures[GPU_RESERVED_PEAK_GIB] = gpu.get("reserved_bytes.all.peak", 0) / GIB
+            figures[GPU_ALLOC_RETRIES] = float(gpu.get("num_alloc_retries", 0))
         return figures
 
     def reset_peak(self) -> None:

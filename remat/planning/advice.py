@@ -17,9 +17,9 @@ from remat.planning import advice_candidates
 from remat.planning.advice_candidates import Kind, Option
 from remat.planning.plan import Planned, make_plan, needed_bytes
 from remat.planning.recording import Recordings
-from remat.planning.screening import NOTHING, Screen
+from remat.planning.screening import NO_ACTIVATIONS, Screen
 
-SURE, POSSIBLE = 0.97, 1.03  # of what the machine has: how far an estimate is trusted
+FITS_BELOW, MAY_FIT_BELOW = 0.97, 1.03  # of what the machine has: how far an estimate is trusted
 LARGEST = 3  # options in one combination
 TRIED_FOR_CLOSEST = 3
 Candidate = tuple[Option, ...]
@@ -141,7 +141,7 @@ class _Search:
     def _shortage(self, candidate: Candidate) -> tuple[bool, float]:
         """What was only bounded from below comes last."""
         estimate = self._estimate(candidate) or self._present
-        return estimate.simulation is NOTHING, _excess(estimate)
+        return estimate.simulation is NO_ACTIVATIONS, _excess(estimate)
 
     def _combinations(self, parts: list[Option], size: int) -> Iterator[Candidate]:
         """Of options that do not suffice alone, one of each axis."""
@@ -159,7 +159,7 @@ class _Search:
         short = set(missing_bytes(self._present))
         kept: list[tuple[Option, Planned | None]] = []
         for option in options:
-            plan = self._estimate((option,), hopeless_too=True)
+            plan = self._estimate((option,), even_if_states_do_not_fit=True)
             if option.axis.startswith("deepspeed.overrides"):
                 kept.append((option, None))
             elif plan and not self._surely((option,)) and _lower(plan, self._present, short):
@@ -223,15 +223,19 @@ class _Search:
             return False
         return self._plan_fits(candidate)
 
-    def _estimate(self, candidate: Candidate, *, hopeless_too: bool = False) -> Planned | None:
+    def _estimate(self, candidate: Candidate, *, even_if_states_do_not_fit: bool = False) -> Planned | None:
         """None: refused."""
         known = self._estimates.get(candidate)
-        if candidate not in self._estimates or (hopeless_too and known and known.simulation is NOTHING):
+        if candidate not in self._estimates or (
+            even_if_states_do_not_fit and known and known.simulation is NO_ACTIVATIONS
+        ):
             cfg = self._present.cfg
             try:
                 for option in candidate:
                     cfg = option.apply(cfg)
-                self._estimates[candidate] = self._screen.estimate(cfg, hopeless_too=hopeless_too)
+                self._estimates[candidate] = self._screen.estimate(
+                    cfg, even_if_states_do_not_fit=even_if_states_do_not_fit
+                )
             except ConfigError:
                 self._estimates[candidate] = None
         return self._estimates[candidate]
@@ -254,11 +258,11 @@ class _Search:
 
     def _possibly(self, candidate: Candidate) -> bool:
         estimate = self._estimate(candidate)
-        return estimate is not None and _excess(estimate) <= POSSIBLE
+        return estimate is not None and _excess(estimate) <= MAY_FIT_BELOW
 
     def _surely(self, candidate: Candidate) -> bool:
         estimate = self._estimate(candidate)
-        return estimate is not None and _excess(estimate) <= SURE
+        return estimate is not None and _excess(estimate) <= FITS_BELOW
 
     def _cost(self, candidate: Candidate) -> tuple[float, ...]:
         """Seconds per step where all of them are known; else those with few changes and bytes, after the others."""

@@ -7,13 +7,14 @@ states alone need is still held against the machine.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from remat.config import ds_config
+from remat.config.metrics import PLANNED_GPU_PEAK_GIB
 from remat.config.options import ConfigError, HardwareConfig, RunConfig
 from remat.config.units import GIB, format_size
 from remat.machine import distributed, gpus, node, ops
@@ -24,7 +25,7 @@ from remat.model import hf_model
 from remat.parallel import tensor_parallel
 from remat.planning import preflight, strategy
 from remat.planning.model_states import Item
-from remat.planning.plan import Capacity, Resource, make_plan, plan_as_json
+from remat.planning.plan import Capacity, Planned, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.strategy import Strategy
 
@@ -39,20 +40,20 @@ WITHOUT_A_PLAN = (
 class LaunchPlan:
     """What this launch is planned to hold; the same on every rank.
 
-    `planned` is `remat plan --json` of it and what the ledger needs besides, None when `reason` says why there is
-    none. `states` are the model states of one rank. `command` asks `remat plan` about this run on this machine.
+    `planned` is None when `reason` says why there is no plan. `states` are the model states of one rank. `command` asks
+    `remat plan` about this run on this machine.
     """
 
     device: str  # cuda or cpu: where the model computes
-    planned: Mapping[str, Any] | None
+    planned: Planned | None
     reason: str | None
     states: list[Item]
     command: list[str]
 
     def record(self) -> dict[str, Any]:
-        """The content of plan.json."""
+        """The content of plan.json: `remat plan --json`, and what the ledger needs besides."""
         return {
-            "planned": self.planned,
+            "planned": None if self.planned is None else _as_record(self.planned),
             "reason": self.reason,
             "device": self.device,
             "model_states": [asdict(item) for item in self.states],
@@ -64,35 +65,29 @@ class LaunchPlan:
         if self.planned is None:
             return f"no plan: {self.reason}"
         per = "GPU" if self.device == "cuda" else "rank, in host memory"
-        found = [resource for resource in self.planned["resources"] if resource["found_bytes"] is not None]
-        spare = ", ".join(
-            f"{format_size(r['found_bytes'] - r['needed_bytes'])} of {r['name']}" for r in found if r["fits"]
-        )
-        lacking = ", ".join(
-            f"{format_size(r['needed_bytes'] - r['found_bytes'])} of {r['name']}"
-            for r in found
-            if not r["fits"]
-        )
+        found = [(r.name, r.spare_bytes) for r in self.planned.plan.resources if r.spare_bytes is not None]
+        spare = ", ".join(f"{format_size(size)} of {name}" for name, size in found if size >= 0)
+        lacking = ", ".join(f"{format_size(-size)} of {name}" for name, size in found if size < 0)
         verdict = f"lacks {lacking}" if lacking else f"fits with {spare} to spare"
-        peak = format_size(self.planned["gpu_allocated_peak_bytes"])
+        peak = format_size(self.planned.plan.peak_bytes)
         return f"peak {peak} per {per}, {self.where()}; {verdict}"
 
     def where(self) -> str:
         """`in backward, layer 31 (mul.Tensor)`."""
         if self.planned is None:
             return ""
-        peak = self.planned["peak"]
-        layer = "outside the layers" if peak["layer"] is None else f"layer {peak['layer']}"
-        return f"in {peak['phase']}, {layer} ({peak['operation']})"
+        peak = self.planned.plan.peak
+        layer = "outside the layers" if peak.layer is None else f"layer {peak.layer}"
+        return f"in {peak.phase}, {layer} ({peak.operation})"
 
     def metrics(self) -> dict[str, float]:
         """`plan/gpu_peak_gib`, to stand beside memory/gpu_allocated_peak_gib; like that one absent without a GPU."""
         if self.planned is None or self.device != "cuda":
             return {}
-        return {"plan/gpu_peak_gib": self.planned["gpu_allocated_peak_bytes"] / GIB}
+        return {PLANNED_GPU_PEAK_GIB: self.planned.plan.peak_bytes / GIB}
 
 
-def make(
+def plan_launch(
     cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
 ) -> LaunchPlan:
     """Plan on rank 0, tell all ranks. All ranks must call it.
@@ -106,7 +101,7 @@ def make(
         local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
     )
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[Mapping[str, Any] | None, str | None, str | None] = (None, None, None)
+    answer: tuple[Planned | None, str | None, str | None] = (None, None, None)
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
@@ -125,7 +120,7 @@ def make(
     return LaunchPlan(world.device.type, planned, reason, items, command)
 
 
-def here(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
+def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
     """What `make` compares, asked of this node alone and without refusing; and why there is no plan, if so."""
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
     nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
@@ -145,7 +140,7 @@ def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]
     )
 
 
-def rehearses(cfg: RunConfig, strategy: Strategy) -> bool:
+def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
     """Whether the run tries its save and export after the first step."""
     shared = cfg.train.tensor_parallel_size
     return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
@@ -160,7 +155,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         ranks_per_node=world.local_size,
         save=cfg.save,
         steps=cfg.train.steps,
-        rehearse=rehearses(cfg, strategy),
+        rehearse=makes_trial_save(cfg, strategy),
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
             cfg,
@@ -174,12 +169,12 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
 
 def _planned(
     cfg: RunConfig, strategy: Strategy, machine: Machine, world: World
-) -> tuple[dict[str, Any] | None, str | None]:
-    """The plan as plain data, or why there is none: whatever goes wrong here must not end a run that would work."""
-    here = replace(cfg, hardware=_hardware(cfg.hardware, world))
+) -> tuple[Planned | None, str | None]:
+    """The plan, or why there is none: whatever goes wrong here must not end a run that would work."""
+    check_this_node = replace(cfg, hardware=_hardware(cfg.hardware, world))
     try:
         made = make_plan(
-            here,
+            check_this_node,
             world_size=world.size,
             capacity=Capacity(machine.gpu_bytes, _host_bytes(machine)),
             decided=strategy,
@@ -190,12 +185,17 @@ def _planned(
     except Exception as error:
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
-    simulation = made.simulation
-    return plan_as_json(made) | {
+    without_ops = replace(made.simulation, ops=[])  # they are many, and all ranks are sent the plan
+    return replace(made, simulation=without_ops), None
+
+
+def _as_record(planned: Planned) -> dict[str, Any]:
+    simulation = planned.simulation
+    return plan_as_json(planned) | {
         "micro_batch_peak_bytes": simulation.peak.total_bytes,
         "gathered_elements": simulation.gathered_elements,
         "flops": {str(phase): count for phase, count in simulation.flops.items()},
-    }, None
+    }
 
 
 def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
@@ -218,10 +218,9 @@ def _host_bytes(machine: Machine) -> int:
     return machine.host_available_bytes + machine.local_size * machine.resident_bytes
 
 
-def _memory_rows(planned: Mapping[str, Any] | None, needs: Needs, machine: Machine) -> list[Row]:
+def _memory_rows(planned: Planned | None, needs: Needs, machine: Machine) -> list[Row]:
     rows = []
-    for found in (planned or {}).get("resources", []):
-        resource = Resource(found["name"], found["needed_bytes"], found["found_bytes"])
+    for resource in planned.plan.resources if planned else []:
         if resource.name == GPU_RESOURCE and machine.gpu_bytes is not None:
             rows.append(preflight.gpu_row(needs, machine, resource.needed_bytes))
         elif resource.name.startswith("host memory"):
@@ -235,7 +234,7 @@ def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
         return None
     if plan.planned is None:
         return f"{text}\n\nno plan: {plan.reason}. {preflight.LOWER_BOUND}"
-    parts = sorted(plan.planned["gpu_bytes_at_peak"].items(), key=lambda part: -part[1])
+    parts = sorted(plan.planned.plan.gpu.items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {format_size(held)}" for name, held in parts[:4] if held)
     return f"{text}\n\npeak of each rank {plan.where()}: {largest}"
 
@@ -264,7 +263,7 @@ def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple
     local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
     world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
     decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
-    lines, reason = here(cfg, decided, world)
+    lines, reason = check_this_node(cfg, decided, world)
     devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
     found = [*examine(ops.needed(*devices), say), cores_of(local)]
     if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):

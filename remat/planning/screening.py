@@ -30,10 +30,11 @@ class Screen:
         self._recordings = recordings
         self._facts: dict[str, ModelFacts] = {}
 
-    def estimate(self, cfg: RunConfig, *, hopeless_too: bool = False) -> Planned:
-        """Near the plan of `cfg`. Raises ConfigError.
+    def estimate(self, cfg: RunConfig, *, even_if_states_do_not_fit: bool = False) -> Planned:
+        """Estimate the plan of `cfg`. Raises ConfigError.
 
-        When not even the model states fit it is those alone (its simulation is NOTHING), unless `hopeless_too`.
+        When the model states alone do not fit, the plan is of those alone (its simulation is NO_ACTIVATIONS), unless
+        `even_if_states_do_not_fit`.
         """
         low, high = _depths(cfg)
         ranks = plan.ranks_of(cfg)
@@ -43,8 +44,8 @@ class Screen:
             if high:
                 facts = self._whole(cfg)
                 decided = replace(decided, facts=facts, held=facts)
-            bound = plan.estimate(cfg, decided, NOTHING, world_size=ranks)
-            if not bound.plan.fits and not hopeless_too:
+            bound = plan.estimate(cfg, decided, NO_ACTIVATIONS, world_size=ranks)
+            if not bound.plan.fits and not even_if_states_do_not_fit:
                 return bound
             if high:
                 few, more = self._simulation(_with_depth(cfg, low), ranks), self._simulation(large, ranks)
@@ -124,7 +125,7 @@ def _nothing(phase: Phase) -> Moment:
     return Moment(0, empty, phase, None, "nothing")
 
 
-NOTHING = Simulation(
+NO_ACTIVATIONS = Simulation(
     forward_peak=_nothing(Phase.forward),
     backward_peak=_nothing(Phase.backward),
     kept_bytes=[],

@@ -19,12 +19,15 @@ OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
 
 @dataclass(frozen=True)
 class Point:
-    """One combination: its plan, or why it is refused. `on_front`: none that fits is better in memory and in time."""
+    """One combination: its plan, or why it is refused.
+
+    `on_pareto_front`: no other one that fits is better in memory and in time.
+    """
 
     overrides: tuple[str, ...]
     planned: Planned | None
     refused: str = ""
-    on_front: bool = False
+    on_pareto_front: bool = False
 
     @property
     def fits(self) -> bool:
@@ -91,7 +94,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
     if all(point.planned is None for point in found):
         reasons = dict.fromkeys(point.refused for point in found)
         raise ConfigError("--sweep: every combination is refused\n" + "\n".join(reasons))
-    return list(_with_front(found))
+    return list(_mark_pareto_front(found))
 
 
 def gpu_bytes(planned: Planned) -> int:
@@ -103,7 +106,7 @@ def is_timed(planned: Planned) -> bool:
     return planned.time.total_s > 0 and not planned.time.unknown
 
 
-def _with_front(points: Sequence[Point]) -> Iterator[Point]:
+def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
     """Of those that fit: no other needs less GPU memory and less time for a token."""
     costs = {
         index: (gpu_bytes(p.planned), 1 / p.planned.time.tokens_per_s)
@@ -112,11 +115,11 @@ def _with_front(points: Sequence[Point]) -> Iterator[Point]:
     }
     for index, point in enumerate(points):
         mine = costs.get(index)
-        on_front = mine is not None and not is_beaten(mine, costs.values())
-        yield Point(point.overrides, point.planned, point.refused, on_front=on_front)
+        on_pareto_front = mine is not None and not is_dominated(mine, costs.values())
+        yield Point(point.overrides, point.planned, point.refused, on_pareto_front=on_pareto_front)
 
 
-def is_beaten(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+def is_dominated(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
     """Whether one of `others` costs no more in memory and in time, and less in one of them."""
     return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in others)
 
@@ -128,7 +131,7 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "overrides": list(point.overrides),
             "fits": point.fits,
             "refused": point.refused or None,
-            "on_front": point.on_front,
+            "on_front": point.on_pareto_front,
             "plan": plan.plan_as_json(point.planned) if point.planned else None,
         }
         for point in points

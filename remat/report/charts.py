@@ -20,6 +20,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from remat.config.metrics import (
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    GRAD_NORM,
+    HFU,
+    HOST_PINNED_GIB,
+    HOST_RSS_GIB,
+    LEARNING_RATE,
+    LOSS_EVAL,
+    LOSS_TRAIN,
+    MFU,
+    PLANNED_GPU_PEAK_GIB,
+    STEP_S,
+    TOKENS_PER_S,
+    TRAINED_TOKENS_PER_S,
+    lowest,
+    phase_s,
+)
 from remat.config.units import GIB
 
 BARS = {  # key: what the legend calls it, and the theme's colour
@@ -179,20 +197,20 @@ def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str, style: str 
 
 def _band(axes: Axes, rows: Rows, name: str, color: str) -> None:
     """From the lowest to the highest rank."""
-    kept = [row for row in rows if name in row and f"{name}_min" in row]
+    kept = [row for row in rows if name in row and lowest(name) in row]
     if kept:
-        low, high = [row[f"{name}_min"] for row in kept], [row[name] for row in kept]
+        low, high = [row[lowest(name)] for row in kept], [row[name] for row in kept]
         axes.fill_between([row["step"] for row in kept], low, high, color=color, alpha=0.22, linewidth=0)
 
 
 def _loss(rows: Rows, theme: Theme) -> Figure | None:
-    extras = [name for name in ("optim/grad_norm", "optim/lr") if series(rows, name)[1]]
-    if not series(rows, "loss/train")[1] and not series(rows, "loss/eval")[1]:
+    extras = [name for name in (GRAD_NORM, LEARNING_RATE) if series(rows, name)[1]]
+    if not series(rows, LOSS_TRAIN)[1] and not series(rows, LOSS_EVAL)[1]:
         return None
     figure, panels = _axes(3.5 + 1.25 * len(extras), (2.8, *(1.0 for _ in extras)))
     loss = panels[0]
-    _plot(loss, rows, "loss/train", theme.blue, "train")
-    steps, values = series(rows, "loss/eval")
+    _plot(loss, rows, LOSS_TRAIN, theme.blue, "train")
+    steps, values = series(rows, LOSS_EVAL)
     if values:
         loss.plot(
             steps,
@@ -205,37 +223,34 @@ def _loss(rows: Rows, theme: Theme) -> Figure | None:
             markeredgecolor=theme.background,
             zorder=5,
         )
-    broken = [row["step"] for row in rows if "loss/train" in row and not math.isfinite(row["loss/train"])]
+    broken = [row["step"] for row in rows if LOSS_TRAIN in row and not math.isfinite(row[LOSS_TRAIN])]
     for index, step in enumerate(broken):
         loss.axvline(step, color=theme.red, linewidth=1.0, label="not finite" if index == 0 else None)
     loss.set_title("Loss")
     loss.set_ylabel("nats per token")
     _legend(loss)
     for axes, name in zip(panels[1:], extras, strict=True):
-        label = {"optim/grad_norm": "gradient norm", "optim/lr": "learning rate"}[name]
-        _plot(axes, rows, name, theme.purple if name == "optim/grad_norm" else theme.green, label)
+        label = {GRAD_NORM: "gradient norm", LEARNING_RATE: "learning rate"}[name]
+        _plot(axes, rows, name, theme.purple if name == GRAD_NORM else theme.green, label)
         axes.set_ylabel(label)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
         axes.set_ylim(bottom=0)
-        if name == "optim/lr":
+        if name == LEARNING_RATE:
             axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     figure.align_ylabels(panels)
     return figure
 
 
 def _step_time(rows: Rows, theme: Theme) -> Figure | None:
-    kept = [row for row in rows if "time/step_s" in row]
+    kept = [row for row in rows if STEP_S in row]
     if not kept:
         return None
     figure, (axes,) = _axes(3.5)
     steps = [row["step"] for row in kept]
-    layers = [[row.get(f"time/{phase}_s", 0.0) for row in kept] for phase in PHASES]
+    layers = [[row.get(phase_s(phase), 0.0) for row in kept] for phase in PHASES]
     # Maxima over ranks may sum to more than the step: then nothing is left over.
     layers.append(
-        [
-            max(0.0, row["time/step_s"] - sum(parts))
-            for row, parts in zip(kept, zip(*layers, strict=True), strict=True)
-        ]
+        [max(0.0, row[STEP_S] - sum(parts)) for row, parts in zip(kept, zip(*layers, strict=True), strict=True)]
     )
     names = (*PHASES, "other")
     if len(kept) <= 40:
@@ -249,7 +264,7 @@ def _step_time(rows: Rows, theme: Theme) -> Figure | None:
     axes.grid(axis="x", visible=False)
     axes.set_title("Step time")
     axes.set_ylabel("seconds per step")
-    _cut_warm_up(axes, [row["time/step_s"] for row in kept], steps, theme)
+    _cut_warm_up(axes, [row[STEP_S] for row in kept], steps, theme)
     _legend(axes)
     return figure
 
@@ -277,12 +292,12 @@ def _cut_warm_up(axes: Axes, values: list[float], steps: list[float], theme: The
 def _memory(rows: Rows, theme: Theme) -> Figure | None:
     groups = {
         "GPU memory per rank": (
-            ("memory/gpu_reserved_peak_gib", "peak reserved", theme.purple),
-            ("memory/gpu_allocated_peak_gib", "peak allocated", theme.blue),
+            (GPU_RESERVED_PEAK_GIB, "peak reserved", theme.purple),
+            (GPU_ALLOCATED_PEAK_GIB, "peak allocated", theme.blue),
         ),
         "Host memory per rank": (
-            ("memory/host_rss_gib", "resident", theme.green),
-            ("memory/host_pinned_gib", "pinned", theme.orange),
+            (HOST_RSS_GIB, "resident", theme.green),
+            (HOST_PINNED_GIB, "pinned", theme.orange),
         ),
     }
     present = {
@@ -297,7 +312,7 @@ def _memory(rows: Rows, theme: Theme) -> Figure | None:
         for name, label, color in lines:
             _band(axes, rows, name, color)
             _plot(axes, rows, name, color, label)
-        planned = series(rows, "plan/gpu_peak_gib")[1]
+        planned = series(rows, PLANNED_GPU_PEAK_GIB)[1]
         if planned and title.startswith("GPU"):
             axes.axhline(
                 planned[-1], color=theme.text, linestyle=(0, (4, 3)), linewidth=1.2, label="planned peak"
@@ -305,7 +320,7 @@ def _memory(rows: Rows, theme: Theme) -> Figure | None:
         axes.set_title(title)
         axes.set_ylabel("GiB")
         axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], 1e-3))
-        if any(f"{name}_min" in row for row in rows for name, _, _ in lines):
+        if any(lowest(name) in row for row in rows for name, _, _ in lines):
             axes.fill_between(
                 [], [], color=theme.text, alpha=0.22, linewidth=0, label="down to the lowest rank"
             )
@@ -314,23 +329,23 @@ def _memory(rows: Rows, theme: Theme) -> Figure | None:
 
 
 def _throughput(rows: Rows, theme: Theme) -> Figure | None:
-    if not series(rows, "throughput/tokens_per_s")[1]:
+    if not series(rows, TOKENS_PER_S)[1]:
         return None
-    utilisation = [name for name in ("throughput/mfu", "throughput/hfu") if series(rows, name)[1]]
+    utilisation = [name for name in (MFU, HFU) if series(rows, name)[1]]
     figure, panels = _axes(5.0 if utilisation else 3.2, (1.4, 1.0) if utilisation else (1.0,))
     speed = panels[0]
-    _plot(speed, rows, "throughput/tokens_per_s", theme.blue, "all tokens")
+    _plot(speed, rows, TOKENS_PER_S, theme.blue, "all tokens")
     seen, trained = (series(rows, f"throughput/{name}")[1] for name in ("tokens_per_s", "trained_tokens_per_s"))
     if trained and statistics.fmean(trained) < 0.995 * statistics.fmean(seen):
-        _plot(speed, rows, "throughput/trained_tokens_per_s", theme.orange, "tokens in the loss")
+        _plot(speed, rows, TRAINED_TOKENS_PER_S, theme.orange, "tokens in the loss")
     speed.set_title("Throughput, all ranks together")
     speed.set_ylabel("tokens per second")
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(speed)
     if utilisation:
-        _plot(panels[1], rows, "throughput/hfu", theme.purple, "HFU (with recomputation)")
-        _plot(panels[1], rows, "throughput/mfu", theme.green, "MFU")
+        _plot(panels[1], rows, HFU, theme.purple, "HFU (with recomputation)")
+        _plot(panels[1], rows, MFU, theme.green, "MFU")
         panels[1].set_title("FLOPs utilisation")
         panels[1].set_ylabel("of dense peak")
         panels[1].set_ylim(bottom=0)

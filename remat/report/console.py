@@ -23,6 +23,22 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from remat.config.metrics import (
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    GRAD_NORM,
+    HFU,
+    HOST_PINNED_GIB,
+    HOST_RSS_GIB,
+    HOST_RSS_PEAK_GIB,
+    LEARNING_RATE,
+    LOSS_TRAIN,
+    MFU,
+    STEP_S,
+    TOKENS_PER_S,
+    lowest,
+    phase_s,
+)
 from remat.config.redact import redact_text
 
 PLAIN_WIDTH = 80
@@ -59,7 +75,7 @@ class Console:
         """One logged step, from the metrics of `metrics.jsonl`; figures that are absent are left out."""
         if not self._is_main:
             return
-        left_s = (total - step) * metrics.get("time/step_s", math.nan)
+        left_s = (total - step) * metrics.get(STEP_S, math.nan)
         cells = _cells(step, total, metrics, left_s=None if self._rich else left_s, width=self.width)
         gap = "  " if sum(cell.width + 2 for cell in cells) <= self.width else " "
         if self._lines % HEADING_EVERY == 0:
@@ -129,24 +145,22 @@ def final_rows(
 ) -> dict[str, str]:
     """Rows for `final_table`: speed and step split from `Window.summary()`, memory peaks over the run, and files."""
     rows: dict[str, str] = {}
-    if "throughput/tokens_per_s" in summary:
-        rows["tokens/s"] = f"{summary['throughput/tokens_per_s']:,.0f}"
-        if "throughput/mfu" in summary:
-            rows["tokens/s"] += f"  (MFU {summary['throughput/mfu']:.1%}"
-            rows["tokens/s"] += (
-                f", HFU {summary['throughput/hfu']:.1%})" if "throughput/hfu" in summary else ")"
-            )
-    if "time/step_s" in summary:
+    if TOKENS_PER_S in summary:
+        rows["tokens/s"] = f"{summary[TOKENS_PER_S]:,.0f}"
+        if MFU in summary:
+            rows["tokens/s"] += f"  (MFU {summary[MFU]:.1%}"
+            rows["tokens/s"] += f", HFU {summary[HFU]:.1%})" if HFU in summary else ")"
+    if STEP_S in summary:
         split = ", ".join(f"{name} {part:.0%}" for name, part in _split(summary).items())
-        rows["step time"] = f"{_short(summary['time/step_s'])} s  ({split})"
+        rows["step time"] = f"{_short(summary[STEP_S])} s  ({split})"
     for label, name in (
-        ("peak GPU", "memory/gpu_allocated_peak_gib"),
-        ("reserved GPU", "memory/gpu_reserved_peak_gib"),
-        ("peak host", "memory/host_rss_peak_gib"),
-        ("pinned host", "memory/host_pinned_gib"),
+        ("peak GPU", GPU_ALLOCATED_PEAK_GIB),
+        ("reserved GPU", GPU_RESERVED_PEAK_GIB),
+        ("peak host", HOST_RSS_PEAK_GIB),
+        ("pinned host", HOST_PINNED_GIB),
     ):
         if name in peaks:
-            low = peaks.get(f"{name}_min", peaks[name])
+            low = peaks.get(lowest(name), peaks[name])
             spread = f"  ({low:.2f} on the lowest rank)" if f"{low:.2f}" != f"{peaks[name]:.2f}" else ""
             rows[label] = f"{peaks[name]:.2f} GiB per rank{spread}"
     return rows | dict(files)
@@ -194,26 +208,26 @@ def _cells(
     step: int, total: int, metrics: Mapping[str, float], *, left_s: float | None, width: int
 ) -> list[_Cell]:
     """The figures of one row; the total is dropped from the first where `width` columns cannot hold it."""
-    loss, norm = metrics.get("loss/train", math.nan), metrics.get("optim/grad_norm", math.nan)
+    loss, norm = metrics.get(LOSS_TRAIN, math.nan), metrics.get(GRAD_NORM, math.nan)
     digits = len(str(total))
     cells = [
         _Cell("step", f"{step}/{total}", max(4, 2 * digits + 1), "cyan"),
         _Cell("loss", _loss(loss), 7, "bold" if math.isfinite(loss) else "bold red"),
-        _Cell("lr", _exponent(metrics.get("optim/lr", math.nan)), 6),
+        _Cell("lr", _exponent(metrics.get(LEARNING_RATE, math.nan)), 6),
         _Cell("grad", _short(norm), 6, "" if math.isfinite(norm) else "red"),
-        _Cell("tok/s", _count(metrics.get("throughput/tokens_per_s", math.nan)), 6, "green"),
-        _Cell("s/step", _short(metrics.get("time/step_s", math.nan)), 6),
+        _Cell("tok/s", _count(metrics.get(TOKENS_PER_S, math.nan)), 6, "green"),
+        _Cell("s/step", _short(metrics.get(STEP_S, math.nan)), 6),
         *(_Cell(name, f"{100 * part:.0f}%", 4, "dim") for name, part in _split(metrics).items()),
     ]
     memory = [
         _Cell(heading, f"{metrics[name]:.{2 if metrics[name] < 100 else 1}f}", 7)
-        for heading, name in (("GPU GiB", "memory/gpu_allocated_peak_gib"), ("RSS GiB", "memory/host_rss_gib"))
+        for heading, name in (("GPU GiB", GPU_ALLOCATED_PEAK_GIB), ("RSS GiB", HOST_RSS_GIB))
         if name in metrics
     ]
     if width >= WIDE:
         cells += memory
-        if "throughput/mfu" in metrics:
-            cells.append(_Cell("MFU", f"{100 * metrics['throughput/mfu']:.1f}%", 5))
+        if MFU in metrics:
+            cells.append(_Cell("MFU", f"{100 * metrics[MFU]:.1f}%", 5))
     else:
         cells += memory[:1]
     if left_s is not None:
@@ -225,10 +239,8 @@ def _cells(
 
 def _split(metrics: Mapping[str, float]) -> dict[str, float]:
     """Each phase as a part of the step. Maxima over ranks can sum to more than the step; the parts then sum to 1."""
-    seconds = {
-        short: metrics[f"time/{name}_s"] for name, short in PHASES.items() if f"time/{name}_s" in metrics
-    }
-    whole = max(metrics.get("time/step_s", 0.0), sum(seconds.values()))
+    seconds = {short: metrics[phase_s(name)] for name, short in PHASES.items() if phase_s(name) in metrics}
+    whole = max(metrics.get(STEP_S, 0.0), sum(seconds.values()))
     return {short: value / whole for short, value in seconds.items()} if whole > 0 else {}
 
 

@@ -110,8 +110,8 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
             f"{needed_bytes(point.planned, 'host memory per node') / GIB:.1f}",
             f"{marks}{time.total_s:.3g}" if time.total_s else "not known",
             f"{marks}{time.tokens_per_s:,.0f}" if time.tokens_per_s else "not known",
-            lacks or ("fits, on the front" if point.on_front else "fits"),
-            style="bold" if point.on_front else None,
+            lacks or ("fits, on the front" if point.on_pareto_front else "fits"),
+            style="bold" if point.on_pareto_front else None,
         )
     console.print(table)
     for number, reason in enumerate(reasons, start=1):

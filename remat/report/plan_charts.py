@@ -119,7 +119,7 @@ def draw_sweep(points: Sequence[Point], path: Path) -> None:
         axes = figure.subplots()
         fitting = [(x, y) for x, y, point in known if point.fits]
         others = [(x, y) for x, y, point in known if not point.fits]
-        front = sorted((x, y) for x, y, point in known if point.on_front)
+        front = sorted((x, y) for x, y, point in known if point.on_pareto_front)
         if front:
             axes.plot(
                 *zip(*front, strict=True), color=LIGHT.green, drawstyle="steps-post", label="front", zorder=2
@@ -213,7 +213,7 @@ def _draw_times(axes: Axes, planned: Planned) -> None:
 
 def _name_front(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
     """A number at each point of the front, from the smallest, and beside the picture what it stands for."""
-    front = sorted((entry for entry in known if entry[2].on_front), key=lambda entry: entry[0])
+    front = sorted((entry for entry in known if entry[2].on_pareto_front), key=lambda entry: entry[0])
     lines = []
     for number, (x, y, point) in enumerate(front, start=1):
         axes.annotate(

@@ -11,6 +11,31 @@ from typing import Any
 
 import yaml
 
+from remat.config.metrics import (
+    GPU_ALLOC_RETRIES,
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    HFU,
+    HOST_AVAILABLE_GIB,
+    HOST_PINNED_GIB,
+    HOST_RSS_GIB,
+    HOST_RSS_PEAK_GIB,
+    LOSS_EVAL,
+    LOSS_TRAIN,
+    MFU,
+    SKIPPED_STEPS,
+    STEP_S,
+    TFLOPS_PER_GPU,
+    THROUGHPUT,
+    TIME,
+    TOKENS_PER_S,
+    TOKENS_PER_S_PER_GPU,
+    TOKENS_SEEN,
+    TOKENS_TRAINED,
+    TRAINED_TOKENS_PER_S,
+    lowest,
+    phase_s,
+)
 from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.report.charts import DARK, LIGHT, PHASES, SNAPSHOT_ALT, Rows, charts, draw_snapshots, series
@@ -24,11 +49,11 @@ ALT = {
     "throughput": "Tokens per second and FLOPs utilisation over steps",
 }
 MEMORY_ROWS = {
-    "memory/gpu_allocated_peak_gib": "GPU allocated, peak",
-    "memory/gpu_reserved_peak_gib": "GPU reserved, peak",
-    "memory/host_rss_peak_gib": "host resident, peak",
-    "memory/host_rss_gib": "host resident, while training",
-    "memory/host_pinned_gib": "host pinned",
+    GPU_ALLOCATED_PEAK_GIB: "GPU allocated, peak",
+    GPU_RESERVED_PEAK_GIB: "GPU reserved, peak",
+    HOST_RSS_PEAK_GIB: "host resident, peak",
+    HOST_RSS_GIB: "host resident, while training",
+    HOST_PINNED_GIB: "host pinned",
 }
 
 
@@ -173,41 +198,39 @@ def _totals(rows: Rows) -> dict[str, float]:
 
     A row's means cover the steps since the timed row before it.
     """
-    timed = [row for row in rows if "time/step_s" in row]
+    timed = [row for row in rows if STEP_S in row]
     counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)]
     if counts:
         timed = timed[1:]
     else:
         counts = [1.0] * len(timed)
     means: dict[str, float] = {}
-    for name in [key for key in (timed[-1] if timed else {}) if key.startswith("time/")]:
+    for name in [key for key in (timed[-1] if timed else {}) if key.startswith(TIME)]:
         means[name] = sum(row.get(name, 0.0) * n for row, n in zip(timed, counts, strict=True)) / sum(counts)
     # Rates average over time, not over rows.
-    weights = [row["time/step_s"] * n for row, n in zip(timed, counts, strict=True)]
-    for name in [key for key in (timed[-1] if timed else {}) if key.startswith("throughput/")]:
+    weights = [row[STEP_S] * n for row, n in zip(timed, counts, strict=True)]
+    for name in [key for key in (timed[-1] if timed else {}) if key.startswith(THROUGHPUT)]:
         means[name] = sum(row.get(name, 0.0) * w for row, w in zip(timed, weights, strict=True)) / sum(weights)
     return means
 
 
 def _figures(rows: Rows, totals: dict[str, float]) -> list[tuple[str, str, str]]:
     figures = []
-    for label, name in (("train loss", "loss/train"), ("eval loss", "loss/eval")):
+    for label, name in (("train loss", LOSS_TRAIN), ("eval loss", LOSS_EVAL)):
         values = series(rows, name)[1]
         if values:
-            detail = (
-                f"from {values[0]:.3f}" if name == "loss/train" else f"perplexity {_perplexity(values[-1])}"
-            )
+            detail = f"from {values[0]:.3f}" if name == LOSS_TRAIN else f"perplexity {_perplexity(values[-1])}"
             figures.append((label, f"{values[-1]:.3f}", detail))
-    if "throughput/tokens_per_s" in totals:
-        per_gpu = totals.get("throughput/tokens_per_s_per_gpu", math.nan)
-        figures.append(("tokens/s", f"{totals['throughput/tokens_per_s']:,.0f}", f"{per_gpu:,.0f} per rank"))
-    if "time/step_s" in totals:
-        figures.append(("step time", f"{totals['time/step_s']:.3g} s", "mean after warm-up"))
-    if "throughput/mfu" in totals:
-        detail = f"HFU {totals['throughput/hfu']:.1%}" if "throughput/hfu" in totals else ""
-        figures.append(("MFU", f"{totals['throughput/mfu']:.1%}", detail))
-    gpu = series(rows, "memory/gpu_allocated_peak_gib")[1]
-    host = series(rows, "memory/host_rss_peak_gib")[1] or series(rows, "memory/host_rss_gib")[1]
+    if TOKENS_PER_S in totals:
+        per_gpu = totals.get(TOKENS_PER_S_PER_GPU, math.nan)
+        figures.append(("tokens/s", f"{totals[TOKENS_PER_S]:,.0f}", f"{per_gpu:,.0f} per rank"))
+    if STEP_S in totals:
+        figures.append(("step time", f"{totals[STEP_S]:.3g} s", "mean after warm-up"))
+    if MFU in totals:
+        detail = f"HFU {totals[HFU]:.1%}" if HFU in totals else ""
+        figures.append(("MFU", f"{totals[MFU]:.1%}", detail))
+    gpu = series(rows, GPU_ALLOCATED_PEAK_GIB)[1]
+    host = series(rows, HOST_RSS_PEAK_GIB)[1] or series(rows, HOST_RSS_GIB)[1]
     for label, values in (("peak GPU memory", gpu), ("peak host memory", host)):
         if values:
             figures.append((label, f"{max(values):.2f} GiB", "highest rank"))
@@ -217,11 +240,11 @@ def _figures(rows: Rows, totals: dict[str, float]) -> list[tuple[str, str, str]]
 def _absent(rows: Rows) -> list[str]:
     names = {name for row in rows for name in row}
     texts = []
-    if "memory/gpu_allocated_peak_gib" not in names:
+    if GPU_ALLOCATED_PEAK_GIB not in names:
         texts.append("No GPU memory and no MFU were logged: this run had no GPU.")
-    elif "throughput/mfu" not in names:
+    elif MFU not in names:
         texts.append("No MFU: the peak of this GPU is not known.")
-    if "loss/eval" not in names:
+    if LOSS_EVAL not in names:
         texts.append("No evaluation was run (train.eval_every).")
     return texts
 
@@ -231,22 +254,22 @@ def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
         values = series(rows, name)[1]
         return format(values[-1], form) if values else ""
 
-    evals = series(rows, "loss/eval")[1]
+    evals = series(rows, LOSS_EVAL)[1]
     logged = datetime.timedelta(seconds=round(rows[-1]["time_unix_s"] - rows[0]["time_unix_s"]))
     cells = {
         "last step": f"{rows[-1]['step']:,.0f}",
-        "train loss, nats per token": last("loss/train", ".4f"),
-        "eval loss, last": last("loss/eval", ".4f"),
+        "train loss, nats per token": last(LOSS_TRAIN, ".4f"),
+        "eval loss, last": last(LOSS_EVAL, ".4f"),
         "eval loss, best": f"{min(evals):.4f}" if evals else "",
-        "tokens seen": last("tokens/seen"),
-        "tokens trained on": last("tokens/trained"),
-        "tokens/s, all ranks": _form(totals, "throughput/tokens_per_s", ",.0f"),
-        "tokens/s per rank": _form(totals, "throughput/tokens_per_s_per_gpu", ",.0f"),
-        "trained tokens/s": _form(totals, "throughput/trained_tokens_per_s", ",.0f"),
-        "TFLOP/s per GPU": _form(totals, "throughput/tflops_per_gpu", ".1f"),
-        "MFU": _form(totals, "throughput/mfu", ".1%"),
-        "HFU": _form(totals, "throughput/hfu", ".1%"),
-        "skipped steps": last("optim/skipped_steps"),
+        "tokens seen": last(TOKENS_SEEN),
+        "tokens trained on": last(TOKENS_TRAINED),
+        "tokens/s, all ranks": _form(totals, TOKENS_PER_S, ",.0f"),
+        "tokens/s per rank": _form(totals, TOKENS_PER_S_PER_GPU, ",.0f"),
+        "trained tokens/s": _form(totals, TRAINED_TOKENS_PER_S, ",.0f"),
+        "TFLOP/s per GPU": _form(totals, TFLOPS_PER_GPU, ".1f"),
+        "MFU": _form(totals, MFU, ".1%"),
+        "HFU": _form(totals, HFU, ".1%"),
+        "skipped steps": last(SKIPPED_STEPS),
         "first to last row, h:mm:ss": str(logged),
     }
     return Table(
@@ -262,30 +285,30 @@ def _form(values: dict[str, float], name: str, form: str) -> str:
 
 
 def _split_table(rows: Rows, totals: dict[str, float]) -> Table | None:
-    if "time/step_s" not in totals:
+    if STEP_S not in totals:
         return None
-    step = totals["time/step_s"]
-    parts = {phase: totals.get(f"time/{phase}_s", 0.0) for phase in PHASES}
-    lows = {phase: _form(totals, f"time/{phase}_s_min", ".3g") for phase in PHASES}
+    step = totals[STEP_S]
+    parts = {phase: totals.get(phase_s(phase), 0.0) for phase in PHASES}
+    lows = {phase: _form(totals, lowest(phase_s(phase)), ".3g") for phase in PHASES}
     cells = [
         (phase, f"{seconds:.3g}", lows[phase], f"{seconds / step:.1%}") for phase, seconds in parts.items()
     ]
     other = max(0.0, step - sum(parts.values()))
     cells.append(("other", f"{other:.3g}", "", f"{other / step:.1%}"))
-    cells.append(("step", f"{step:.3g}", _form(totals, "time/step_s_min", ".3g"), "100%"))
+    cells.append(("step", f"{step:.3g}", _form(totals, lowest(STEP_S), ".3g"), "100%"))
     return Table("Step time", ("", "s, slowest rank", "s, fastest", "share"), cells)
 
 
 def _memory_table(rows: Rows) -> Table:
     cells = []
     for name, label in MEMORY_ROWS.items():
-        highs, lows = series(rows, name)[1], series(rows, f"{name}_min")[1]
+        highs, lows = series(rows, name)[1], series(rows, lowest(name))[1]
         if highs:
             cells.append((label, f"{max(highs):.2f}", f"{max(lows):.2f}" if lows else ""))
-    available = series(rows, "memory/host_available_gib_min")[1] or series(rows, "memory/host_available_gib")[1]
+    available = series(rows, lowest(HOST_AVAILABLE_GIB))[1] or series(rows, HOST_AVAILABLE_GIB)[1]
     if available:
         cells.append(("host available, least", "", f"{min(available):.2f}"))
-    retries = series(rows, "memory/gpu_alloc_retries")[1]
+    retries = series(rows, GPU_ALLOC_RETRIES)[1]
     note = "Host figures are per process; a node holds one process per rank."
     if retries and max(retries) > 0:
         note += (

@@ -16,7 +16,7 @@ from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
 from remat.model import adapters
-from remat.planning.launch_plan import LaunchPlan, rehearses
+from remat.planning.launch_plan import LaunchPlan, makes_trial_save
 from remat.planning.strategy import Strategy
 
 
@@ -32,10 +32,10 @@ class Described(Protocol):
     resumed: dict[str, Any] | None
 
 
-def rows(parts: Described) -> dict[str, str]:
+def rows(run: Described) -> dict[str, str]:
     """Label and value, in reading order."""
-    cfg, train = parts.cfg, parts.cfg.train
-    decided, splits = parts.strategy, parts.splits
+    cfg, train = run.cfg, run.cfg.train
+    decided, splits = run.strategy, run.splits
     facts, ds = decided.facts, decided.ds
     accumulation = ds["gradient_accumulation_steps"]
     tokens = train.steps * train.global_batch_size * train.seq_len
@@ -45,27 +45,27 @@ def rows(parts: Described) -> dict[str, str]:
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
         + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
-        "packing": parts.strategy.packed.line(),
-        "ranks": _ranks(parts.world),
-        "ZeRO": f"stage {parts.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
+        "packing": run.strategy.packed.line(),
+        "ranks": _ranks(run.world),
+        "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
         "activations": "; ".join(
             filter(None, [policy.describe(decided.decisions), decided.stacks, decided.decided_because])
         ),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
-        f"x {parts.world.data_size} {'ranks' if parts.world.tensor_parallel_size == 1 else 'groups of ranks'}",
+        f"x {run.world.data_size} {'ranks' if run.world.tensor_parallel_size == 1 else 'groups of ranks'}",
         "steps": f"{train.steps}, {_count(tokens)} tokens",
-        "plan": parts.plan.line(),
-        "run": str(parts.folder),
+        "plan": run.plan.line(),
+        "run": str(run.folder),
     }
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     if facts.quantised_weights:
         found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
-    if rehearses(cfg, parts.strategy):
+    if makes_trial_save(cfg, run.strategy):
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
-    if parts.resumed is not None:
-        found["resumed"] = f"at step {parts.resumed['step']}"
+    if run.resumed is not None:
+        found["resumed"] = f"at step {run.resumed['step']}"
     return found
 
 

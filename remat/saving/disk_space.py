@@ -47,8 +47,8 @@ def refuse_too_little(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise SaveError(
-            f"{folder} has no room: {words(needed)} needed, {words(free)} free. Free some or lower save.keep; "
-            "the older states are kept until a new one is complete"
+            f"{folder} has no room: {describe_size(needed)} needed, {describe_size(free)} free. Free some or lower "
+            "save.keep; the older states are kept until a new one is complete"
         )
 
 
@@ -67,5 +67,5 @@ def cause(error: Exception, folder: Path) -> Exception:
     return error
 
 
-def words(size: int) -> str:
+def describe_size(size: int) -> str:
     return f"{size / 1024**3:.2f} GiB ({size:,} bytes)"

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from remat.saving import export, hf_files, manifest
 
 
-def problem(
+def verify_export(
     module: Any, exported: Path, state: Path, run_dir: Path, *, max_shard_size: str, part: int, parts: int
 ) -> str | None:
     """The first thing that does not come back of the live `module`, if any. No collectives.

@@ -44,7 +44,7 @@ class SaveResult:
     stall_s: float
 
 
-class Unfinished:
+class PendingSave:
     """The state in folder `tmp`, to become `final`; `info` is its manifest without the files.
 
     `what` names it in errors; `error` is one of this rank that the others do not know yet; `started` is the
@@ -162,7 +162,7 @@ def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any],
     return begin(engine, run_dir, step=step, client_state=client_state, keep=keep).complete()
 
 
-def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> Unfinished:
+def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> PendingSave:
     """The first part of `save`, for which training must wait: all files are written, none is on disk for certain.
 
     Nothing may be saved beside it until it is complete: a save deletes what others left unfinished.
@@ -179,7 +179,7 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
     tmp = final.with_name(manifest.TMP + final.name)
     what, needed = f"saving {final}", disk_space.needed_bytes(engine)
     free = manifest.on_main(lambda: _prepare(tmp, needed), what)
-    what += f" ({disk_space.words(needed)} needed, {disk_space.words(free)} free at its start)"
+    what += f" ({disk_space.describe_size(needed)} needed, {disk_space.describe_size(free)} free at its start)"
     try:
         manifest.agree(_write_engine(engine, tmp), what)
     except SaveError:
@@ -188,7 +188,7 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
         raise
     error = _write_rng(engine.module, tmp)
     info = _describe(engine, step, client_state)
-    return Unfinished(tmp, final, info, what=what, keep=keep, started=started, error=error)
+    return PendingSave(tmp, final, info, what=what, keep=keep, started=started, error=error)
 
 
 def _prepare(tmp: Path, needed: int) -> int:

@@ -40,8 +40,8 @@ from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shar
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
-from remat.training.run import Parts, record_folder
-from remat.training.stopping import Stop
+from remat.training.run import Run, record_folder
+from remat.training.stopping import StopVote
 from remat.training.throughput import FORMULAS, PhaseTimer, Window
 from remat.training.watchdog import Watchdog
 
@@ -110,18 +110,19 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     """Refuse a disk without room for the copy that is cut for other ranks; else say that it will be made."""
     needed, free = reshard.room(state, world.size)
     place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
+    size = disk_space.describe_size(needed)
     if needed > free:
         raise DoesNotFit(
-            f"resume: cutting {state.path.name} of {ranks} needs {disk_space.words(needed)} in {place} while it is "
-            f"loaded, and {disk_space.words(free)} are free: free some, or start {state.info.world_size} ranks"
+            f"resume: cutting {state.path.name} of {ranks} needs {size} in {place} while it is loaded, and "
+            f"{disk_space.describe_size(free)} are free: free some, or start {state.info.world_size} ranks"
         )
     console.note(
-        f"cutting {state.path.name} of {ranks} ({disk_space.words(needed)} in {place} while it is loaded); random "
-        "states start anew and sums are taken in another order: losses agree closely, not bit for bit"
+        f"cutting {state.path.name} of {ranks} ({size} in {place} while it is loaded); random states start anew and "
+        "sums are taken in another order: losses agree closely, not bit for bit"
     )
 
 
-def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
+def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Everything up to the first step. `words` are those that asked for the run, for advice to repeat.
 
     Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
@@ -137,18 +138,18 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Parts:
     watchdog.start()
     try:
         with lost_peer.named(watchdog):
-            parts = _build(cfg, yaml, words, console, watchdog, ownership)
+            run = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
         ownership.release()
         watchdog.close()
         raise
     watchdog.enter("built")  # what comes next is the caller's
-    return parts
+    return run
 
 
 def _build(
     cfg: RunConfig, yaml: str, words: Sequence[str], console: Console, watchdog: Watchdog, ownership: Ownership
-) -> Parts:
+) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
@@ -156,7 +157,7 @@ def _build(
     world, group = _join(cfg, strategy, watchdog)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
-    plan = launch_plan.make(cfg, strategy, world, words=words, warn=console.warning)
+    plan = launch_plan.plan_launch(cfg, strategy, world, words=words, warn=console.warning)
     validation.check_launch(cfg)
     hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
@@ -181,7 +182,7 @@ def _build(
         _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
         _write_card(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
-    parts = Parts(
+    run = Run(
         cfg=cfg,
         strategy=strategy,
         plan=plan,
@@ -195,7 +196,7 @@ def _build(
         splits=splits,
         applied=applied,
         tracker=_tracker(cfg, folder, world, console, resumed),
-        stop=Stop(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
+        stop=StopVote(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
         watchdog=watchdog,
         snapshots=snapshots,
         **_instruments(cfg, strategy, folder, world, console),
@@ -203,8 +204,8 @@ def _build(
         resumed=resumed,
         swap_folder=swap_folder,
     )
-    console.header(f"remat {cfg.name}", summary.rows(parts))
-    return parts
+    console.header(f"remat {cfg.name}", summary.rows(run))
+    return run
 
 
 def _instruments(

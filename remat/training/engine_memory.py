@@ -22,7 +22,7 @@ DEPTH = 4  # of lists and dicts inside the optimizer's attributes
 RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on their way back to the GPU
 
 
-def after_backward(engine: Any) -> Held:
+def measure_after_backward(engine: Any) -> Held:
     """Gradients and communication buckets; call it after the last backward of a step, before the step."""
     seen = _Storages()
     seen.take(_weights(engine))
@@ -38,14 +38,14 @@ def after_backward(engine: Any) -> Held:
     return {"gradients": gradients, "communication buckets": buckets}
 
 
-def after_step(engine: Any) -> Held:
+def measure_after_step(engine: Any) -> Held:
     """Weights and optimizer state (master copy, its gradient, moments); call it after an applied step."""
     seen = _Storages()
     weights = seen.take(_weights(engine))
     return {"weights": weights, "optimizer state": seen.take(_optimizer_state(engine))}
 
 
-def largest(ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> Held:
+def take_largest(ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> Held:
     """Of each category and device the most that a rank holds."""
     found: Held = {}
     for rank in ranks:
@@ -113,7 +113,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
         yield from _tensors(value.buffer, depth - 1)
 
 
-def find_placement(engine: Any) -> dict[str, Any]:
+def shard_placement(engine: Any) -> dict[str, Any]:
     """Bytes by device kind (cpu, cuda, nvme), of this rank; call it after a step was applied.
 
     `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped tensors.

@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 
+from remat.config.metrics import (
+    GPU_ALLOCATED_PEAK_GIB,
+    GPU_RESERVED_PEAK_GIB,
+    HOST_PINNED_GIB,
+    HOST_RSS_PEAK_GIB,
+    STEP_S,
+    TOKENS_PER_S,
+    phase_s,
+)
 from remat.config.units import GIB, MIB
 from remat.planning.plan import CATEGORY_OF
-from remat.planning.simulation.types import Category
-from remat.training.run import Parts
+from remat.planning.simulation.types import Category, Phase
+from remat.training.proof import FirstStep
+from remat.training.run import Run
 
 OFF_GPU = {  # the names of planning/states.py that a GPU never holds, by category; what is left are buffers
     "parameters kept in host memory": Category.weights,
@@ -42,23 +52,29 @@ class Row:
     how: str
 
 
-def rows(parts: Parts, summary: Mapping[str, float]) -> list[Row]:
+def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
     """Every row; `summary` are the run's means by metric name, {} when it did not come so far."""
-    found = [*_peaks(parts), *_states(parts), *_activations(parts), *_host(parts), *_times(parts, summary)]
+    found = [
+        *_peaks(run, first),
+        *_states(run, first),
+        *_activations(run, first),
+        *_host(run),
+        *_times(run, summary),
+    ]
     return [_scaled(row) for row in found]
 
 
-def record(parts: Parts, lines: list[Row], *, finished: bool) -> dict[str, Any]:
+def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> dict[str, Any]:
     """The content of ledger.json. Bytes of activations also by layer."""
-    planned, watch = parts.plan.planned, parts.watch
-    layers = range(len(parts.applied.decisions))
+    planned, watch = run.plan.planned, first.trace
+    layers = range(len(run.applied.decisions))
     return {
         "finished": finished,
-        "device": parts.plan.device,
-        "no_plan": parts.plan.reason,
+        "device": run.plan.device,
+        "no_plan": run.plan.reason,
         "rows": [asdict(line) for line in lines],
         "kept_bytes_per_layer": {
-            "planned": planned["kept_bytes_per_layer"] if planned else None,
+            "planned": planned.simulation.kept_bytes if planned else None,
             "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
         },
     }
@@ -84,18 +100,18 @@ def in_words(lines: list[Row]) -> dict[str, str]:
     }
 
 
-def _peaks(parts: Parts) -> list[Row]:
-    planned, watch = parts.plan.planned, parts.settled
-    stated = planned["micro_batch_peak_bytes"] if planned else None
-    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_settled(parts))]
-    if parts.world.device.type != "cuda":
+def _peaks(run: Run, first: FirstStep) -> list[Row]:
+    planned, watch = run.plan.planned, first.steady_trace
+    stated = planned.simulation.peak.total_bytes if planned else None
+    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_steady(run, first))]
+    if run.world.device.type != "cuda":
         return found
-    peak = planned["gpu_allocated_peak_bytes"] if planned else None
-    overhead = planned["gpu_bytes_at_peak"]["allocator and context"] if planned else None
-    allocated = _most(parts, "memory/gpu_allocated_peak_gib")
-    reserved = _most(parts, "memory/gpu_reserved_peak_gib")
-    free, total = torch.cuda.mem_get_info(parts.world.device)
-    outside = total - free - torch.cuda.memory_reserved(parts.world.device)
+    peak = planned.plan.peak_bytes if planned else None
+    overhead = planned.plan.gpu.get(Category.overhead, 0) if planned else None
+    allocated = _most(run, GPU_ALLOCATED_PEAK_GIB)
+    reserved = _most(run, GPU_RESERVED_PEAK_GIB)
+    free, total = torch.cuda.mem_get_info(run.world.device)
+    outside = total - free - torch.cuda.memory_reserved(run.world.device)
     beside = None if allocated is None or reserved is None else reserved - allocated + outside
     return [
         Row(ON_GPU, peak, allocated, "bytes", "torch.cuda.max_memory_allocated, highest rank"),
@@ -118,39 +134,37 @@ def _peaks(parts: Parts) -> list[Row]:
     ]
 
 
-def _states(parts: Parts) -> list[Row]:
+def _states(run: Run, first: FirstStep) -> list[Row]:
     """Model states by where they are. Ranks on CPUs have one kind of memory for what would be on a GPU and off it."""
     planned: dict[tuple[str, str], int] = {}
-    for item in parts.plan.states:
+    for item in run.plan.states:
         category = str((CATEGORY_OF | OFF_GPU).get(item.name, Category.buckets))
         place: str = "host" if item.place == "pinned" else item.place
-        if place == "gpu" and parts.world.device.type == "cpu":
+        if place == "gpu" and run.world.device.type == "cpu":
             place = "host"
         planned[category, place] = planned.get((category, place), 0) + item.bytes_per_rank
     measured = {
         (category, {"cpu": "host", "cuda": "gpu"}.get(device, device)): size
-        for category, places in parts.held.items()
+        for category, places in first.memory.items()
         for device, size in places.items()
     }
     labels = {"gpu": "on the GPU", "host": "in host memory", "nvme": "on NVMe"}
     found = []
     for category, place in dict.fromkeys([*planned, *measured]):
         size, how = measured.get((category, place)), TENSORS
-        if not parts.held:
+        if not first.memory:
             how = "the first step was not reached"
         elif place == "nvme":
             size, how = None, "files of DeepSpeed's own, see NVMe per node"
-        elif category == Category.buckets and parts.strategy.zero_stage < 3:
+        elif category == Category.buckets and run.strategy.zero_stage < 3:
             size, how = None, "made and freed within a backward"
         found.append(Row(f"{category} {labels[place]}", planned.get((category, place), 0), size, "bytes", how))
     return found
 
 
-def _activations(parts: Parts) -> list[Row]:
-    planned, watch = parts.plan.planned, parts.watch
-    ahead = (
-        dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(parts)
-    )
+def _activations(run: Run, first: FirstStep) -> list[Row]:
+    planned, watch = run.plan.planned, first.trace
+    ahead = dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(run)
     found = [
         Row(
             KEPT,
@@ -167,32 +181,33 @@ def _activations(parts: Parts) -> list[Row]:
             WATCHED,
         ),
     ]
-    if parts.strategy.zero_stage == 3:
-        settled = parts.settled
+    if run.strategy.zero_stage == 3:
+        settled = first.steady_trace
         gathered = sum(settled.gathered_bytes.values()) if settled else None
-        how = _how_settled(parts)
+        how = _how_steady(run, first)
         found.append(Row("gathered by ZeRO-3 per micro-batch", ahead["gathered"], gathered, "bytes", how))
     return found
 
 
-def _how_settled(parts: Parts) -> str:
-    if parts.strategy.zero_stage < 3:
+def _how_steady(run: Run, first: FirstStep) -> str:
+    if run.strategy.zero_stage < 3:
         return WATCHED
-    if parts.settled is None:
+    if first.steady_trace is None:
         return "there were never four micro-batches in a row"
     return (
-        f"{SETTLED}; the plan knows no evaluations, after which more is gathered" if parts.held_out else SETTLED
+        f"{SETTLED}; the plan knows no evaluations, after which more is gathered" if run.held_out else SETTLED
     )
 
 
-def _planned_counts(parts: Parts) -> dict[str, Any]:
-    planned = parts.plan.planned
+def _planned_counts(run: Run) -> dict[str, Any]:
+    planned = run.plan.planned
     assert planned is not None
-    width = 4 if str(parts.cfg.train.precision) == "fp32" else 2
+    flops = planned.simulation.flops
+    width = 4 if str(run.cfg.train.precision) == "fp32" else 2
     return {
-        "kept": sum(planned["kept_bytes_per_layer"]),
-        "gathered": width * planned["gathered_elements"],
-        "recomputed": _share(planned["flops"]["recompute"], planned["flops"]["forward"]),
+        "kept": sum(planned.simulation.kept_bytes),
+        "gathered": width * planned.simulation.gathered_elements,
+        "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }
 
 
@@ -200,56 +215,56 @@ def _share(part: float, whole: float) -> float | None:
     return 100 * part / whole if whole else None
 
 
-def _host(parts: Parts) -> list[Row]:
-    planned = parts.plan.planned
+def _host(run: Run) -> list[Row]:
+    planned = run.plan.planned
     host = pinned = None
     if planned is not None:
-        pinned = sum(planned["pinned_bytes_per_rank"].values())
-        host = sum(planned["host_bytes_per_rank"].values()) + pinned
-        if parts.world.device.type == "cpu":
-            host += planned["gpu_allocated_peak_bytes"]
+        pinned = sum(planned.plan.pinned.values())
+        host = sum(planned.plan.host.values()) + pinned
+        if run.world.device.type == "cpu":
+            host += planned.plan.peak_bytes
     how = "resident memory at its highest, highest rank; shared libraries and the page cache of the data count"
-    found = [Row(HOST, host, _most(parts, "memory/host_rss_peak_gib"), "bytes", how)]
-    if parts.world.device.type == "cuda":
+    found = [Row(HOST, host, _most(run, HOST_RSS_PEAK_GIB), "bytes", how)]
+    if run.world.device.type == "cuda":
         how = "torch's pinned host allocator, highest rank"
-        found.append(Row("pinned host memory", pinned, _most(parts, "memory/host_pinned_gib"), "bytes", how))
-    on_nvme = sum(item.bytes_per_node for item in parts.plan.states if item.place == "nvme")
-    if parts.swap_folder is not None:
+        found.append(Row("pinned host memory", pinned, _most(run, HOST_PINNED_GIB), "bytes", how))
+    on_nvme = sum(item.bytes_per_node for item in run.plan.states if item.place == "nvme")
+    if run.swap_folder is not None:
         how = "files in DeepSpeed's swap folder at the end, on the node of rank 0"
-        found.append(Row("NVMe per node", on_nvme, _folder_bytes(parts.swap_folder), "bytes", how))
+        found.append(Row("NVMe per node", on_nvme, _folder_bytes(run.swap_folder), "bytes", how))
     return found
 
 
-def _times(parts: Parts, summary: Mapping[str, float]) -> list[Row]:
-    planned = parts.plan.planned
+def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
+    planned = run.plan.planned
     mean = (
         "mean of the run without its first step, slowest rank" if summary else "the run did not reach its end"
     )
-    unknown = planned["unknown_times"] if planned else []
+    unknown = planned.time.unknown if planned else []
     lacking = f"{mean}; not planned, for the machine's rates are not known" if unknown else mean
     if planned is None:
-        lacking = f"{mean}; no plan: {parts.plan.reason}"
-    step = planned["step_time_s"] if planned and not unknown else None
-    both = step["compute_s"] + step["recompute_s"] + step["pcie_s"] + step["collectives_s"] if step else None
-    forward, backward = summary.get("time/forward_s"), summary.get("time/backward_s")
+        lacking = f"{mean}; no plan: {run.plan.reason}"
+    step = planned.time if planned and not unknown else None
+    both = step.compute_s + step.recompute_s + step.pcie_s + step.collectives_s if step else None
+    forward, backward = summary.get(phase_s("forward")), summary.get(phase_s("backward"))
     together = None if forward is None or backward is None else forward + backward
-    tokens = planned["tokens_per_s"] if planned and step else None
+    tokens = step.tokens_per_s if step else None
     return [
-        Row(STEP, planned["total_s"] if planned and step else None, summary.get("time/step_s"), "s", lacking),
+        Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking),
         Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives"),
-        Row("optimizer", step["optimizer_s"] if step else None, summary.get("time/optimizer_s"), "s", lacking),
+        Row("optimizer", step.optimizer_s if step else None, summary.get(phase_s("optimizer")), "s", lacking),
         Row(
             "throughput",
             tokens,
-            summary.get("throughput/tokens_per_s"),
+            summary.get(TOKENS_PER_S),
             "tokens/s",
             lacking.replace("slowest rank", "fastest rank"),
         ),
     ]
 
 
-def _most(parts: Parts, metric: str) -> float | None:
-    return parts.peaks[metric] * GIB if metric in parts.peaks else None
+def _most(run: Run, metric: str) -> float | None:
+    return run.peaks[metric] * GIB if metric in run.peaks else None
 
 
 def _folder_bytes(folder: Path) -> int:

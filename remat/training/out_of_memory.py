@@ -29,7 +29,7 @@ from remat.config.units import GIB, format_size
 from remat.machine import distributed
 from remat.machine.memory import host_memory
 from remat.planning.launch_plan import LaunchPlan
-from remat.planning.plan import overhead_bytes
+from remat.planning.plan import needed_bytes, overhead_bytes
 
 ADVICE_S = 120  # the longest that advice may take
 NUM_ADVICE = 3
@@ -175,7 +175,7 @@ def _smaller(error: OutOfMemory) -> list[str]:
     if planned is None:
         return error.plan.command
     option, needed = _needed(error)
-    whole = needed if option == "hardware.host_memory_gib" else planned["gpu_allocated_peak_bytes"]
+    whole = needed if option == "hardware.host_memory_gib" else planned.plan.peak_bytes
     at_most = needed - whole // 2  # what is left for advice to stay possible
     free = error.measured.gpu_free_bytes if error.place == "GPU" else error.measured.available_bytes
     missing = (error.measured.asked_bytes or 0) - (free or 0)
@@ -191,23 +191,18 @@ def _needed(error: OutOfMemory) -> tuple[str, int]:
     """
     planned = error.plan.planned
     assert planned is not None
-    by_name = {resource["name"]: int(resource["needed_bytes"]) for resource in planned["resources"]}
     if error.plan.device == "cpu":
-        peak = int(planned["gpu_allocated_peak_bytes"])
-        return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned["world_size"])
+        peak = planned.plan.peak_bytes
+        return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned.world_size)
     if error.place == "GPU":
-        return "hardware.gpu_memory_gib", by_name["GPU memory"]
-    return "hardware.host_memory_gib", by_name["host memory per node"]
+        return "hardware.gpu_memory_gib", needed_bytes(planned, "GPU memory")
+    return "hardware.host_memory_gib", needed_bytes(planned, "host memory per node")
 
 
 def _table(error: OutOfMemory) -> list[str]:
     planned, measured = error.plan.planned, error.measured
-    peak = planned["gpu_allocated_peak_bytes"] if planned else None
-    host = (
-        sum(planned["host_bytes_per_rank"].values()) + sum(planned["pinned_bytes_per_rank"].values())
-        if planned
-        else None
-    )
+    peak = planned.plan.peak_bytes if planned else None
+    host = sum(planned.plan.host.values()) + sum(planned.plan.pinned.values()) if planned else None
     rows: list[tuple[str, int | None, int | None]] = []
     if measured.gpu_allocated_bytes is not None:
         needed = _needed(error)[1] if planned and error.place == "GPU" else None

@@ -1,4 +1,4 @@
-"""A run ready to train: everything that `setup.build` made and the training loop uses."""
+"""A run ready to train: everything that `build` made and the loop uses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.op_tracer import OpTracer
-from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import RunConfig
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits
@@ -25,10 +23,9 @@ from remat.planning.strategy import Strategy
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving.save import Unfinished
-from remat.training.engine_memory import Held
+from remat.saving.save import PendingSave
 from remat.training.profiling import Profiler, Snapshots
-from remat.training.stopping import Stop
+from remat.training.stopping import StopVote
 from remat.training.throughput import PhaseTimer, Window
 from remat.training.watchdog import Watchdog
 
@@ -39,12 +36,13 @@ class Saves:
 
     last: int = -1  # the step of the newest state, complete or on its way
     begun: int = 0  # in the background, by this launch
-    on_its_way: Unfinished | None = None
+    trial_due: bool = False  # a trial save and export, after the next step that is applied
+    pending: PendingSave | None = None
 
     @property
     def flushed(self) -> int:
         """Of those begun in the background: how many this rank has done its part of."""
-        waiting = self.on_its_way is not None and not self.on_its_way.flushed
+        waiting = self.pending is not None and not self.pending.flushed
         return self.begun - waiting
 
 
@@ -61,8 +59,8 @@ class Progress:
 
 
 @dataclass
-class Parts:
-    """A run ready to train. Its counters live in `trainer.Progress`, its data position in `batches`."""
+class Run:
+    """A run ready to train. Its counters are in `Progress`, its data position in `batches`."""
 
     cfg: RunConfig
     strategy: Strategy
@@ -78,7 +76,7 @@ class Parts:
     splits: Splits
     applied: Applied
     tracker: Tracker
-    stop: Stop
+    stop: StopVote
     watchdog: Watchdog
     memory: MemoryMonitor
     snapshots: Snapshots
@@ -88,14 +86,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     resumed: dict[str, Any] | None
     swap_folder: Path | None
-    watch: OpTracer | None = None  # of the first micro-batch
-    settled: OpTracer | None = None  # of the first whose gathers are those of all that follow
     saves: Saves = field(default_factory=Saves)
-    to_rehearse: bool = False  # its save and export, after the next step that is applied
-    in_a_row: int = 0  # micro-batches since the launch or its last evaluation
-    replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
-    proven: bool = False
-    held: Held = field(default_factory=dict)  # by the engine's tensors in the first step, the most of any rank
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 
     @property

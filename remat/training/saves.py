@@ -7,177 +7,174 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from remat.config.metrics import SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
 from remat.config.options import ConfigError, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
-from remat.planning.launch_plan import rehearses
+from remat.planning.launch_plan import makes_trial_save
 from remat.saving import export, load, manifest, read_back, save
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
-from remat.training.run import Parts
-
-if TYPE_CHECKING:
-    from remat.training.loop import Progress
-    from remat.training.run import Parts
+from remat.training.run import Progress, Run
 
 
-def save_state(parts: Parts, progress: Progress, *, must: bool) -> None:
-    """Save the training state, out of the step time; the one on its way is completed first.
+def save_state(run: Run, progress: Progress, *, must: bool) -> None:
+    """Save the training state, out of the step time. A pending background save is finished first.
 
-    With save.in_background only its first part, unless it `must` be saved. A failure ends the run (SaveError) then, or
-    if save.on_error says so.
+    With save.in_background only the first part is done here, unless it `must` be saved. A failure raises SaveError if
+    it must be saved or save.on_error says so.
     """
-    cfg, step = parts.cfg.save, progress.step
-    wait_for_save(parts, step)
-    parts.console.progress(step, parts.cfg.train.steps, doing="saving")
-    parts.watchdog.enter("save", step)
+    cfg, step = run.cfg.save, progress.step
+    wait_for_save(run, step)
+    run.console.progress(step, run.cfg.train.steps, doing="saving")
+    run.watchdog.enter("save", step)
     result = None
-    with parts.window.excluded(), out_of_memory.named("save", parts.plan):
+    with run.window.excluded(), out_of_memory.named("save", run.plan):
         settings: dict[str, Any] = {
             "step": step,
-            "client_state": client_state(parts, progress),
+            "client_state": client_state(run, progress),
             "keep": cfg.keep,
         }
         try:
             if cfg.in_background and not must:
-                parts.saves.on_its_way = save.begin(parts.engine, parts.folder, **settings)
-                parts.saves.on_its_way.in_background()
-                parts.saves.begun += 1
+                run.saves.pending = save.begin(run.engine, run.folder, **settings)
+                run.saves.pending.in_background()
+                run.saves.begun += 1
             else:
-                result = save.save(parts.engine, parts.folder, **settings)
+                result = save.save(run.engine, run.folder, **settings)
         except SaveError as error:
-            _failed(parts, error, may_fail=cfg.on_error is not SaveFailure.stop and not must)
+            _failed(run, error, may_fail=cfg.on_error is not SaveFailure.stop and not must)
             return
-    parts.saves.last = step
-    parts.take_memory_peaks()
+    run.saves.last = step
+    run.take_memory_peaks()
     if result is not None:
-        _tell(parts, step, result)
+        _tell(run, step, result)
 
 
-def complete_save(parts: Parts, step: int) -> None:
+def complete_save(run: Run, step: int) -> None:
     """After step `step`: complete the state on its way once all ranks have agreed that they flushed it."""
-    if parts.saves.on_its_way is not None and parts.stop.flushed >= parts.saves.begun:
-        wait_for_save(parts, step)
+    if run.saves.pending is not None and run.stop.flushed >= run.saves.begun:
+        wait_for_save(run, step)
 
 
-def wait_for_save(parts: Parts, step: int | None = None, *, may_fail: bool = False) -> None:
-    """Complete the state on its way, if any, waiting for all ranks; `step` is where training is (None: at the state).
+def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) -> None:
+    """Finish the pending background save on all ranks. Raises SaveError unless it `may_fail`.
 
-    A failure is as in `save`; or it `may_fail`.
+    `step` is where training is; None: at the step of that state.
     """
-    unfinished = parts.saves.on_its_way
+    unfinished = run.saves.pending
     if unfinished is None:
         return
-    parts.saves.on_its_way = None
-    parts.watchdog.enter("save", unfinished.step)
-    with parts.window.excluded():
+    run.saves.pending = None
+    run.watchdog.enter("save", unfinished.step)
+    with run.window.excluded():
         try:
             result = unfinished.complete()
         except SaveError as error:
-            parts.saves.last = -1
-            _failed(parts, error, may_fail=may_fail or parts.cfg.save.on_error is not SaveFailure.stop)
+            run.saves.last = -1
+            _failed(run, error, may_fail=may_fail or run.cfg.save.on_error is not SaveFailure.stop)
             return
-    _tell(parts, unfinished.step if step is None else step, result)
+    _tell(run, unfinished.step if step is None else step, result)
 
 
-def client_state(parts: Parts, progress: Progress) -> dict[str, Any]:
+def client_state(run: Run, progress: Progress) -> dict[str, Any]:
     """What is kept of a run beside the engine's state; plain JSON data. Collective."""
     return {
         **asdict(progress),
-        "losses": parts.losses.state(),
-        "data": parts.batches.state(),
-        "data_key": parts.data_key,
-        "wandb_run_id": parts.tracker.wandb_run_id,
+        "losses": run.losses.state(),
+        "data": run.batches.state(),
+        "data_key": run.data_key,
+        "wandb_run_id": run.tracker.wandb_run_id,
     }
 
 
-def _failed(parts: Parts, error: SaveError, *, may_fail: bool) -> None:
+def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
     if not may_fail:
         raise error
     goes_on = (
-        ". Training goes on (save.on_error=continue)" if parts.cfg.save.on_error is not SaveFailure.stop else ""
+        ". Training goes on (save.on_error=continue)" if run.cfg.save.on_error is not SaveFailure.stop else ""
     )
-    parts.console.warning(f"{error}{goes_on}")
+    run.console.warning(f"{error}{goes_on}")
 
 
-def _tell(parts: Parts, step: int, result: SaveResult) -> None:
+def _tell(run: Run, step: int, result: SaveResult) -> None:
     """A row of the record, of step `step`, and a line on the terminal. One small collective."""
-    times = {"time/save_s": result.seconds, "time/save_stall_s": result.stall_s}
-    parts.tracker.log(step, distributed.max_min(times, parts.world.device))
+    times = {SAVE_S: result.seconds, SAVE_STALL_S: result.stall_s}
+    run.tracker.log(step, distributed.max_min(times, run.world.device))
     waited = f", {result.stall_s:.1f} s of them waited for" if result.stall_s < result.seconds else ""
-    parts.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")
+    run.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")
 
 
-if TYPE_CHECKING:
-    from remat.training.run import Progress
 FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, where no saved state is looked for
 
 
-def prepare(parts: Parts) -> None:
-    """Whether this launch rehearses. What one that was killed has left is removed."""
-    parts.to_rehearse = rehearses(parts.cfg, parts.strategy)
-    _clean(parts)
+def prepare(run: Run, step: int) -> None:
+    """Before the first step: note the state that a resumed run, at `step`, goes on from; plan the trial save.
+
+    What a killed launch left of its own trial is removed.
+    """
+    run.saves.last = step if run.resumed else -1
+    run.saves.trial_due = makes_trial_save(run.cfg, run.strategy)
+    _clean(run)
 
 
-def rehearse(parts: Parts, progress: Progress) -> None:
+def make_trial_save(run: Run, progress: Progress) -> None:
     """Save, export, read both back, remove them: out of the step time, and without a trace in training.
 
     Raises SaveError on every rank with what did not come back.
     """
-    parts.to_rehearse = False
+    run.saves.trial_due = False
     started = time.monotonic()
-    parts.console.progress(progress.step, parts.cfg.train.steps, doing="rehearsing the save and the export")
-    with parts.window.excluded():
+    run.console.progress(progress.step, run.cfg.train.steps, doing="rehearsing the save and the export")
+    with run.window.excluded():
         try:
-            sizes = _rehearse(parts, progress)
+            sizes = _save_and_read_back(run, progress)
         except (SaveError, ConfigError) as error:
             raise SaveError(
                 f"rehearsal after step {progress.step}: {error}. The run would have lost its work to this later: mend "
                 "it and start again, or go on without the rehearsal with save.rehearse=false"
             ) from error
         finally:
-            _clean(parts)
-    parts.take_memory_peaks()
+            _clean(run)
+    run.take_memory_peaks()
     seconds = time.monotonic() - started
-    parts.tracker.log(progress.step, distributed.max_min({"time/rehearsal_s": seconds}, parts.world.device))
-    parts.console.note(f"rehearsed: {sizes}, read back and the same ({seconds:.1f} s)")
+    run.tracker.log(progress.step, distributed.max_min({TRIAL_SAVE_S: seconds}, run.world.device))
+    run.console.note(f"rehearsed: {sizes}, read back and the same ({seconds:.1f} s)")
 
 
-def _clean(parts: Parts) -> None:
-    if parts.world.is_main:
-        manifest.remove(parts.folder / FOLDER)
+def _clean(run: Run) -> None:
+    if run.world.is_main:
+        manifest.remove(run.folder / FOLDER)
 
 
-def _rehearse(parts: Parts, progress: Progress) -> str:
+def _save_and_read_back(run: Run, progress: Progress) -> str:
     """What was saved and exported, in words."""
-    folder, size, step = parts.folder / FOLDER, parts.cfg.save.max_shard_size, progress.step
-    parts.watchdog.enter("save", step)
-    with out_of_memory.named("save", parts.plan):
-        state = client_state(parts, progress)
-        saved = save.save(parts.engine, folder, step=step, client_state=state, keep=1)
-    parts.watchdog.enter("export", step)
-    with out_of_memory.named("export", parts.plan):
-        exported = export.export(
-            parts.engine, folder / "export", tokenizer=parts.tokenizer, max_shard_size=size
-        )
-    parts.watchdog.enter("load", step)
-    found = load.find_newest(folder, lambda: parts.watchdog.enter("load", step))  # reads and hashes every file
+    folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
+    run.watchdog.enter("save", step)
+    with out_of_memory.named("save", run.plan):
+        state = client_state(run, progress)
+        saved = save.save(run.engine, folder, step=step, client_state=state, keep=1)
+    run.watchdog.enter("export", step)
+    with out_of_memory.named("export", run.plan):
+        exported = export.export(run.engine, folder / "export", tokenizer=run.tokenizer, max_shard_size=size)
+    run.watchdog.enter("load", step)
+    found = load.find_newest(folder, lambda: run.watchdog.enter("load", step))  # reads and hashes every file
     if found.state is None or found.notes:
         raise SaveError(f"the saved state is not whole: {'; '.join(found.notes)}")
-    parts.watchdog.enter("load", step)
+    run.watchdog.enter("load", step)
     problem, error = None, None
     try:
-        problem = read_back.problem(
-            parts.engine.module,
+        problem = read_back.verify_export(
+            run.engine.module,
             exported.path,
             saved.path,
-            parts.folder,
+            run.folder,
             max_shard_size=size,
-            part=parts.world.rank,
-            parts=parts.world.size,
+            part=run.world.rank,
+            parts=run.world.size,
         )
     except Exception as caught:
         error = caught

@@ -22,32 +22,32 @@ RANK_BITS = 20
 TIME_IS_OVER, FILE_IS_THERE, SIGNAL = 1, 2, 16  # codes; a signal's is SIGNAL + its number
 
 
-class Stop:
-    """`ask` and `answer` come in pairs, the same number of times on every rank. Rank 0 watches file and clock.
+class StopVote:
+    """`start` and `finish` come in pairs, the same number of times on every rank. Rank 0 watches file and clock.
 
     `age_s`: seconds since the launch, which count towards `max_minutes` (0: no limit).
     """
 
     def __init__(self, world: World, folder: Path, *, max_minutes: float, age_s: float) -> None:
-        self.why: str | None = None  # set once all ranks agreed to stop
-        self.flushed = 0  # background saves that no rank is still flushing, as far as was asked
+        self.reason: str | None = None  # set once all ranks agreed to stop
+        self.flushed = 0  # background saves flushed on every rank, as of the last vote
         self._world, self._folder = world, folder
         self._max_minutes = max_minutes
         self._ends_at = time.monotonic() + 60 * max_minutes - age_s if max_minutes else float("inf")
         self._group = distributed.cpu_group() if world.size > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    def ask(self, *, flushed: int = 0) -> None:
-        """Begin to agree. Returns at once. `flushed`: the background saves that this rank has done its part of."""
-        if self.why is not None or self._pending is not None:
+    def start(self, *, flushed: int = 0) -> None:
+        """Start a vote; returns at once. `flushed`: background saves of which this rank has flushed its part."""
+        if self.reason is not None or self._pending is not None:
             return
         code = self._own()
         words = torch.tensor([code << RANK_BITS | self._world.rank, -code, -flushed])
         work = dist.all_reduce(words, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
         self._pending = words, work
 
-    def answer(self) -> bool:
-        """Whether to stop, as of the last `ask`: the same on every rank."""
+    def finish(self) -> bool:
+        """Wait for the vote and return whether to stop: the same on every rank."""
         if self._pending is not None:
             words, work = self._pending
             self._pending = None
@@ -56,16 +56,16 @@ class Stop:
             most, least, behind = words.tolist()
             self.flushed = max(self.flushed, -behind)
             if most >> RANK_BITS:
-                self.why = self._in_words(most >> RANK_BITS, most % (1 << RANK_BITS), -least)
-        return self.why is not None
+                self.reason = self._in_words(most >> RANK_BITS, most % (1 << RANK_BITS), -least)
+        return self.reason is not None
 
-    def now(self) -> bool:
-        """Ask and answer."""
-        self.ask()
-        return self.answer()
+    def poll(self) -> bool:
+        """Start a vote and finish it."""
+        self.start()
+        return self.finish()
 
-    def obeyed(self) -> None:
-        """The request is done with: the file is removed, signals are forgotten."""
+    def clear(self) -> None:
+        """Forget the request: remove the file, forget the signals."""
         signals.forget()
         if self._world.is_main:
             (self._folder / FILE).unlink(missing_ok=True)

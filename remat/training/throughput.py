@@ -15,6 +15,17 @@ from time import perf_counter
 import torch
 from torch.profiler import record_function
 
+from remat.config.metrics import (
+    HFU,
+    MFU,
+    STEP_S,
+    TFLOPS_PER_GPU,
+    TIME,
+    TOKENS_PER_S,
+    TOKENS_PER_S_PER_GPU,
+    TRAINED_TOKENS_PER_S,
+)
+
 PHASES = ("data", "forward", "backward", "optimizer")
 MAX_PAIRS = 4096  # CUDA event pairs held between rows; beyond it, finished ones are read early
 
@@ -158,17 +169,17 @@ class Window:
             return {}
         tokens_per_s = totals.seen / totals.wall_s
         per_gpu = tokens_per_s / self._world_size
-        figures = {"time/step_s": totals.wall_s / totals.steps}
-        figures |= {f"time/{name}": seconds / totals.steps for name, seconds in asdict(totals.phases).items()}
-        figures["throughput/tokens_per_s"] = tokens_per_s
-        figures["throughput/tokens_per_s_per_gpu"] = per_gpu
-        figures["throughput/trained_tokens_per_s"] = float(totals.trained / totals.wall_s)
+        figures = {STEP_S: totals.wall_s / totals.steps}
+        figures |= {f"{TIME}{name}": seconds / totals.steps for name, seconds in asdict(totals.phases).items()}
+        figures[TOKENS_PER_S] = tokens_per_s
+        figures[TOKENS_PER_S_PER_GPU] = per_gpu
+        figures[TRAINED_TOKENS_PER_S] = float(totals.trained / totals.wall_s)
         if self._model_flops:
-            figures["throughput/tflops_per_gpu"] = self._model_flops * per_gpu / 1e12
+            figures[TFLOPS_PER_GPU] = self._model_flops * per_gpu / 1e12
         if self._model_flops and self._peak_tflops:
-            figures["throughput/mfu"] = figures["throughput/tflops_per_gpu"] / self._peak_tflops
+            figures[MFU] = figures[TFLOPS_PER_GPU] / self._peak_tflops
         if self._peak_tflops and self._hardware_flops:
-            figures["throughput/hfu"] = self._hardware_flops * per_gpu / 1e12 / self._peak_tflops
+            figures[HFU] = self._hardware_flops * per_gpu / 1e12 / self._peak_tflops
         return figures
 
 

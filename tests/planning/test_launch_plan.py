@@ -17,6 +17,7 @@ from remat.planning import launch_plan, strategy
 from remat.planning.plan import Planned
 from remat.report import run_report
 from remat.training import ledger
+from remat.training.proof import FirstStep
 
 SMALL = ["train.seq_len=32", "train.micro_batch_size=1", "train.global_batch_size=1"]
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
@@ -26,7 +27,7 @@ def launched(tmp_path: Path) -> tuple[launch_plan.LaunchPlan, list[str]]:
     cfg = compose.compose_run([*SMALL, f"output_dir={tmp_path}"]).run
     warnings: list[str] = []
     decided = strategy.decide(cfg, world_size=1, can_pin=False)
-    return launch_plan.make(cfg, decided, WORLD, words=SMALL, warn=warnings.append), warnings
+    return launch_plan.plan_launch(cfg, decided, WORLD, words=SMALL, warn=warnings.append), warnings
 
 
 def test_a_launch_with_a_plan_warns_of_nothing(tmp_path: Path) -> None:
@@ -52,10 +53,10 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     assert len(warnings) == 1 and warnings[0].startswith(f"no plan: {reason}. The run starts without one")
     assert plan.line() == f"no plan: {reason}"
     assert plan.record()["planned"] is None and plan.record()["reason"] == reason
-    parts: Any = SimpleNamespace(plan=plan, watch=None, applied=SimpleNamespace(decisions=[]))
-    rows = ledger._times(parts, {"time/step_s": 1.0})
+    run: Any = SimpleNamespace(plan=plan, applied=SimpleNamespace(decisions=[]))
+    rows = ledger._times(run, {"time/step_s": 1.0})
     assert all(f"no plan: {reason}" in row.how and row.planned is None for row in rows)
-    found = ledger.record(parts, rows, finished=True)
+    found = ledger.record(run, FirstStep(), rows, finished=True)
     (tmp_path / "ledger.json").write_text(json.dumps(found))
     table = run_report._ledger_table(tmp_path)
     assert table is not None and table.note == f"no plan: {reason}"

@@ -293,7 +293,7 @@ from remat.model import loss, hf_model
 from remat.activation_checkpointing import apply, policy
 from remat.model import layers
 from remat.activation_checkpointing.mechanisms.counters import Scope
-from remat.activation_checkpointing.op_tracer import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import LossKind
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import ZeroSettings

@@ -60,7 +60,7 @@ def test_a_sweep_is_its_single_plans_and_a_refused_point_a_row() -> None:
     }
     for point in points:
         if point.planned is None:
-            assert not point.on_front
+            assert not point.on_pareto_front
             continue
         mine = costs[point.overrides]
         better = [
@@ -68,7 +68,7 @@ def test_a_sweep_is_its_single_plans_and_a_refused_point_a_row() -> None:
             for other in costs.values()
             if other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
         ]
-        assert point.on_front == (not better)
+        assert point.on_pareto_front == (not better)
 
 
 def test_all_refused_is_an_error() -> None:

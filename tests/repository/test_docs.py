@@ -73,3 +73,13 @@ def test_the_cost_of_the_loop_is_what_was_measured() -> None:
     bare = result["ratio"]["remat/bare"]
     assert f"from {bare['lowest']:.2f} to {bare['highest']:.2f}" in " ".join(readme.split())
     assert f"commit {result['environment']['commit']}" in " ".join(page.split())
+
+
+def test_every_file_that_contributing_names_is_there() -> None:
+    """Paths without a first folder are of the package."""
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w./]+\.py)`", text))
+    assert len(named) > 15
+    places = ("", "remat", "remat/activation_checkpointing")
+    lost = [name for name in named if not any((DOCS.parent / place / name).exists() for place in places)]
+    assert not [name for name in lost if name != "utils.py"]

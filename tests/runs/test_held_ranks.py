@@ -52,9 +52,9 @@ def both(strategy: str, precision: Precision) -> tuple[dict[str, int], dict[str,
     )
     ids = torch.arange(32).view(1, 32)
     engine.backward(engine(input_ids=ids, use_cache=False).logits.float().sum())
-    found = engine_memory.after_backward(engine)
+    found = engine_memory.measure_after_backward(engine)
     engine.step()
-    found |= engine_memory.after_step(engine)
+    found |= engine_memory.measure_after_step(engine)
     engine.destroy()
     items = model_states.model_states(
         num_params=sum(sizes),
@@ -88,4 +88,4 @@ def test_held_bytes_are_planned_bytes(strategy: str, precision: Precision, two_r
 
 def test_the_largest_of_each_rank() -> None:
     ranks = [{"weights": {"cpu": 3}}, {"weights": {"cpu": 2, "cuda": 5}, "gradients": {"cpu": 1}}]
-    assert engine_memory.largest(ranks) == {"weights": {"cpu": 3, "cuda": 5}, "gradients": {"cpu": 1}}
+    assert engine_memory.take_largest(ranks) == {"weights": {"cpu": 3, "cuda": 5}, "gradients": {"cpu": 1}}

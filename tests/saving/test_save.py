@@ -185,7 +185,7 @@ def test_a_kill_while_a_state_is_replaced_loses_nothing(
     assert manifest.verify(tmp_path / "saved" / "step-000001") == []
 
 
-def begin(run: Path, step: int, *, keep: int = 5) -> saving.Unfinished:
+def begin(run: Path, step: int, *, keep: int = 5) -> saving.PendingSave:
     started = saving.begin(Engine(), run, step=step, client_state={"step": step}, keep=keep)
     started.in_background()
     return started
@@ -415,7 +415,7 @@ def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatc
             end.put(None)
         return []
 
-    original, number = saving.wait, 0
+    original, number = load.wait, 0
 
     def wait(checks: Any, timeout: float) -> Any:
         nonlocal number

@@ -377,7 +377,7 @@ def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
     def found() -> str | None:
         rank, ranks = manifest.place()
         settings: dict[str, Any] = {"max_shard_size": max_shard_size, "part": rank, "parts": ranks}
-        text = read_back.problem(target.module, folder / "own", state, folder / "run", **settings)
+        text = read_back.verify_export(target.module, folder / "own", state, folder / "run", **settings)
         return next((text for text in distributed.gather(text) if text is not None), None)
 
     file = next(path for path in (folder / "own").glob("*.safetensors") if NORM in _keys(path))

@@ -17,7 +17,7 @@ from tests.support import many_runs  # noqa: I001 (first: it settles what this r
 
 from remat.training import build as setup
 from remat.report import tracking
-from remat.training.run import Parts
+from remat.training.run import Run
 
 
 class Wandb:
@@ -51,7 +51,7 @@ class Wandb:
     def teardown(self, exit_code: int) -> None: ...
 
 
-def build(cfg: Any, *more: Any) -> Parts:
+def build(cfg: Any, *more: Any) -> Run:
     fault, _, call = cfg.name.partition("-")
     sys.modules["wandb"] = Wandb(fault, call)  # type: ignore[assignment]
     return built(cfg, *more)

@@ -33,14 +33,14 @@ def bare_layers() -> None:
 def whole_parameters() -> None:
     from remat.training import engine_memory
 
-    inspect = engine_memory.find_placement
+    inspect = engine_memory.shard_placement
 
     def inspected(engine: Any) -> dict[str, Any]:
         found = inspect(engine)
         found["parameters"]["sharded"] = 0
         return found
 
-    engine_memory.find_placement = inspected
+    engine_memory.shard_placement = inspected
 
 
 def main(argv: list[str]) -> int:

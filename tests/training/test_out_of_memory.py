@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.config.units import GIB
 from remat.planning.launch_plan import LaunchPlan
+from remat.planning.plan import Resource
+from remat.planning.simulation.types import Moment, Phase
 from remat.training import out_of_memory
 from remat.training.out_of_memory import Measured, OutOfMemory
 
@@ -20,17 +23,19 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 def plan(**changes: Any) -> LaunchPlan:
-    planned = {
-        "world_size": 8,
-        "gpu_allocated_peak_bytes": 60 * GIB,
-        "peak": {"phase": "backward", "layer": 17, "operation": "mm.default"},
-        "host_bytes_per_rank": {"moments": 20 * GIB},
-        "pinned_bytes_per_rank": {"gradients": 4 * GIB},
-        "resources": [
-            {"name": "GPU memory", "needed_bytes": 65 * GIB, "found_bytes": 79 * GIB, "fits": True},
-            {"name": "host memory per node", "needed_bytes": 200 * GIB, "found_bytes": 500 * GIB, "fits": True},
-        ],
-    }
+    planned = SimpleNamespace(
+        world_size=8,
+        plan=SimpleNamespace(
+            peak_bytes=60 * GIB,
+            peak=Moment(60 * GIB, {}, Phase.backward, 17, "mm.default"),
+            host={"moments": 20 * GIB},
+            pinned={"gradients": 4 * GIB},
+            resources=[
+                Resource("GPU memory", 65 * GIB, 79 * GIB),
+                Resource("host memory per node", 200 * GIB, 500 * GIB),
+            ],
+        ),
+    )
     values: dict[str, Any] = {
         "device": "cuda",
         "planned": planned,

@@ -14,7 +14,7 @@ import torch
 
 from remat.machine import signals
 from remat.machine.distributed import World
-from remat.training.stopping import Stop
+from remat.training.stopping import StopVote
 from tests.support.pool import free_port
 
 NOTED = """
@@ -77,43 +77,43 @@ def caught() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
-def stop(folder: Path, *, max_minutes: float = 0.0, age_s: float = 0.0) -> Stop:
+def stop(folder: Path, *, max_minutes: float = 0.0, age_s: float = 0.0) -> StopVote:
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    return Stop(world, folder, max_minutes=max_minutes, age_s=age_s)
+    return StopVote(world, folder, max_minutes=max_minutes, age_s=age_s)
 
 
 def test_a_signal_is_obeyed_from_the_next_question_on(tmp_path: Path, caught: None) -> None:
     asked = stop(tmp_path)
-    asked.ask()
+    asked.start()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert not asked.answer() and asked.why is None
-    assert asked.now() and asked.why == "SIGUSR1"
-    asked.obeyed()
-    assert not stop(tmp_path).now()
+    assert not asked.finish() and asked.reason is None
+    assert asked.poll() and asked.reason == "SIGUSR1"
+    asked.clear()
+    assert not stop(tmp_path).poll()
 
 
 def test_what_is_flushed_is_agreed_on_beside_it(tmp_path: Path) -> None:
     asked = stop(tmp_path)
     for flushed, agreed in ((0, 0), (1, 1)):
-        asked.ask(flushed=flushed)
-        asked.answer()
+        asked.start(flushed=flushed)
+        asked.finish()
         assert asked.flushed == agreed
-    assert not asked.now() and asked.flushed == 1  # a question about stops alone takes nothing back
+    assert not asked.poll() and asked.flushed == 1  # a question about stops alone takes nothing back
 
 
 def test_a_stop_file_is_obeyed_and_removed(tmp_path: Path) -> None:
     asked = stop(tmp_path)
-    assert not asked.now()
+    assert not asked.poll()
     (tmp_path / "stop").touch()
-    assert asked.now() and asked.why == str(tmp_path / "stop")
-    asked.obeyed()
+    assert asked.poll() and asked.reason == str(tmp_path / "stop")
+    asked.clear()
     assert not (tmp_path / "stop").exists()
 
 
 def test_the_minutes_count_from_the_launch(tmp_path: Path) -> None:
-    assert not stop(tmp_path, max_minutes=60, age_s=3000).now()
+    assert not stop(tmp_path, max_minutes=60, age_s=3000).poll()
     late = stop(tmp_path, max_minutes=60, age_s=3600)
-    assert late.now() and late.why == "train.max_minutes=60"
+    assert late.poll() and late.reason == "train.max_minutes=60"
 
 
 RING = """

@@ -1,0 +1,52 @@
+"""Every metric of a run, by the name under which it is logged. Writers and readers import the names from here.
+
+Of a metric that each rank measures, the name is that of the highest rank; `lowest` names the lowest one.
+"""
+
+from __future__ import annotations
+
+StepMetrics = dict[str, float]  # a row of metrics.jsonl, and what W&B is sent for a step
+
+LOSS_TRAIN = "loss/train"  # mean per trained token since the last row
+LOSS_EVAL = "loss/eval"  # mean per trained token of the held-out blocks
+
+LEARNING_RATE = "optim/lr"
+GRAD_NORM = "optim/grad_norm"  # before clipping
+LOSS_SCALE = "optim/loss_scale"  # fp16 only
+SKIPPED_STEPS = "optim/skipped_steps"  # since the start of training
+
+TOKENS_SEEN = "tokens/seen"  # since the start of training
+TOKENS_TRAINED = "tokens/trained"  # of those seen, the ones that carry the loss
+
+STEP_S = "time/step_s"  # mean of the steps since the last row
+SAVE_S = "time/save_s"
+SAVE_STALL_S = "time/save_stall_s"  # for which training waited
+TRIAL_SAVE_S = "time/rehearsal_s"
+
+TOKENS_PER_S = "throughput/tokens_per_s"
+TRAINED_TOKENS_PER_S = "throughput/trained_tokens_per_s"
+TOKENS_PER_S_PER_GPU = "throughput/tokens_per_s_per_gpu"
+TFLOPS_PER_GPU = "throughput/tflops_per_gpu"  # model FLOPs, without recomputation
+MFU = "throughput/mfu"  # model FLOPs of the GPU's peak
+HFU = "throughput/hfu"  # with what is recomputed
+
+GPU_ALLOCATED_PEAK_GIB = "memory/gpu_allocated_peak_gib"  # torch.cuda.max_memory_allocated
+GPU_RESERVED_PEAK_GIB = "memory/gpu_reserved_peak_gib"
+GPU_ALLOC_RETRIES = "memory/gpu_alloc_retries"
+HOST_RSS_GIB = "memory/host_rss_gib"
+HOST_RSS_PEAK_GIB = "memory/host_rss_peak_gib"
+HOST_PINNED_GIB = "memory/host_pinned_gib"
+HOST_AVAILABLE_GIB = "memory/host_available_gib"
+PLANNED_GPU_PEAK_GIB = "plan/gpu_peak_gib"
+
+TIME, THROUGHPUT = "time/", "throughput/"  # what the names of their kind begin with
+
+
+def phase_s(phase: str) -> str:
+    """Name the mean seconds of a phase of the step: `time/forward_s`."""
+    return f"{TIME}{phase}_s"
+
+
+def lowest(name: str) -> str:
+    """Name the figure of the lowest rank."""
+    return f"{name}_min"
