@@ -33,7 +33,7 @@ from remat.model.layers import Stacks, find_stacks
 
 @dataclass
 class Applied:
-    """A plan in place, with what it counts per layer since the last `reset`. `remove()` leaves the model as it was."""
+    """A plan in place, and what each layer has done since the last `reset`. `remove()` leaves the model as it was."""
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
@@ -51,7 +51,7 @@ class Applied:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward and its backward.
+        """Wrap one forward and its backward.
 
         Raises NotInEffect when torch finds that a recomputation is not the forward that it repeats.
         """
@@ -70,7 +70,7 @@ class Applied:
             ) from error
 
     def watch(self, device: torch.device) -> OpTracer:
-        """Counts bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
+        """Make what traces bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
         return OpTracer(
             self.scope,
             device,
@@ -82,7 +82,7 @@ class Applied:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Around one forward and its backward: what `Recorder.replay` needs is noted."""
+        """Wrap one forward and its backward, and note what `Recorder.replay` needs."""
         assert self.model is not None or not self.decisions
         rounded = self.offload is not None and self.offload.cfg.dtype is not StorageDtype.same
         self.recorder = recorder = Recorder(
@@ -140,7 +140,7 @@ def apply(
 def _refuse_shared_weights(
     model: nn.Module, layers: Sequence[nn.Module], decisions: Sequence[LayerDecision]
 ) -> None:
-    """A trained weight of a reentrant region that something else uses as well gets its gradient in parts."""
+    """Raise ConfigError for a trained weight that a reentrant region shares: its gradient would come in parts."""
     if not any(decision.reentrant for decision in decisions):
         return
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -174,7 +174,7 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
 
     @contextmanager
     def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """One run of the layer, its first or a later one."""
+        """Wrap one run of the layer, its first or a later one."""
         recorder = applied.recorder
         noted: AbstractContextManager[None] = nullcontext()
         if recorder is not None:
@@ -236,7 +236,7 @@ def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
 
 
 def _let_embeddings_carry_gradient(model: nn.Module, cleanup: ExitStack) -> None:
-    """The reentrant variant needs an input that requires grad; a frozen embedding (LoRA) gives none."""
+    """Make a frozen embedding (LoRA) return a tensor that requires grad: the reentrant variant needs one."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
 
     def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:

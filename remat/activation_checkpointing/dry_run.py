@@ -34,7 +34,7 @@ def choose(
     around: Around = nullcontext,
     has_gpu: bool = True,
 ) -> tuple[list[LayerDecision], str]:
-    """The decision for each layer of `model` (on the meta device), and why they are not the usual ones.
+    """Decide for each layer of `model` (on the meta device). Returns also why the decisions are not the usual ones.
 
     `stacks`: how many layers each of its stacks has; `around` is entered around a forward, to answer what a model asks
     of values that it has not. Without a GPU it tells which operations a CPU runs.
@@ -68,7 +68,7 @@ def _problem(
     around: Around,
     examine: Callable[[Sequence[LayerCounters]], str] = lambda _: "",
 ) -> tuple[str, bool]:
-    """Why a forward is refused (empty: it is not), and whether it could be tried at all.
+    """Try a forward. Returns why it is refused (empty: it is not), and whether it could be tried at all.
 
     `examine` tells what is wrong with the counts of a forward that went through.
     """
@@ -95,7 +95,7 @@ def _problem(
 
 
 def _runs(model: Any, around: Around) -> bool:
-    """Whether the model runs without storage when nothing is done to it."""
+    """Return whether the model runs without storage when nothing is done to it."""
     try:
         with around():
             model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)

@@ -31,7 +31,7 @@ Phase = str  # "forward", "recompute", "backward"
 
 
 class OpTracer(TorchDispatchMode):
-    """`with Watch(scope, device) as watch: forward; watch.forward_done(); backward`.
+    """`with OpTracer(scope, device) as tracer: forward; tracer.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
@@ -134,7 +134,7 @@ class OpTracer(TorchDispatchMode):
         self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
 
     def _count_moved(self, offload: HostOffload) -> None:
-        """What was moved to the host and is on the device all the same, without need."""
+        """Count what was moved to the host and is on the device all the same, without need."""
         if any(offload.still_on_device()):
             gc.collect()  # a model's reference cycle holds a tensor until Python comes to it
         for layer, storage, nbytes in offload.still_on_device():
@@ -152,7 +152,7 @@ class OpTracer(TorchDispatchMode):
         self._in_region -= {operators.storage(tensor) for tensor in results}
 
     def recomputed_share(self) -> float:
-        """Of the layers' forward FLOPs, the share that ran again."""
+        """Return the share of the layers' forward FLOPs that ran again."""
         forward, again = (
             sum(flops for layer, flops in self.flops[phase].items() if layer != OUTSIDE)
             for phase in ("forward", "recompute")
@@ -160,7 +160,7 @@ class OpTracer(TorchDispatchMode):
         return again / forward if forward else 0.0
 
     def total_flops(self, phase: Phase) -> int:
-        """Matrix products and attention, 2 per multiply-add, over the whole model."""
+        """Sum matrix products and attention over the whole model, 2 per multiply-add."""
         return sum(self.flops[phase].values())
 
     def _phase(self) -> Phase:
@@ -205,7 +205,9 @@ class OpTracer(TorchDispatchMode):
 
 
 class Calls:
-    """Counts while it is entered. Hooks on modules, none of which is left behind."""
+    """Which layers a model calls, and which memory it hands to them and takes from them.
+
+    Counts while it is entered, by hooks on modules, none of which is left behind."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
@@ -231,14 +233,14 @@ class Calls:
         self._hooks.close()
 
     def is_shared(self, storage: int, layer: int) -> bool:
-        """Whether another layer than `layer` was given this memory beside its hidden state: shared K/V, for one."""
+        """Return whether another layer was given this memory beside its hidden state: shared K/V, for one."""
         return bool(self._beside.get(storage, set()) - {layer})
 
     def is_hidden_state(self, storage: int) -> bool:
         return storage in self._hidden
 
     def must_stay(self, storage: int, moving: set[int]) -> bool:
-        """Whether the model itself needs this memory when all that the layers `moving` keep has been moved away.
+        """Return whether the model itself needs this memory once all that the layers `moving` keep has been moved.
 
         That is the case for what it gives to a layer that moves nothing, for what it gives to layers beside their
         hidden state, and for the output of the last layer.
@@ -273,7 +275,7 @@ class Calls:
 
 
 def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
-    """All tensors in `tree`, also in objects of a model's own classes (a cache, say)."""
+    """Yield all tensors in `tree`, also those in objects of a model's own classes (a cache, say)."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -287,7 +289,7 @@ def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
 
 
 def _given_hidden_state(args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """transformers' layers take it first, or by this name."""
+    """Return the hidden state: transformers' layers take it first, or by this name."""
     first = args[0] if args else kwargs.get("hidden_states")
     return next(tensors_in(first), None)
 

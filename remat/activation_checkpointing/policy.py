@@ -77,7 +77,7 @@ def plan(
     stacks: Sequence[int] = (),
     reentrant_segments: bool = True,
 ) -> list[LayerDecision]:
-    """The decision for each of `num_layers` layers, first to last.
+    """Decide for each of `num_layers` layers, first to last.
 
     `stacks`: how many of them each stack of the model has, where there are several: no segment crosses from one into
     the next. `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises
@@ -108,7 +108,7 @@ def plan(
 
 
 def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
-    """DeepSpeed's function needs its process group; on meta tensors the reentrant variant, which it is, stands in."""
+    """Replace DeepSpeed's function, which needs a process group, by torch's reentrant variant: for meta tensors."""
     return [
         replace(d, mechanism=recompute.MECHANISM, reentrant=True) if d.mechanism == deepspeed.MECHANISM else d
         for d in decisions
@@ -116,23 +116,25 @@ def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
 
 
 def policies(cfg: CheckpointingConfig) -> set[Policy]:
-    """Every policy that some layer may have."""
+    """Return every policy that some layer may have."""
     return {cfg.policy, *cfg.layers.values()}
 
 
 def needs_layers(cfg: CheckpointingConfig) -> bool:
-    """False when nothing is asked of the model: no recomputation, no offload."""
+    """Return whether any layer is recomputed or offloaded."""
     return policies(cfg) != {Policy.none} or cfg.offload.enabled
 
 
 def sqrt_segment(num_layers: int) -> int:
-    """Layers per segment of sqrt: round(sqrt(L)) segments (Chen et al. 2016, Training Deep Nets with Sublinear Memory
-    Cost)."""
+    """Return the layers per segment of sqrt, which makes round(sqrt(L)) segments.
+
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
+    """
     return math.ceil(num_layers / max(1, round(math.sqrt(num_layers))))
 
 
 def period(cfg: CheckpointingConfig, num_layers: int) -> int:
-    """Layers after which the policy begins again. `block` differs only in its first ones."""
+    """Return after how many layers the policy begins again. `block` differs only in its first ones."""
     if cfg.policy is Policy.sqrt:
         return sqrt_segment(num_layers)
     option = RULES[cfg.policy].layers_option
@@ -140,7 +142,7 @@ def period(cfg: CheckpointingConfig, num_layers: int) -> int:
 
 
 def size_problems(cfg: CheckpointingConfig, num_layers: int, stacks: Sequence[int]) -> list[str]:
-    """Why a number of layers in the options does not fit the model; a segment lies within one of its `stacks`."""
+    """Tell which numbers of layers in the options exceed the model; a segment lies within one of its `stacks`."""
     longest = max(stacks, default=num_layers)
     found = []
     for policy in sorted(policies(cfg), key=list(Policy).index):
@@ -158,7 +160,7 @@ def size_problems(cfg: CheckpointingConfig, num_layers: int, stacks: Sequence[in
 
 
 def range_problems(cfg: CheckpointingConfig, num_layers: int) -> list[str]:
-    """Why `checkpointing.layers` does not fit a model of `num_layers` layers; each names the range."""
+    """Tell why `checkpointing.layers` does not fit a model of `num_layers` layers; each text names the range."""
     found: list[str] = []
     taken: dict[int, object] = {}
     for key in cfg.layers:
@@ -179,7 +181,7 @@ def range_problems(cfg: CheckpointingConfig, num_layers: int) -> list[str]:
 
 
 def describe(decisions: list[LayerDecision]) -> str:
-    """The decisions in words for the run's header: `full: layers 0-31, offloaded 0-30`."""
+    """Put the decisions in words for the run's header: `full (32 of 32 layers recomputed whole)`."""
     if not decisions:
         return "none (every activation is kept)"
     by_policy: dict[Policy, list[int]] = {}
@@ -215,7 +217,7 @@ def _range(key: object) -> tuple[int, int] | None:
 
 
 def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, int, int]]:
-    """Consecutive layers that one range, or the default (None), speaks of."""
+    """Yield consecutive layers that one range, or the default (None), decides over."""
     owner: list[object] = [None] * num_layers
     for key in cfg.layers:
         first, last = _range(key) or (0, -1)
@@ -228,7 +230,7 @@ def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, i
 
 
 def _cut(first: int, last: int, stacks: Sequence[int], size_of: Callable[[int], int]) -> Iterator[Part]:
-    """Segments of the layers `first` to `last`; none crosses from one stack into the next."""
+    """Cut the layers `first` to `last` into segments; none crosses from one stack into the next."""
     borders = [border for border in itertools.accumulate(stacks) if first < border <= last]
     for begin, behind in itertools.pairwise([first, *borders, last + 1]):
         size = size_of(behind - begin)

@@ -17,7 +17,7 @@ RANDOM_FIELDS = ("drop", "jitter_noise")  # of a transformers config: what draws
 
 
 def problems(cfg: CheckpointingConfig, layers: Sequence[nn.Module], setting: Setting) -> list[str]:
-    """Why `cfg` cannot work on a model with these decoder layers (of any device, also meta)."""
+    """Tell why `cfg` cannot work on a model with these decoder layers (of any device, also meta)."""
     found = policy.range_problems(cfg, len(layers))
     fitting = replace(cfg, layers={}) if found else cfg
     decisions = policy.plan(fitting, len(layers), stacks=setting.stacks)
@@ -35,7 +35,7 @@ def problems(cfg: CheckpointingConfig, layers: Sequence[nn.Module], setting: Set
 
 
 def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
-    """Why layers that are skipped at random cannot be trained on several ranks, whatever the policy."""
+    """Tell why layers that are skipped at random cannot be trained on several ranks, whatever the policy."""
     if not layerdrop or world_size == 1:
         return []
     return [
@@ -45,7 +45,7 @@ def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
 
 
 def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, mechanism: Mechanism) -> list[str]:
-    """What `layer` lacks of what `mechanism` needs; no weight is read. Each names option and remedy."""
+    """Tell what `layer` lacks of what `mechanism` needs. No weight is read; each text names option and remedy."""
     found = []
     for need in mechanism.needs(cfg):
         try:
@@ -58,7 +58,7 @@ def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, mechanism: Mechani
 def _missing(
     cfg: CheckpointingConfig, decisions: Sequence[policy.LayerDecision], layers: Sequence[nn.Module]
 ) -> list[str]:
-    """Layers of one model may differ (dense and sparse ones): each is asked for what its own policy needs."""
+    """Ask each layer for what its own policy needs: layers of one model may differ (dense and sparse ones)."""
     by_text: dict[str, list[int]] = {}
     for index, (decision, layer) in enumerate(zip(decisions, layers, strict=True)):
         for text in missing_parts(layer, cfg, decision.mechanism):

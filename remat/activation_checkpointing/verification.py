@@ -1,4 +1,4 @@
-"""What the first step shows of each layer, held against what its policy promised."""
+"""Hold what the first step showed of each layer against what its policy promised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remat.config.units import MIB
 
 
 def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
-    """One row per layer, for proof.json. Counts are of the first step, bytes of its first micro-batch."""
+    """Make one row per layer for proof.json. Counts are of the first step, bytes of its first micro-batch."""
     return [
         {
             "layer": index,
@@ -49,7 +49,7 @@ def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
 
 
 def line(applied: Applied, watch: OpTracer) -> str:
-    """The proof in one line: `full: 32 of 32 layers recomputed once per forward; 64.0 MiB kept`."""
+    """Put the proof in one line: `32 of 32 layers recomputed (32 regions per forward), 64.0 MiB kept on the device`."""
     counts = applied.counts
     if not counts:
         return "no layer is touched"
@@ -76,7 +76,7 @@ def line(applied: Applied, watch: OpTracer) -> str:
 
 
 def broken_promises(applied: Applied, watch: OpTracer, cfg: CheckpointingConfig) -> list[str]:
-    """Every promise of the policy that the first step did not keep; empty when the policy is in effect.
+    """Tell every promise of the policy that the first step did not keep; none when the policy is in effect.
 
     A layer that the model skipped in this step (layerdrop, say) promises nothing in it; one that ran around its hook
     does.
@@ -120,10 +120,10 @@ def _idle(applied: Applied) -> list[int]:
 
 
 def _check_recomputations(layers: Observed) -> list[str]:
-    """Each region runs again once for each of its forwards that backward came to."""
+    """Check that each region ran again once for each of its forwards that backward came to."""
 
     def empty(layer: ObservedLayer) -> int:
-        """Calls with nothing to recompute. A layer that keeps more than its output is none of these."""
+        """Count calls with nothing to recompute. A layer that keeps more than its output has something."""
         keeps_more = layer.own_bytes > layer.counts.output_bytes
         return 0 if keeps_more and layer.decision.mechanism.runs_layer_again else layer.counts.empty
 
@@ -155,7 +155,7 @@ def _why(layers: Observed, wrong: list[int]) -> str:
 
 
 def _check_kept_bytes(layers: Observed) -> list[str]:
-    """A layer that is recomputed whole keeps its output, the next layer's input, and nothing else of size.
+    """Check that a layer that is recomputed whole keeps its output and nothing else of size.
 
     What the model hands from it to other layers (shared K/V) is theirs, not what the policy keeps of it.
     """

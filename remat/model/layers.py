@@ -57,7 +57,7 @@ class Stack:
 
     @property
     def kinds(self) -> str:
-        """The classes of the layers: `JambaAttentionDecoderLayer and JambaMambaDecoderLayer`."""
+        """Name the classes of the layers: `JambaAttentionDecoderLayer and JambaMambaDecoderLayer`."""
         return " and ".join(sorted({type(layer).__name__ for layer in self.layers}))
 
 
@@ -73,15 +73,15 @@ class Stacks:
 
     @property
     def depths(self) -> list[int]:
-        """How many layers each treated stack has."""
+        """Return how many layers each treated stack has."""
         return [len(stack.layers) for stack in self.treated]
 
     def layers(self) -> list[GradientCheckpointingLayer]:
-        """Of all treated stacks, first to last."""
+        """Return the layers of all treated stacks, first to last."""
         return [layer for stack in self.treated for layer in stack.layers]
 
     def describe(self) -> str:
-        """For header and proof; empty for a model that is one stack of layers."""
+        """Put it in words for header and proof; empty for a model that is one stack of layers."""
         texts, first = [], 0
         for stack in self.treated:
             texts.append(f"{first}-{first + len(stack.layers) - 1} are {stack.name}")
@@ -92,12 +92,12 @@ class Stacks:
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that a policy treats, over all stacks of `model`. Raises ConfigError as `find_stacks` does."""
+    """Return the layers that a policy treats, over all stacks of `model`. Raises ConfigError as `find_stacks` does."""
     return find_stacks(model).layers()
 
 
 def find_stacks(model: nn.Module) -> Stacks:
-    """All stacks of checkpointable layers. A layer that is listed twice, or inside another layer, counts once.
+    """Find all stacks of checkpointable layers. A layer that is listed twice, or inside another, counts once.
 
     Raises ConfigError when the model has none for text, or one with layers that cannot be checkpointed among them.
     """
@@ -121,7 +121,7 @@ def find_stacks(model: nn.Module) -> Stacks:
 
 
 def skipped_at_random(model: nn.Module) -> str:
-    """The field by which `model` skips layers at random in training, `layerdrop=0.1`; empty where none is skipped."""
+    """Name the field by which `model` skips layers at random in training, `layerdrop=0.1`; empty: it skips none."""
     for module in model.modules():
         share = getattr(module, "layerdrop", None)
         if isinstance(share, (int, float)) and share > 0:
@@ -149,7 +149,7 @@ def _outermost_layers(model: nn.Module) -> Iterator[Path]:
 
 
 def _list_name(path: Path) -> str:
-    """Of the list that holds the layer; where each member of a list holds one, a pattern over that list."""
+    """Name the list that holds the layer; where each member of a list holds one, a pattern over that list."""
     *parents, last = [name for name, _ in path[1:]]
     if last.isdigit():
         return ".".join(parents)
@@ -157,7 +157,7 @@ def _list_name(path: Path) -> str:
 
 
 def _reads_text(path: Path, root: PreTrainedModel) -> bool:
-    """Whether the model around a layer is one for text, by what transformers' classes and configs say of it."""
+    """Return whether the model around a layer is one for text, by what transformers' classes and configs say."""
     inside = [module for _, module in path[:-1]]
     models = [module for module in inside if isinstance(module, PreTrainedModel)]
     if any("text" not in _modalities(module) for module in models if module is not root):
@@ -190,7 +190,7 @@ def _check_is_whole(stack: Stack, parent: nn.Module) -> None:
 
 
 def find_modules(layer: nn.Module, role: str, option: str = "checkpointing.recompute_modules") -> Modules:
-    """(name inside the layer, module) of every module with `role`; for core_attention the modules that compute it.
+    """Find (name inside the layer, module) of every module with `role`; core_attention: those that compute it.
 
     Raises ConfigError, naming `option`, when the layer has none or the role does not exist.
     """
@@ -211,7 +211,7 @@ def find_modules(layer: nn.Module, role: str, option: str = "checkpointing.recom
 def find_linears(
     layer: nn.Module, name: str, option: str = "checkpointing.selective_ops.save_linears"
 ) -> Modules:
-    """The Linear (or Conv1D) modules that are `name`: q k v o gate up down, all_but_down, a leaf name, or a path.
+    """Find the Linear (or Conv1D) modules that are `name`: q k v o gate up down, all_but_down, a leaf, or a path.
 
     A fused Linear is each of its parts. Under LoRA it is the frozen base that is meant. Raises ConfigError.
     """
@@ -235,14 +235,14 @@ def find_linears(
 
 
 def outermost(found: Modules) -> Modules:
-    """Without modules inside another one of the list, and without doubles; in the layer's order of names."""
+    """Leave out modules inside another one of the list, and doubles; keep the order."""
     names = {name for name, _ in found}
     inside = {name for name in names if any(name.startswith(other + ".") for other in names)}
     return list({name: (name, module) for name, module in found if name not in inside}.values())
 
 
 def core_attention_problem(attention: nn.Module) -> str | None:
-    """Why the inner function of this attention module cannot be wrapped; None when it can."""
+    """Tell why the inner function of this attention module cannot be wrapped; None when it can."""
     forward = inspect.unwrap(type(attention).forward)
     name = type(attention).__name__
     if "ALL_ATTENTION_FUNCTIONS" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
@@ -260,7 +260,7 @@ def core_attention_problem(attention: nn.Module) -> str | None:
 
 
 def input_noise(module: nn.Module) -> str | None:
-    """The attribute that makes `module` multiply noise into its first argument where it lies; None: nothing does.
+    """Name the attribute that makes `module` multiply noise into its first argument where it lies, or None.
 
     Read from its code (`if self.training and self.jitter_noise > 0: hidden_states *= ...`), because no interface tells.
     What hides from this is found in the first forward.
@@ -283,7 +283,7 @@ def input_noise(module: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear and kin (quantised, tensor-parallel, GPT-2's Conv1D), but no wrapper around one."""
+    """Return whether it is nn.Linear or kin (quantised, tensor-parallel, GPT-2's Conv1D), but no wrapper around one."""
     known = isinstance(module, (nn.Linear, Conv1D)) or "Linear" in type(module).__name__
     return known and next(module.children(), None) is None
 
@@ -311,7 +311,7 @@ def _router(layer: nn.Module) -> Modules:
 
 
 def _experts(layer: nn.Module) -> Modules:
-    """The fused experts; of a ModuleList, which is never called itself, each."""
+    """Find the fused experts; of a ModuleList, which is never called itself, each."""
     found: Modules = []
     for path, module in layer.named_modules():
         if path.rpartition(".")[2] == "experts":
@@ -325,7 +325,7 @@ def _named(names: set[str]) -> Callable[[nn.Module], Modules]:
 
 
 def _norm(layer: nn.Module) -> Modules:
-    """By the class's name, unless it holds a Linear or another norm: then it is a block of several things (DBRX)."""
+    """Find norms by the class's name; one that holds a Linear or another norm is a block of several things (DBRX)."""
 
     def is_norm(module: nn.Module) -> bool:
         inside = [part for part in module.modules() if part is not module]
@@ -376,7 +376,7 @@ def _linears(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(path: str) -> str:
-    """LoRA moves a Linear to `<its name>.base_layer`."""
+    """Undo LoRA's renaming: it moves a Linear to `<its name>.base_layer`."""
     return path.removesuffix(".base_layer")
 
 

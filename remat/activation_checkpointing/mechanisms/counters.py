@@ -1,4 +1,4 @@
-"""What really happened in each layer since the last reset, and where the computation is right now."""
+"""Count what really happened in each layer since the last reset, and know where the computation is right now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotInEffect(RuntimeError):
 
 @dataclass
 class LayerCounters:
-    """Of one layer. `expected` and `recomputations` are calls of its recomputed regions (the layer, its modules)."""
+    """What one layer did. `expected` and `recomputations` count its recomputed regions (the layer, its modules)."""
 
     forwards: int = 0
     expected: int = 0
@@ -78,7 +78,7 @@ class Scope:
             self.in_region = before
 
     def later_run(self, layer: int) -> AbstractContextManager[None]:
-        """Around the recomputation of a part of `layer`."""
+        """Wrap the recomputation of a part of `layer`."""
         return self.note_later_run(layer) if self.note_later_run else nullcontext()
 
     @contextmanager
@@ -97,7 +97,7 @@ class Scope:
 
 @contextmanager
 def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> Iterator[None]:
-    """Around one run of a region, which ran `earlier` times: the first is the forward, later ones recompute it."""
+    """Wrap one run of a region that ran `earlier` times: the first is the forward, later ones recompute it."""
     counts.recomputations += earlier == 1
     counts.repeated += earlier > 1
     with scope.inside(layer, recomputing=earlier > 0):
@@ -111,7 +111,7 @@ def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> It
 
 @contextmanager
 def _counted_saves() -> Iterator[list[None]]:
-    """One entry for each tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
+    """List one entry per tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is None:
         yield [None]

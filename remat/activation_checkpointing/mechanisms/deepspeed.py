@@ -64,7 +64,7 @@ def problems(
     num_calls: int,
     activation_elements: int | None = None,
 ) -> list[str]:
-    """Why DeepSpeed's function cannot run so, or which switch would do nothing; each names option, value, remedy.
+    """Tell why DeepSpeed's function cannot run so, or which switch would do nothing: option, value, remedy.
 
     `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known.
     """
@@ -194,7 +194,7 @@ class DeepSpeedCheckpointing:
         counts: LayerCounters | None = None,
         layer: str = "a layer",
     ) -> Any:
-        """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
+        """Run fn(hidden, *rest), and again in backward. `hidden` [batch, seq, hidden] stays as it is.
 
         Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
         Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
@@ -239,7 +239,7 @@ class DeepSpeedCheckpointing:
             self._profile.stop()
 
     def profile_ms(self) -> dict[str, float]:
-        """Milliseconds since the start in checkpointed forwards and backwards; empty without the profile switch."""
+        """Return the milliseconds in checkpointed forwards and backwards; empty without the profile switch."""
         return dict(self._profile.total_ms) if self._profile else {}
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class DeepSpeedCheckpointing:
         return 0 if engine is None else int(engine.stats.offloaded_bytes)
 
     def _newest_buffers(self) -> set[int]:
-        """Addresses of the contiguous buffers that the last call filled."""
+        """Return the addresses of the contiguous buffers that the last call filled."""
         filled = zip(self._module.contiguous_data_buffers, self._module.data_offsets, strict=True)
         return {buffers[offset - 1].data_ptr() for buffers, offset in filled if offset}
 
@@ -263,7 +263,7 @@ class DeepSpeedCheckpointing:
             setattr(self._module, name, [])
 
     def _alias(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` in a tensor object of its own, for DeepSpeed to empty.
+        """Put `hidden` into a tensor object of its own, for DeepSpeed to empty.
 
         The reentrant variant sees only gradients of its argument: where nothing below is trained, the alias asks for
         one, so that the layer's own parameters get theirs.
@@ -273,7 +273,7 @@ class DeepSpeedCheckpointing:
         return Alias.apply(hidden)
 
     def _check_same_on_all_ranks(self, hidden: torch.Tensor) -> None:
-        """Once: slices put together from ranks with different activations are wrong activations, and no error."""
+        """Compare the ranks once: slices put together from different activations would be wrong, and no error."""
         if self._same_checked or not self._cfg.partition_activations:
             return
         self._same_checked = True
@@ -307,13 +307,13 @@ class _Profile:
         self._timers.log(names)
 
     def stop(self) -> None:
-        """A forward that raised leaves its timer running, and the next could not start it."""
+        """Reset the timers: a forward that raised leaves its own running, and the next could not start it."""
         for timer in self._timers.get_timers().values():
             timer.reset()
 
 
 def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: LayerCounters, buffers: set[int]) -> None:
-    """What DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
+    """Count what DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
     kept: torch.Tensor | None = getattr(alias, "saved_data", None)
     if kept is not None:
         counts.moved_bytes += kept.nbytes if kept.device != hidden.device else 0
@@ -347,7 +347,7 @@ def _start(setup: Setup) -> DeepSpeedCheckpointing:
 
 
 def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
-    """It is, unless asked: its other variant has no early stop, which ZeRO-3 does not survive."""
+    """Return true unless asked otherwise: the other variant has no early stop, which ZeRO-3 does not survive."""
     return cfg.reentrant is not False
 
 
@@ -369,7 +369,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
-    """Of the switches: they treat every layer alike, but the side stream keeps the last one on the device."""
+    """Tell which switches did nothing. They treat all layers alike; only the last input is never moved."""
     ds, calls = cfg.deepspeed, list(observed)
     leaving = calls if ds.partition_activations else calls[:-1]
     promised = (

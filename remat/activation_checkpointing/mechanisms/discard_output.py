@@ -50,7 +50,7 @@ DISCARDABLE = (
 
 
 def problems(asked: list[str]) -> list[str]:
-    """Why the outputs of these roles cannot be discarded. Needs no model."""
+    """Tell why the outputs of these roles cannot be discarded. Needs no model."""
     option = "checkpointing.discard_modules"
     if not asked:
         return [
@@ -93,7 +93,7 @@ class OutputDiscarding:
 
     @contextmanager
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
-        """While the layer runs. `keep` and `restore` store the inputs of its norms and activations.
+        """Wrap one forward of the layer. `keep` and `restore` store the inputs of its norms and activations.
 
         Raises NotInEffect when the layer edited an output in place: backward would see it as it was before.
         """
@@ -110,11 +110,11 @@ class OutputDiscarding:
 
     @property
     def is_running(self) -> bool:
-        """Whether a region runs for the first time: then all that is saved is its own, weights too."""
+        """Return whether a region runs for the first time: then all that is saved is its own, weights too."""
         return self.forward is not None and self.forward.running is not None
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """A reference to the call that made `tensor`, inside or as its output; None: no region has to do with it."""
+        """Refer to the call that made `tensor`, inside or as its output; None: no region has to do with it."""
         forward = self.forward
         if forward is None:
             return None
@@ -124,7 +124,7 @@ class OutputDiscarding:
         return region.of_output(tensor) if region else None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """The tensor, made again by the first call for any of its region."""
+        """Return the tensor; the first call for any of a region makes all of it again."""
         region = handle.region
         if not region.wanted:  # what only a dead branch saved is never asked for
             region.wanted = True
@@ -136,7 +136,7 @@ class OutputDiscarding:
         return handle.value
 
     def close(self) -> None:
-        """The modules as they were."""
+        """Leave the modules as they were."""
         while self._wrapped:
             module, before = self._wrapped.pop()
             if before is None:
@@ -227,14 +227,14 @@ class Region:
         self._output: tuple[StorageWeakRef, torch.dtype, int] | None = None  # with its storage offset
 
     def inside(self, tensor: torch.Tensor) -> Handle:
-        """Autograd saves `tensor` while the region runs."""
+        """Take `tensor`, which autograd saves while the region runs."""
         self._saves += 1
         if tensor.untyped_storage()._cdata not in self._elsewhere:
             self._note(tensor)
         return self._handle(self._saves - 1)
 
     def has_output(self, output: Any) -> bool:
-        """Whether `output` can be discarded. Raises NotInEffect when the region edited its input."""
+        """Return whether `output` can be discarded. Raises NotInEffect when the region edited its input."""
         self.check()
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in self._elsewhere:
             return False
@@ -243,7 +243,7 @@ class Region:
         return True
 
     def of_output(self, tensor: torch.Tensor) -> Handle | None:
-        """Autograd saves `tensor`, a view of the output, later in the layer."""
+        """Take `tensor`, a view of the output, which autograd saves later in the layer."""
         assert self._output is not None
         _, dtype, offset = self._output
         if tensor.dtype != dtype:
@@ -263,7 +263,7 @@ class Region:
             )
 
     def freed_bytes(self) -> int:
-        """Of what autograd would have kept, what is gone."""
+        """Count what autograd would have kept and is gone."""
         return sum(nbytes for storage, nbytes in self._gone.values() if storage.expired())
 
     def run_again(self) -> None:
@@ -313,7 +313,7 @@ class Region:
             self._gone[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def _callable(self) -> Callable[..., Any]:
-        """Through the module where ZeRO-3's hooks must gather its weights.
+        """Return what runs the region: the module itself where ZeRO-3's hooks must gather its weights.
 
         Where they are there already, hooks must not run: they would release them in the middle of their own backward.
         """
@@ -334,7 +334,7 @@ class _Input:
 
 
 def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The autocast of now, to be entered again in backward."""
+    """Return the autocast of now, to be entered again in backward."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     return partial(

@@ -76,7 +76,7 @@ class HostOffload:
         return layer
 
     def follow(self, index: int, output: Any) -> None:
-        """The way back begins when the gradient of a layer's `output` is there, before any of its own is needed.
+        """Begin the way back when the gradient of a layer's `output` is there, before any of its own is needed.
 
         The layer below comes back meanwhile, also while a layer is in backward that keeps all it has on the device.
         """
@@ -94,19 +94,19 @@ class HostOffload:
             below.fetch()
 
     def backward_reaches(self, index: int) -> None:
-        """Layer `index` is in backward: it comes back, and the next one below."""
+        """Bring layer `index` back, which is in backward now, and the next one below."""
         self.transfers.forward_is_over()
         for layer in (self._layers[index], self.below(index)):
             if layer:
                 layer.fetch()
 
     def below(self, index: int) -> LayerOffload | None:
-        """The layer whose backward comes next."""
+        """Return the layer whose backward comes next."""
         return next((layer for layer in reversed(self._layers[:index]) if layer), None)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward and its backward: afterwards every buffer is in the pool again.
+        """Wrap one forward and its backward: afterwards every buffer is in the pool again.
 
         A graph that is still alive then, after an exception for example, cannot be used any more.
         """
@@ -119,15 +119,15 @@ class HostOffload:
                     layer.drop()
 
     def forward_is_over(self) -> None:
-        """Nothing more leaves before backward: all that was moved may be freed."""
+        """Free all that was moved: nothing more leaves before backward."""
         self.transfers.forward_is_over()
 
     def moving(self) -> set[int]:
-        """The layers whose kept tensors are moved."""
+        """Return the layers whose kept tensors are moved."""
         return {index for index, layer in enumerate(self._layers) if layer}
 
     def still_on_device(self) -> Iterator[tuple[int, int, int]]:
-        """Of what was moved and is held by something else: layer, identity of the device storage, bytes."""
+        """Yield layer, device storage and bytes of what was moved and is still held by something else."""
         seen: set[int] = set()
         for index, layer in enumerate(self._layers):
             for moved in layer.moved() if layer else ():
@@ -136,7 +136,7 @@ class HostOffload:
                     yield index, moved.storage.cdata, moved.nbytes
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The host memory itself: on a CPU machine it must not be taken for device memory."""
+        """Return the host memory itself: on a CPU machine it must not be taken for device memory."""
         return self.pool.storages()
 
 
@@ -177,7 +177,7 @@ class LayerOffload:
         )
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """The tensor on the device again, same values, size and stride. May be asked for more than once.
+        """Return the tensor on the device, same values, size and stride. May be asked for more than once.
 
         Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
         """
@@ -190,11 +190,11 @@ class LayerOffload:
         return handle.view(handle.moved.values())
 
     def edited(self, handle: Handle) -> bool:
-        """Whether the original was edited in place since it was packed."""
+        """Return whether the original was edited in place since it was packed."""
         return handle.version.changed()
 
     def moved(self) -> list[_Moved]:
-        """What a graph still refers to."""
+        """Return what a graph still refers to."""
         return list(self._moved.values())
 
     def drop(self) -> None:
@@ -265,7 +265,7 @@ class _Moved:
             self._arriving, self._arrival = self._owner.transfers.bring(self._host, self._owner.device)
 
     def values(self) -> torch.Tensor:
-        """All of the range, flat, on the device; the current stream waits for it."""
+        """Return all of the range, flat, on the device; the current stream waits for it."""
         if self._values is None:
             if not self._host:
                 raise RuntimeError(
@@ -307,7 +307,7 @@ class _Transfers:
         self._left: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()  # of the layers before
 
     def enter(self, layer: int) -> None:
-        """`layer` runs forward: what the layer before the last sent away may be freed now."""
+        """Free what the layer before the last sent away, now that `layer` runs forward."""
         if self._side is None or layer == self._layer:
             return
         self._layer = layer
@@ -329,7 +329,7 @@ class _Transfers:
     def bring(
         self, host: list[torch.Tensor], device: torch.device
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Device copies of host tensors and the event after which they may be read.
+        """Return device copies of host tensors and the event after which they may be read.
 
         They are allocated on the compute stream, where they will be used and freed, so the caching allocator needs no
         record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
@@ -343,14 +343,14 @@ class _Transfers:
         return parts, self._side.record_event() if self._side is not None else None
 
     def forward_is_over(self) -> None:
-        """Nothing more leaves before the first copy comes back, so all that left may be freed."""
+        """Free all that left: nothing more leaves before the first copy comes back."""
         if self._side is not None:
             self._layer = None
             self._close()
             self._free(keep=0)
 
     def finish(self) -> None:
-        """The end of a micro-batch, also of one that raised."""
+        """End a micro-batch, also one that raised."""
         self.forward_is_over()
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
@@ -368,7 +368,7 @@ class _Transfers:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element and number of elements of the storage between the first and the last one of `tensor`."""
+    """Return where `tensor` starts in its storage, and how many elements it reaches over."""
     if tensor.numel() == 0:
         return int(tensor.storage_offset()), 0
     reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -376,7 +376,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _row(tensor: torch.Tensor, start: int, length: int) -> int:
-    """Values that share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
+    """Return how many values share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
 
     Statistics of a norm or of attention carry no gradient and decide over everything else, so they stay exact.
     """
@@ -389,7 +389,7 @@ def _row(tensor: torch.Tensor, start: int, length: int) -> int:
 
 
 def encode(tensor: torch.Tensor, dtype: StorageDtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(payload [..., n] of one byte each, scales [..., 1] fp32) of a floating point `tensor` [..., n].
+    """Store a floating point `tensor` [..., n] as (payload [..., n] of one byte each, scales [..., 1] fp32).
 
     Rows of zeros come back exactly. What is not finite comes back as NaN and leaves the rest of its row alone.
     """
@@ -404,7 +404,7 @@ def encode(tensor: torch.Tensor, dtype: StorageDtype) -> tuple[torch.Tensor, tor
 
 
 def decode(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor [..., n] in `dtype` that `encode` stored."""
+    """Return the tensor [..., n] in `dtype` that `encode` stored."""
     values = payload.float() * scales
     if payload.dtype == torch.int8:
         values = torch.where(payload == NOT_FINITE, torch.nan, values)
@@ -429,7 +429,7 @@ class HostPool:
         return [slab.memory.untyped_storage() for slab in self._slabs.values()]
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes` bytes, aligned to 512: from the smallest free range that holds it."""
+        """Return a buffer of at least `nbytes` bytes, aligned to 512, from the smallest free range that holds it."""
         size = max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         fitting = [
             (end - start, key, place)
@@ -447,7 +447,7 @@ class HostPool:
         self.taken_bytes -= buffer.numel()
 
     def _add(self, size: int) -> int:
-        """A slab for buffers of `size` bytes, in place of those that are not in use: each of them is too small."""
+        """Add a slab for buffers of `size` bytes, in place of unused ones: each of them is too small."""
         unused = [key for key, slab in self._slabs.items() if slab.is_unused]
         for key in unused:
             del self._slabs[key]
@@ -472,7 +472,7 @@ class _Slab:
         return self.free == [(0, self.memory.numel())]
 
     def cut(self, place: int, size: int) -> torch.Tensor:
-        """A buffer from the start of the free range at `place`."""
+        """Cut a buffer from the start of the free range at `place`."""
         start, end = self.free.pop(place)
         if start + size < end:
             self.free.insert(place, (start + size, end))
@@ -489,7 +489,7 @@ class _Slab:
 
 
 def slab_bytes(size: int) -> int:
-    """The smallest power of two of which buffers of `size` bytes fill at least seven eighths."""
+    """Return the smallest power of two of which buffers of `size` bytes fill at least seven eighths."""
     slab = max(SMALLEST_SLAB_BYTES, 1 << (size - 1).bit_length())
     while slab % size > slab // 8 and slab < LARGEST_SLAB_IN_BUFFERS * size:
         slab *= 2
@@ -497,7 +497,7 @@ def slab_bytes(size: int) -> int:
 
 
 def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setting: Setting) -> list[str]:
-    """Why what these layers keep cannot be moved to the host so, or would not be."""
+    """Tell why what these layers keep cannot be moved to the host so, or would not be."""
     offload = cfg.offload
     if not offload.enabled:
         if offload.dtype is StorageDtype.same:

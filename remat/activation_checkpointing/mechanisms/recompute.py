@@ -50,7 +50,7 @@ class Recompute:
     context_fn: ContextPair | None = None
 
     def layer(self, call: Replayable, *args: Any) -> Any:
-        """call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
+        """Run call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
         if self.reentrant:
             state_of(args)
         elif args and isinstance(
@@ -90,7 +90,7 @@ class Segment:
         self._random_state: torch.Tensor | None = None
 
     def __call__(self, index: int, call: Replayable, *args: Any) -> Any:
-        """Layer `index` of the segment; the hidden state [batch, seq, hidden] is its first argument.
+        """Take layer `index` of the segment; the hidden state [batch, seq, hidden] is its first argument.
 
         Raises ConfigError when the layers do not run one after the other, each once, on nothing but the hidden state.
         """
@@ -138,7 +138,7 @@ class Segment:
 
 
 class StandIn(torch.Tensor):
-    """Of the hidden state after layer `after`, which is not computed yet. It has a shape, and no values."""
+    """Stands for the hidden state after layer `after`, which is not computed yet. It has a shape, and no values."""
 
     segment: Segment
     after: int
@@ -214,7 +214,7 @@ class FlatRegion:
         return tuple(leaves[i].detach() if reentrant else leaves[i] for i in self._places)
 
     def rebuild(self, outputs: Any) -> Any:
-        """What `fn` returned, of the tensors that the reentrant function made of it."""
+        """Return what `fn` returned, in the tensors that the reentrant function made of it."""
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         leaves = list(self._others)
         for place, tensor, carries in zip(self._places, tensors, self._carries, strict=True):
@@ -231,14 +231,14 @@ class Lifted:
     """
 
     def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
-        """Takes the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
+        """Take the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
         self._tensors: list[torch.Tensor] = []
         self._call, self._args = call, _take_out(args, self._tensors)
         self._named = {name: _take_out(value, self._tensors) for name, value in call.keywords.items()}
         call.keywords = {}
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, once."""
+        """Return the tensors, once."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
@@ -249,7 +249,7 @@ class Lifted:
 
 
 def state_of(args: tuple[Any, ...]) -> torch.Tensor:
-    """The hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
+    """Return the hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
     if not args or not isinstance(args[0], torch.Tensor):
         raise ConfigError(
             "checkpointing: a layer of this model does not take the hidden state as its first argument, so it can be "
@@ -260,7 +260,7 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
 
 @contextmanager
 def as_if_kept() -> Iterator[None]:
-    """Gradients are switched on, and nothing is kept for them."""
+    """Switch gradients on, and keep nothing for them."""
     with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
         yield
 
@@ -277,7 +277,7 @@ def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple with `change` applied to its parts; anything else as it is."""
+    """Apply `change` to the parts of a tuple; return anything else as it is."""
     if not isinstance(value, tuple) or isinstance(value, torch.Size):
         return value
     parts = [change(part) for part in value]
@@ -285,7 +285,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fresh(value: Any) -> Any:
-    """A leaf in the place of an argument: what runs on it is no part of the graph above."""
+    """Put a leaf in the place of an argument: what runs on it is no part of the graph above."""
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -304,7 +304,7 @@ def _never(packed: Any) -> torch.Tensor:
 
 
 def skip_last_matmul(site: Site, region: nn.Module, recompute: Recompute) -> Recompute:
-    """Under ZeRO-3 a recomputation would run its last product for nothing; below it, torch stops before that."""
+    """Skip a recomputation's last product under ZeRO-3, where nothing needs it; below, torch stops before it."""
     if site.setup.zero_stage < 3 or recompute.reentrant:
         return recompute
     skipping = SkipLastMatmul(region)
@@ -329,7 +329,7 @@ def _treat(site: Site) -> LayerForward:
 
 
 def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
-    """Segments under ZeRO-3 are reentrant: the other variant holds the weights of all their layers in backward."""
+    """Choose it for segments under ZeRO-3: the other variant holds the weights of all their layers in backward."""
     return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
 
 
@@ -350,7 +350,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _returns_tuple(layer: nn.Module) -> bool:
-    """Read from the source; what hides from it is found in the first forward."""
+    """Return whether its source says so; what hides from that is found in the first forward."""
     try:
         source = inspect.getsource(inspect.unwrap(type(layer).forward))
     except (OSError, TypeError):

@@ -46,13 +46,13 @@ def recompute_inside(
     counts: LayerCounters,
     scope: Scope,
 ) -> Callable[[], None]:
-    """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
+    """Make each module of `layer` with one of `roles` run again in backward on its inputs. Returns the undo.
 
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
     def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
-        """`in_it`: the roles that are recomputed when it is."""
+        """Make what recomputes `module`. `in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
         attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
 
@@ -94,7 +94,7 @@ def _any_inside(found: layers.Modules, outer: str) -> bool:
 
 
 def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
-    """`fn`, whose first run tells what of its results may be kept: of attention not the weights."""
+    """Make the first run of `fn` tell what of its results may be kept: of attention not the weights."""
     if scope.handed_out is None:
         return fn
     first = True
@@ -117,7 +117,7 @@ def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
 def _run(
     fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: LayerCounters, scope: Scope
 ) -> Any:
-    """`fn(*args, **kwargs)` as one recomputed region.
+    """Run `fn(*args, **kwargs)` as one recomputed region.
 
     Every tensor becomes a positional argument of the region: only those pass the saved-tensor hooks around the layer.
     """
@@ -137,7 +137,7 @@ def _run(
 
 
 def _wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
-    """On the instance: hooks stay outside, names and classes as they are."""
+    """Wrap it on the instance: hooks stay outside, names and classes as they are."""
     before = module.__dict__.get("forward")
     forward = module.forward
 
@@ -204,7 +204,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
 def refuse_input_noise(
     setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str
 ) -> list[str]:
-    """Sparse blocks multiply their input with noise where it lies, if a field of the config says so."""
+    """Refuse sparse blocks that multiply their input with noise where it lies, as a field of the config says."""
     found = next(((type(m).__name__, noise) for m in modules if (noise := layers.input_noise(m))), None)
     if found is None:
         return []
@@ -258,7 +258,7 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
 
 
 def _find_kept_inside(observed: Observed) -> list[str]:
-    """What a recomputed module makes on its way to its result is gone after its forward, attention weights too."""
+    """Find layers that hold what a recomputed module made on its way to its result, attention weights too."""
     wrong = [
         index
         for index, layer in observed.items()

@@ -49,7 +49,7 @@ Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran b
 
 
 def problems(cfg: SelectiveOpsConfig) -> list[str]:
-    """Names in `cfg.save` that cannot be kept, and lists that contradict themselves. Needs no model."""
+    """Tell which names in `cfg.save` cannot be kept, and which lists contradict themselves. Needs no model."""
     option = "checkpointing.selective_ops.save"
     found = [f"{option}: {text}" for name in cfg.save if (text := operators.name_problem(name))]
     if {"matmul", "every_other_matmul"} <= set(cfg.save):
@@ -60,7 +60,7 @@ def problems(cfg: SelectiveOpsConfig) -> list[str]:
 
 
 class SelectiveCheckpoint:
-    """Of one layer. `contexts()` is the context_fn of torch's non-reentrant checkpoint: a new store per forward.
+    """Selective checkpointing of one layer. `contexts()` is torch's context_fn: a new store per forward.
 
     The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
     """
@@ -100,15 +100,15 @@ class SelectiveCheckpoint:
         self._hooks.close()
 
     def start(self) -> None:
-        """A pass begins; an interrupted one may have left a Linear."""
+        """Begin a pass; an interrupted one may have left a Linear."""
         self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
 
     def current_call(self) -> int:
-        """0 outside the Linears."""
+        """Return which call of a Linear runs; 0 outside the Linears."""
         return self.call if self.running else 0
 
     def key(self, operator: operators.Operator, ran: Counter[tuple[str, str]]) -> Key | None:
-        """Where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
+        """Return where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
         name = operator.name
         if self.running in self._kept_linears and name in operators.MATMULS:
             place = (self.running, name)
@@ -195,7 +195,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _CachingMode(_Mode):
-    """In forward."""
+    """Entered in forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -257,7 +257,7 @@ class _CachingMode(_Mode):
                 self._store.drop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """A view is no use of the value; neither is being the target of the absorbed addition, or sum."""
+        """Note which values are read. A view is no use; neither is being the target of the absorbed addition, or sum."""
         made = operators.storages(result)
         finishing = _finishes(operator, args) is not None
         used = args[1:] if finishing else args
@@ -269,7 +269,7 @@ class _CachingMode(_Mode):
 
 
 class _CachedMode(_Mode):
-    """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
+    """Entered in the recomputation. At its end all is freed: a second one recomputes everything."""
 
     def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__(results, store)
@@ -328,7 +328,9 @@ class _CachedMode(_Mode):
 
 
 class SavedOutputs:
-    """What one forward keeps for its recomputation. While it holds a tensor, its storage's address is its identity."""
+    """What one forward keeps for its recomputation, by the place it ran at: results of operations.
+
+    While it holds a tensor, the address of its storage is its identity."""
 
     def __init__(self) -> None:
         self.entries: dict[Key, SavedOutput] = {}
@@ -340,7 +342,7 @@ class SavedOutputs:
         self._by_storage |= dict.fromkeys(entry.storages, key)
 
     def owner(self, tensor: torch.Tensor) -> tuple[Key, SavedOutput] | None:
-        """The entry that holds `tensor`'s memory."""
+        """Return the entry that holds `tensor`'s memory."""
         key = self._by_storage.get(operators.storage(tensor))
         return None if key is None or key not in self.entries else (key, self.entries[key])
 
@@ -353,7 +355,7 @@ class SavedOutputs:
         self._by_storage.clear()
 
     def forward_done(self, offload: Mover | None) -> None:
-        """Nothing in the layer writes any more: only now may results be moved."""
+        """Move results to the host: only now, when nothing in the layer writes any more."""
         self._by_storage.clear()
         for entry in self.entries.values():
             for index, leaf in enumerate(entry.leaves):
@@ -387,14 +389,14 @@ class SavedOutput:
         )
 
     def untouched(self, offload: Mover | None) -> bool:
-        """False when something wrote to it after the layer's forward."""
+        """Return whether nothing wrote to it after the layer's forward."""
         if offload is not None and any(offload.edited(self.leaves[index]) for index in self.moved):
             return False
         return [tensor._version for tensor in self.tensors()] == self.versions
 
 
 def _detached(leaf: Any) -> Any:
-    """Without this guard the alias would have a version counter of its own, and hide later writes."""
+    """Detach a tensor. Without the guard the alias would have a version counter of its own, and hide later writes."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -402,7 +404,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
-    """What this operation edits in place, if it may be the last part of a Linear; None: it is another operation.
+    """Return what this operation edits in place, if it may be the last part of a Linear; None: it is another.
 
     ZeRO-3's Linear adds its bias so (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its product over
     the ranks (RowParallel in deepspeed/module_inject/layers.py).
@@ -415,7 +417,7 @@ def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
 
 
 def _finished(operator: operators.Operator, target: torch.Tensor) -> Any:
-    """What the operation returns, without running it."""
+    """Return what the operation returns, without running it."""
     if operator.name == "aten::add_":
         return target
     from torch._C._distributed_c10d import FakeWork  # torch without collectives has none
@@ -467,7 +469,7 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
 
 
 def lists_attention(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision]) -> bool:
-    """Whether some layer is to keep the result of a fused attention operation."""
+    """Return whether some layer is to keep the result of a fused attention operation."""
     return "attention" in cfg.selective_ops.save and any(d.mechanism == MECHANISM for d in decisions)
 
 
@@ -483,7 +485,7 @@ def find_missing_attention(counts: Sequence[LayerCounters]) -> str:
 
 
 def _find_lost_linears(observed: Observed, listed: list[str]) -> list[str]:
-    """Of the named Linears: that some ran, and that of each that did something was kept (an expert may not run)."""
+    """Check that some named Linears ran, and that something was kept of each that did (an expert may not run)."""
     if not listed:
         return []
     lost = {
