@@ -710,7 +710,7 @@ class Sample:
 
     @contextmanager
     def _everything_kept(self, scope: Scope) -> Iterator[None]:
-        """Gather weights, take off hooks of ZeRO-3 and of policies, and restore the random state and autocast."""
+        """Gather weights, take off hooks of ZeRO-3 and policies, restore random state and autocast."""
         modules = self._modules()
         drawn = self.draws.now()
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
@@ -757,7 +757,7 @@ def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[s
 
 
 def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
-    """Return how far each quantity is off, relative to its largest value; inf: it is not there. Equal bits: no entry."""
+    """Return how far each quantity is off, relative to its largest value; inf: it is lost. Equal bits: no entry."""
     sizes = {}
     for name, right in truth.items():
         left = found.get(name)

@@ -257,7 +257,7 @@ class _CachingMode(_Mode):
                 self._store.drop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """Note which values are read. A view is no use; neither is being the target of the absorbed addition, or sum."""
+        """Note which values are read. A view is no use; nor is being the target of the absorbed addition, or sum."""
         made = operators.storages(result)
         finishing = _finishes(operator, args) is not None
         used = args[1:] if finishing else args
