@@ -50,22 +50,31 @@ class Need:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a layer is carried out. Many policies differ only in which layers they choose."""
+    """How a layer is carried out. Many policies differ only in which layers they choose.
+
+    treat: makes what runs in the place of the layer's forward.
+    is_reentrant(cfg, layers, segments): whether so many layers, recomputed together, are so by a reentrant function;
+        `segments`: where the options leave it open, segments are. None: there is no such variant.
+    refuse: tells what cannot work, before a weight is read.
+    needs: the parts that a layer must have.
+    unmet: tells what the first step did not do, of its own layers.
+    runs_layer_again: as a whole. keeps_only_input: and nothing else of the layer lives until backward.
+    stops_early: torch ends its recomputation when backward has all it needs.
+    restores_random_state: torch's own, around a recomputation.
+    remedy: what to do when the replay of a layer differs.
+    """
 
     name: str
-    treat: Callable[[Site], LayerForward]  # makes what runs in the place of the layer's forward
-    # whether it is torch's (or DeepSpeed's) reentrant variant, of so many layers at once; None: it has no such variant
+    treat: Callable[[Site], LayerForward]
     is_reentrant: Callable[[CheckpointingConfig, int, bool], bool] | None = None
-    refuse: Callable[[CheckpointingConfig, Treated, Setting], list[str]] = (
-        lambda *_: []
-    )  # before a weight is read
+    refuse: Callable[[CheckpointingConfig, Treated, Setting], list[str]] = lambda *_: []
     needs: Callable[[CheckpointingConfig], list[Need]] = lambda _: []
-    unmet: Callable[[CheckpointingConfig, Observed], list[str]] = lambda *_: []  # after the first step
-    runs_layer_again: bool = False  # as a whole
+    unmet: Callable[[CheckpointingConfig, Observed], list[str]] = lambda *_: []
+    runs_layer_again: bool = False
     keeps_only_input: bool = False
-    stops_early: bool = False  # torch ends its recomputation when backward has all it needs
-    restores_random_state: bool = True  # torch's, around a recomputation
-    remedy: str = "; give such layers another policy (checkpointing=none keeps everything)"  # of a wrong replay
+    stops_early: bool = False
+    restores_random_state: bool = True
+    remedy: str = "; give such layers another policy (checkpointing=none keeps everything)"
 
     def __repr__(self) -> str:
         return self.name
