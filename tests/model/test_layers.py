@@ -179,9 +179,6 @@ def test_problems_are_those_of_the_policies_asked_for() -> None:
     (text,) = missing(Policy.selective_ops)
     assert text.startswith("checkpointing.selective_ops.save_linears: OPTDecoderLayer has no Linear gate")
     assert sum(len(missing(policy)) for policy in Policy) == 4
-    cfg.recompute_modules = []
-    (text,) = missing(Policy.selective_modules)
-    assert "name at least one role" in text
 
 
 def test_a_layer_of_another_kind_in_the_same_model() -> None:
