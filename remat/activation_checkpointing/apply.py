@@ -9,49 +9,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from remat.activation_checkpointing.mechanisms import selective_modules
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
     find_tensors,
     refuse_what_is_lost,
-    tell_of_gradient,
 )
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
-from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs
-from remat.activation_checkpointing.mechanisms.lazy_matmul import SparedProduct
-from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
-from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, LayerForward, Setup, Site
+from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
-from remat.activation_checkpointing.mechanisms.segments import Segment
-from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
-from remat.activation_checkpointing.op_watch import Watch
-from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Recorder
 from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
 from remat.model.layers import Stacks, find_stacks
 
-LayerForward = Callable[..., Any]
-
 
 @dataclass
 class Applied:
-    """A plan in place, with what it counts per layer since the last `reset`. `remove()` leaves the model as it was."""
+    """A plan in place, and what each layer has done since the last `reset`. `remove()` leaves the model as it was."""
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
-    counts: list[Counts] = field(default_factory=list)
+    counts: list[LayerCounters] = field(default_factory=list)
     scope: Scope = field(default_factory=Scope)
     offload: HostOffload | None = None
-    deepspeed: DeepSpeedCheckpointing | None = None
+    before_micro_batch: list[Callable[[], None]] = field(default_factory=list)
     recorder: Recorder | None = None  # of the first micro-batch
     stacks: Stacks = field(default_factory=lambda: Stacks([], []))
     cleanup: ExitStack = field(default_factory=ExitStack)
@@ -62,12 +51,12 @@ class Applied:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward and its backward.
+        """Wrap one forward and its backward.
 
         Raises NotInEffect when torch finds that a recomputation is not the forward that it repeats.
         """
-        if self.deepspeed is not None:
-            self.deepspeed.reset()
+        for reset in self.before_micro_batch:
+            reset()
         for counts in self.counts:
             counts.abandoned = counts.expected - counts.recomputations
         try:
@@ -80,9 +69,9 @@ class Applied:
                 f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"
             ) from error
 
-    def watch(self, device: torch.device) -> Watch:
-        """Counts bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
-        return Watch(
+    def watch(self, device: torch.device) -> OpTracer:
+        """Make what traces bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
+        return OpTracer(
             self.scope,
             device,
             weights=self.model.parameters if self.model else tuple,
@@ -93,7 +82,7 @@ class Applied:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Around one forward and its backward: what `Recorder.replay` needs is noted."""
+        """Wrap one forward and its backward, and note what `Recorder.replay` needs."""
         assert self.model is not None or not self.decisions
         rounded = self.offload is not None and self.offload.cfg.dtype is not StorageDtype.same
         self.recorder = recorder = Recorder(
@@ -130,14 +119,16 @@ def apply(
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
     _refuse_shared_weights(model, layers, decisions)
-    applied = Applied(decisions, model, [Counts() for _ in decisions], stacks=stacks)
+    applied = Applied(decisions, model, [LayerCounters() for _ in decisions], stacks=stacks)
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
-        applied.deepspeed = _deepspeed(decisions, cfg, tensor_parallel, applied.cleanup)
-        builder = _Builder(applied, cfg, zero_stage)
+        setup = Setup(
+            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup
+        )
         for index, layer in enumerate(layers):
-            _hook(layer, builder.runner(index, layer), applied.cleanup)
+            _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
+        applied.before_micro_batch = setup.before_micro_batch
         if any(decision.reentrant for decision in decisions):
             _let_embeddings_carry_gradient(model, applied.cleanup)
     except BaseException:
@@ -149,7 +140,7 @@ def apply(
 def _refuse_shared_weights(
     model: nn.Module, layers: Sequence[nn.Module], decisions: Sequence[LayerDecision]
 ) -> None:
-    """A trained weight of a reentrant region that something else uses as well gets its gradient in parts."""
+    """Raise ConfigError for a trained weight that a reentrant region shares: its gradient would come in parts."""
     if not any(decision.reentrant for decision in decisions):
         return
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -166,148 +157,57 @@ def _refuse_shared_weights(
                 )
 
 
-def _deepspeed(
-    decisions: Sequence[LayerDecision], cfg: CheckpointingConfig, tensor_parallel: Any, cleanup: ExitStack
-) -> DeepSpeedCheckpointing | None:
-    calls = sum(decision.mechanism is Mechanism.deepspeed for decision in decisions)
-    if not calls:
-        return None
-    engine = DeepSpeedCheckpointing(
-        cfg.deepspeed, num_calls=calls, reentrant=cfg.reentrant is not False, tensor_parallel=tensor_parallel
+def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> LayerForward:
+    """Make the callable of one layer: the treatment of saved tensors around, the policy's mechanism inside."""
+    decision, counts, scope, host = setup.decisions[index], setup.counts[index], setup.scope, applied.offload
+    offload = host.layer(index, counts) if host and decision.offload else None
+    site = Site(index, layer, setup, offload)
+    mechanism = decision.mechanism.treat(site)
+    saved = SavedTensors(
+        layer,
+        by_reference=setup.zero_stage == 3,
+        offload=offload,
+        discarded=site.discarded,
+        model=applied.model,
     )
-    cleanup.callback(engine.close)
-    return engine
+    applied.cleanup.callback(saved.close)
+
+    @contextmanager
+    def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """Wrap one run of the layer, its first or a later one."""
+        recorder = applied.recorder
+        noted: AbstractContextManager[None] = nullcontext()
+        if recorder is not None:
+            noted = recorder.later_run(index) if earlier else recorder.first_run(index)
+        guard: AbstractContextManager[None] = nullcontext()
+        if not earlier and decision.mechanism.runs_layer_again:
+            guard = refuse_what_is_lost(values(), site.name, reentrant=decision.reentrant)
+        with noted, one_run(index, counts, scope, earlier), guard:
+            yield
+
+    def run(layer_forward: LayerForward, *args: Any) -> Any:
+        if scope.keeping or not torch.is_grad_enabled():
+            return layer_forward(*args)
+        if decision.reentrant:
+            refuse_second_call(counts, site.name)
+        counts.forwards += 1
+        call, args = Replayable(layer_forward, around).put_state_first(args)
+        recorder = applied.recorder
+        if recorder is not None:
+            recorder.before(index, layer, call, args)
+        with scope.inside(index), saved.hooks():
+            output = mechanism(call, *args)
+        if recorder is not None:
+            output = recorder.after(index, output)
+        if host is not None:
+            host.follow(index, output)
+        counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
+        return output
+
+    return run
 
 
-class _Builder:
-    """Makes the callable of each layer: the treatment of saved tensors around, the policy's mechanism inside."""
-
-    def __init__(self, applied: Applied, cfg: CheckpointingConfig, zero_stage: int) -> None:
-        self._applied, self._cfg, self._zero_stage = applied, cfg, zero_stage
-        self._segments: dict[int, Segment] = {}
-
-    def runner(self, index: int, layer: nn.Module) -> LayerForward:
-        decision, counts, scope = (
-            self._applied.decisions[index],
-            self._applied.counts[index],
-            self._applied.scope,
-        )
-        offload = (
-            self._applied.offload.layer(index, counts) if self._applied.offload and decision.offload else None
-        )
-        discarded = None
-        if decision.mechanism is Mechanism.discard_output:
-            discarded = DiscardedOutputs(layer, self._cfg.discard_modules, index, counts, scope)
-            self._applied.cleanup.callback(discarded.close)
-        saved = SavedTensors(
-            layer,
-            by_reference=self._zero_stage == 3,
-            offload=offload,
-            discarded=discarded,
-            model=self._applied.model,
-        )
-        self._applied.cleanup.callback(saved.close)
-        host = self._applied.offload
-        mechanism = self._mechanism(index, layer, decision, offload)
-
-        name = f"{type(layer).__name__} (layer {index})"
-
-        @contextmanager
-        def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
-            """One run of the layer, its first or a later one."""
-            recorder = self._applied.recorder
-            noted: AbstractContextManager[None] = nullcontext()
-            if recorder is not None:
-                noted = recorder.later_run(index) if earlier else recorder.first_run(index)
-            guard: AbstractContextManager[None] = nullcontext()
-            if not earlier and decision.mechanism in RUNS_AGAIN:
-                guard = refuse_what_is_lost(values(), name, reentrant=decision.reentrant)
-            with noted, one_run(index, counts, scope, earlier), guard:
-                yield
-
-        def run(layer_forward: LayerForward, *args: Any) -> Any:
-            if scope.keeping or not torch.is_grad_enabled():
-                return layer_forward(*args)
-            if decision.reentrant:
-                refuse_second_call(counts, name)
-            counts.forwards += 1
-            call, args = Replayable(layer_forward, around).put_state_first(args)
-            recorder = self._applied.recorder
-            if recorder is not None:
-                recorder.before(index, layer, call, args)
-            with scope.inside(index), saved.hooks():
-                output = mechanism(call, *args)
-            if recorder is not None:
-                output = recorder.after(index, output)
-            if host is not None:
-                host.follow(index, output)
-            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
-            return output
-
-        return run
-
-    def _mechanism(
-        self, index: int, layer: nn.Module, decision: LayerDecision, offload: LayerOffload | None
-    ) -> LayerForward:
-        """fn(call, *args) -> output, for what happens inside one layer."""
-        kind, counts = decision.mechanism, self._applied.counts[index]
-        if kind is Mechanism.deepspeed:
-            assert self._applied.deepspeed is not None
-            name = f"{type(layer).__name__} (layer {index})"
-            run = partial(self._applied.deepspeed.run, counts=counts, layer=name)
-            return self._expecting(index, index, run)
-        if kind is Mechanism.selective_ops:
-            results = KeptResults(layer, self._cfg.selective_ops, counts, offload)
-            self._applied.cleanup.callback(results.close)
-            return self._expecting(index, index, Recompute(self._cfg, context_fn=results.contexts))
-        if kind is Mechanism.recompute:
-            recompute = Recompute(self._cfg, reentrant=decision.reentrant)
-            if decision.first == decision.last:
-                return self._expecting(index, index, self._sparing(layer, recompute).layer)
-            segment = self._segments.setdefault(
-                decision.first, Segment(decision.first, decision.last, recompute)
-            )
-            part = partial(segment, index)
-            return self._expecting(decision.first, decision.last, part) if index == decision.last else part
-        if kind is Mechanism.selective_modules:
-            undo = selective_modules.recompute_inside(
-                layer,
-                self._cfg.recompute_modules,
-                lambda region: self._sparing(region, Recompute(self._cfg)),
-                index,
-                counts,
-                self._applied.scope,
-            )
-            self._applied.cleanup.callback(undo)
-        return _call
-
-    def _sparing(self, region: nn.Module, recompute: Recompute) -> Recompute:
-        """Under ZeRO-3 a recomputation would run its last product for nothing; below it, torch stops before that."""
-        if self._zero_stage < 3 or recompute.reentrant:
-            return recompute
-        spared = SparedProduct(region)
-        self._applied.cleanup.callback(spared.close)
-        return replace(recompute, context_fn=spared.contexts)
-
-    def _expecting(self, first: int, last: int, run: LayerForward) -> LayerForward:
-        """Count that backward will come to layers `first` to `last` once for this forward."""
-        expecting = self._applied.counts[first : last + 1]
-
-        def reached() -> None:
-            for counts in expecting:
-                counts.is_reached()
-
-        def counting(call: Replayable, *args: Any) -> Any:
-            output = run(call, *args)
-            if tell_of_gradient(output, reached):
-                for counts in expecting:
-                    counts.expected += 1
-            return output
-
-        return counting
-
-
-def refuse_second_call(counts: Counts, layer: str) -> None:
+def refuse_second_call(counts: LayerCounters, layer: str) -> None:
     """Raise ConfigError when `layer`, reentrant, runs once more before backward came to its earlier call.
 
     Each call's backward would hand over a part of the gradient of its weights: DeepSpeed takes the first for the whole,
@@ -318,10 +218,6 @@ def refuse_second_call(counts: Counts, layer: str) -> None:
             f"checkpointing: {layer} runs several times in one forward, and the reentrant variant would hand over the "
             "gradient of its weights in parts; use checkpointing=full checkpointing.reentrant=false"
         )
-
-
-def _call(call: Replayable, *args: Any) -> Any:
-    return call(*args)
 
 
 def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
@@ -340,7 +236,7 @@ def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
 
 
 def _let_embeddings_carry_gradient(model: nn.Module, cleanup: ExitStack) -> None:
-    """The reentrant variant needs an input that requires grad; a frozen embedding (LoRA) gives none."""
+    """Make a frozen embedding (LoRA) return a tensor that requires grad: the reentrant variant needs one."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
 
     def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Try the decisions in one forward of the model without storage: what a mechanism cannot carry shows there.
+"""Try the decisions in one forward of the model without storage: what a mechanism cannot carry shows there, and a
+list of operations of which none runs.
 
 The checks are those of the run itself (`apply`); only what depends on values (random skips) is left to the first
 micro-batch.
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.policy import LayerDecision
+from remat.activation_checkpointing.mechanisms import selective_ops
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config.options import CheckpointingConfig, ConfigError
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -29,16 +32,21 @@ def choose(
     *,
     zero_stage: int,
     around: Around = nullcontext,
+    has_gpu: bool = True,
 ) -> tuple[list[LayerDecision], str]:
-    """The decision for each layer of `model` (on the meta device), and why they are not the usual ones.
+    """Decide for each layer of `model` (on the meta device). Returns also why the decisions are not the usual ones.
 
     `stacks`: how many layers each of its stacks has; `around` is entered around a forward, to answer what a model asks
-    of values that it has not.
+    of values that it has not. Without a GPU it tells which operations a CPU runs.
 
     Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
     not. Raises ConfigError when the model cannot be carried as asked.
     """
     decisions = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    if not has_gpu and selective_ops.lists_attention(cfg, decisions):
+        problem, tried = _problem(model, decisions, cfg, around, selective_ops.find_missing_attention)
+        if problem and tried:
+            raise ConfigError(problem)
     if not any(d.reentrant or d.first != d.last for d in decisions):
         return decisions, ""
     problem, tried = _problem(model, decisions, cfg, around)
@@ -54,9 +62,16 @@ def choose(
 
 
 def _problem(
-    model: Any, decisions: list[LayerDecision], cfg: CheckpointingConfig, around: Around
+    model: Any,
+    decisions: list[LayerDecision],
+    cfg: CheckpointingConfig,
+    around: Around,
+    examine: Callable[[Sequence[LayerCounters]], str] = lambda _: "",
 ) -> tuple[str, bool]:
-    """Why a forward is refused (empty: it is not), and whether it could be tried at all."""
+    """Try a forward. Returns why it is refused (empty: it is not), and whether it could be tried at all.
+
+    `examine` tells what is wrong with the counts of a forward that went through.
+    """
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
     was_training = model.training
     with ExitStack() as undo:
@@ -67,6 +82,7 @@ def _problem(
             undo.callback(applied.remove)
             with around(), applied.micro_batch():
                 model(input_ids=ids, use_cache=False)
+            return examine(applied.counts), True
         except ConfigError as error:
             return str(error), True
         except Exception as error:
@@ -76,11 +92,10 @@ def _problem(
                 return f"checkpointing: the model fails when its layers are treated so ({text}); {REMEDY}", True
             # A model that cannot run without values: the first micro-batch will tell.
             return f"it cannot be tried without weights ({text})", False
-    return "", True
 
 
 def _runs(model: Any, around: Around) -> bool:
-    """Whether the model runs without storage when nothing is done to it."""
+    """Return whether the model runs without storage when nothing is done to it."""
     try:
         with around():
             model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)

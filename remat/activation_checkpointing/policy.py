@@ -1,54 +1,71 @@
-"""What becomes of each layer: the decision, apart from how it is carried out. No torch."""
+"""Decide what becomes of each layer: one row per policy, which mechanism it uses and on which layers."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from remat.activation_checkpointing.mechanisms import (
+    deepspeed,
+    discard_output,
+    recompute,
+    selective_modules,
+    selective_ops,
+)
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Mechanism, spans
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
-
-class Mechanism(StrEnum):
-    """How a layer is carried out. Many policies differ only in which layers they choose."""
-
-    keep = "keep"
-    recompute = "recompute"
-    selective_ops = "selective_ops"
-    selective_modules = "selective_modules"
-    discard_output = "discard_output"
-    deepspeed = "deepspeed"
+Part = tuple[int, int, bool]  # first and last layer of one call, and whether the mechanism treats them
+# of the layers `first` to `last`; the depth of each stack tells where segments must end
+ChooseLayers = Callable[[CheckpointingConfig, int, int, Sequence[int]], Iterator[Part]]
 
 
-RUNS_AGAIN = {Mechanism.recompute, Mechanism.selective_ops, Mechanism.deepspeed}  # the layer as a whole
+def _choose_all(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
+    yield from ((index, index, True) for index in range(first, last + 1))
+
+
+def _choose_every_nth(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
+    yield from ((index, index, (index - first) % cfg.interval == 0) for index in range(first, last + 1))
+
+
+def _choose_first_ones(
+    cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]
+) -> Iterator[Part]:
+    yield from ((index, index, index - first < cfg.block_layers) for index in range(first, last + 1))
+
+
+def _choose_segments(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
+    yield from _cut(first, last, stacks, lambda _: cfg.segment_layers)
+
+
+def _choose_sqrt_segments(
+    cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]
+) -> Iterator[Part]:
+    yield from _cut(first, last, stacks, sqrt_segment)
 
 
 @dataclass(frozen=True)
-class LayerDecision:
-    """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.
+class Rule:
+    """One policy. `layers_option`: the option that counts layers, which must not exceed those of the model."""
 
-    `offload`: what the layer keeps lives in host memory until its backward. `entry`: the range of
-    `checkpointing.layers` that decided; empty: none did.
-    """
-
-    policy: Policy
     mechanism: Mechanism
-    first: int
-    last: int
-    reentrant: bool
-    offload: bool
-    entry: str = ""
+    choose: ChooseLayers = _choose_all
+    layers_option: str = ""
 
 
-DIRECT = {
-    Policy.none: Mechanism.keep,
-    Policy.full: Mechanism.recompute,
-    Policy.selective_ops: Mechanism.selective_ops,
-    Policy.selective_modules: Mechanism.selective_modules,
-    Policy.discard_output: Mechanism.discard_output,
-    Policy.deepspeed: Mechanism.deepspeed,
+RULES = {
+    Policy.none: Rule(KEEP),
+    Policy.full: Rule(recompute.MECHANISM),
+    Policy.interval: Rule(recompute.MECHANISM, _choose_every_nth, "interval"),
+    Policy.uniform: Rule(recompute.MECHANISM, _choose_segments, "segment_layers"),
+    Policy.block: Rule(recompute.MECHANISM, _choose_first_ones, "block_layers"),
+    Policy.sqrt: Rule(recompute.MECHANISM, _choose_sqrt_segments),
+    Policy.selective_ops: Rule(selective_ops.MECHANISM),
+    Policy.selective_modules: Rule(selective_modules.MECHANISM),
+    Policy.discard_output: Rule(discard_output.MECHANISM),
+    Policy.deepspeed: Rule(deepspeed.MECHANISM),
 }
 
 
@@ -60,7 +77,7 @@ def plan(
     stacks: Sequence[int] = (),
     reentrant_segments: bool = True,
 ) -> list[LayerDecision]:
-    """The decision for each of `num_layers` layers, first to last.
+    """Decide for each of `num_layers` layers, first to last.
 
     `stacks`: how many of them each stack of the model has, where there are several: no segment crosses from one into
     the next. `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises
@@ -72,16 +89,16 @@ def plan(
     decisions: list[LayerDecision] = []
     for entry, first, last in _runs(cfg, num_layers):
         policy = cfg.policy if entry is None else cfg.layers[entry]
-        for mechanism, start, end in _parts(cfg, policy, first, last, stacks):
+        for start, end, is_treated in RULES[policy].choose(cfg, first, last, stacks):
+            mechanism = RULES[policy].mechanism if is_treated else KEEP
             decisions += [
                 LayerDecision(
                     policy=policy,
                     mechanism=mechanism,
                     first=start,
                     last=end,
-                    reentrant=_reentrant(
-                        cfg, mechanism, end - start + 1, zero_stage == 3 and reentrant_segments
-                    ),
+                    reentrant=mechanism.is_reentrant is not None
+                    and mechanism.is_reentrant(cfg, end - start + 1, zero_stage == 3 and reentrant_segments),
                     offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
                     entry="" if entry is None else str(entry),
                 )
@@ -91,33 +108,59 @@ def plan(
 
 
 def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
-    """DeepSpeed's function needs its process group; on meta tensors the reentrant variant, which it is, stands in."""
+    """Replace DeepSpeed's function, which needs a process group, by torch's reentrant variant: for meta tensors."""
     return [
-        replace(d, mechanism=Mechanism.recompute, reentrant=True) if d.mechanism is Mechanism.deepspeed else d
+        replace(d, mechanism=recompute.MECHANISM, reentrant=True) if d.mechanism == deepspeed.MECHANISM else d
         for d in decisions
     ]
 
 
 def policies(cfg: CheckpointingConfig) -> set[Policy]:
-    """Every policy that some layer may have."""
+    """Return every policy that some layer may have."""
     return {cfg.policy, *cfg.layers.values()}
 
 
 def needs_layers(cfg: CheckpointingConfig) -> bool:
-    """False when nothing is asked of the model: no recomputation, no offload."""
+    """Return whether any layer is recomputed or offloaded."""
     return policies(cfg) != {Policy.none} or cfg.offload.enabled
 
 
-def segment_layers(cfg: CheckpointingConfig, policy: Policy, num_layers: int) -> int:
-    """Layers per segment. sqrt makes round(sqrt(L)) segments (Chen et al. 2016, Training Deep Nets with Sublinear
-    Memory Cost)."""
-    if policy is Policy.uniform:
-        return cfg.segment_layers
+def sqrt_segment(num_layers: int) -> int:
+    """Return the layers per segment of sqrt, which makes round(sqrt(L)) segments.
+
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
+    """
     return math.ceil(num_layers / max(1, round(math.sqrt(num_layers))))
 
 
+def period(cfg: CheckpointingConfig, num_layers: int) -> int:
+    """Return after how many layers the policy begins again. `block` differs only in its first ones."""
+    if cfg.policy is Policy.sqrt:
+        return sqrt_segment(num_layers)
+    option = RULES[cfg.policy].layers_option
+    return max(1, getattr(cfg, option) + (cfg.policy is Policy.block) if option else 1)
+
+
+def size_problems(cfg: CheckpointingConfig, num_layers: int, stacks: Sequence[int]) -> list[str]:
+    """Tell which numbers of layers in the options exceed the model; a segment lies within one of its `stacks`."""
+    longest = max(stacks, default=num_layers)
+    found = []
+    for policy in sorted(policies(cfg), key=list(Policy).index):
+        option = RULES[policy].layers_option
+        most, where = (
+            (longest, "its longest stack of layers has") if policy is Policy.uniform else (num_layers, "")
+        )
+        if most == num_layers:
+            where = "the model has"
+        if option and getattr(cfg, option) > most:
+            found.append(
+                f"checkpointing.{option}={getattr(cfg, option)}: {where} {most} layers; give at most that"
+            )
+    return found
+
+
 def range_problems(cfg: CheckpointingConfig, num_layers: int) -> list[str]:
-    """Why `checkpointing.layers` does not fit a model of `num_layers` layers; each names the range."""
+    """Tell why `checkpointing.layers` does not fit a model of `num_layers` layers; each text names the range."""
     found: list[str] = []
     taken: dict[int, object] = {}
     for key in cfg.layers:
@@ -138,7 +181,7 @@ def range_problems(cfg: CheckpointingConfig, num_layers: int) -> list[str]:
 
 
 def describe(decisions: list[LayerDecision]) -> str:
-    """The decisions in words for the run's header: `full: layers 0-31, offloaded 0-30`."""
+    """Put the decisions in words for the run's header: `full (32 of 32 layers recomputed whole)`."""
     if not decisions:
         return "none (every activation is kept)"
     by_policy: dict[Policy, list[int]] = {}
@@ -146,7 +189,7 @@ def describe(decisions: list[LayerDecision]) -> str:
         by_policy.setdefault(decision.policy, []).append(index)
     texts = []
     for policy, layers in by_policy.items():
-        again = [i for i in layers if decisions[i].mechanism is not Mechanism.keep]
+        again = [i for i in layers if decisions[i].mechanism != KEEP]
         where = "" if len(by_policy) == 1 else f" in layers {spans(layers)}"
         texts.append(f"{policy}{where} ({_what(decisions, again)})")
     moved = [i for i, decision in enumerate(decisions) if decision.offload]
@@ -155,22 +198,11 @@ def describe(decisions: list[LayerDecision]) -> str:
     return "; ".join(texts)
 
 
-def spans(indices: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    groups: list[list[int]] = []
-    for index in indices:
-        if groups and index == groups[-1][-1] + 1:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return ", ".join(str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups)
-
-
 def _what(decisions: list[LayerDecision], again: list[int]) -> str:
     if not again:
         return "every activation is kept"
     mechanism = decisions[again[0]].mechanism
-    whole = mechanism in (Mechanism.recompute, Mechanism.deepspeed)
+    whole = mechanism.keeps_only_input
     segments = {(decisions[i].first, decisions[i].last) for i in again}
     grouped = f" in {len(segments)} segments" if whole and len(segments) < len(again) else ""
     variant = ", reentrant" if decisions[again[0]].reentrant else ""
@@ -185,7 +217,7 @@ def _range(key: object) -> tuple[int, int] | None:
 
 
 def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, int, int]]:
-    """Consecutive layers that one range, or the default (None), speaks of."""
+    """Yield consecutive layers that one range, or the default (None), decides over."""
     owner: list[object] = [None] * num_layers
     for key in cfg.layers:
         first, last = _range(key) or (0, -1)
@@ -197,38 +229,9 @@ def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, i
             start = index
 
 
-def _parts(
-    cfg: CheckpointingConfig, policy: Policy, first: int, last: int, stacks: Sequence[int]
-) -> Iterator[tuple[Mechanism, int, int]]:
-    """Mechanism, first and last layer of each call that recomputes."""
-    if policy in (Policy.uniform, Policy.sqrt):
-        for begin, end in _cut(first, last, stacks):
-            size = segment_layers(cfg, policy, end - begin + 1)
-            for start in range(begin, end + 1, size):
-                yield Mechanism.recompute, start, min(start + size - 1, end)
-        return
-    for index in range(first, last + 1):
-        place = index - first
-        if policy is Policy.interval:
-            mechanism = Mechanism.keep if place % cfg.interval else Mechanism.recompute
-        elif policy is Policy.block:
-            mechanism = Mechanism.recompute if place < cfg.block_layers else Mechanism.keep
-        else:
-            mechanism = DIRECT[policy]
-        yield mechanism, index, index
-
-
-def _cut(first: int, last: int, stacks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The layers `first` to `last` of each stack."""
+def _cut(first: int, last: int, stacks: Sequence[int], size_of: Callable[[int], int]) -> Iterator[Part]:
+    """Cut the layers `first` to `last` into segments; none crosses from one stack into the next."""
     borders = [border for border in itertools.accumulate(stacks) if first < border <= last]
-    yield from ((begin, end - 1) for begin, end in itertools.pairwise([first, *borders, last + 1]))
-
-
-def _reentrant(cfg: CheckpointingConfig, mechanism: Mechanism, layers: int, segments: bool) -> bool:
-    """Segments under ZeRO-3 are reentrant: the other variant holds the weights of all their layers in backward.
-
-    DeepSpeed's own function is reentrant: its other variant has no early stop, which ZeRO-3 does not survive.
-    """
-    if mechanism is Mechanism.recompute:
-        return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
-    return mechanism is Mechanism.deepspeed and cfg.reentrant is not False
+    for begin, behind in itertools.pairwise([first, *borders, last + 1]):
+        size = size_of(behind - begin)
+        yield from ((start, min(start + size, behind) - 1, True) for start in range(begin, behind, size))

@@ -37,7 +37,7 @@ from remat.activation_checkpointing.mechanisms.arguments import (
 )
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
-from remat.activation_checkpointing.policy import RUNS_AGAIN, LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
@@ -113,7 +113,7 @@ class Draws(TorchDispatchMode):
         return [generator.get_state() for generator in self.generators]
 
     def set(self, states: list[torch.Tensor]) -> None:
-        """The last first: what stays is each generator's state before its first draw."""
+        """Set the last first: what stays is each generator's state before its first draw."""
         for generator, state in reversed(list(zip(self.generators, states, strict=True))):
             generator.set_state(state)
 
@@ -145,7 +145,7 @@ class Recorder:
     def before(self, index: int, layer: nn.Module, call: Replayable, args: tuple[Any, ...]) -> None:
         self._called[index] += 1
         decision = self._decisions[index]
-        if decision.mechanism is Mechanism.keep and not decision.offload:
+        if decision.mechanism == KEEP and not decision.offload:
             return
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
@@ -163,18 +163,18 @@ class Recorder:
                 self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
 
     def first_run(self, index: int) -> AbstractContextManager[None]:
-        """Around the place where layer `index` really runs."""
+        """Wrap the place where layer `index` really runs."""
         self._ran[index] += 1
         first = self._decisions[index].first
         return self._samples[first].draws if first in self._open else nullcontext()
 
     def later_run(self, index: int) -> AbstractContextManager[None]:
-        """Around a recomputation of layer `index`, or of a part of it."""
+        """Wrap a recomputation of layer `index`, or of a part of it."""
         sample = self._samples.get(self._decisions[index].first)
         return sample.later_run() if sample else nullcontext()
 
     def after(self, index: int, output: Any) -> Any:
-        """The output to go on with."""
+        """Return the output to go on with."""
         decision = self._decisions[index]
         self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
@@ -201,7 +201,7 @@ class Recorder:
             self._deferred.look(nodes, users)
 
     def ready(self) -> list[int]:
-        """The regions that can be replayed, each by its first layer."""
+        """Return the regions that can be replayed, each by its first layer."""
         return [first for first, sample in self._samples.items() if sample.complete]
 
     def replay(self, regions: Sequence[int]) -> Replayed:
@@ -246,7 +246,7 @@ class Recorder:
         ]
 
     def _cut(self) -> list[str]:
-        """Reentrant regions that gradients came to and none left, above others that would make zeros of that."""
+        """Find reentrant regions that gradients came to and none left: those below would make zeros of that."""
         cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
         layers = [entry.decision.first for entry in cut if entry.node is not None]
         if not layers:
@@ -258,7 +258,7 @@ class Recorder:
         ]
 
     def _own_weights(self, sample: Sample) -> set[int]:
-        """Weights that nothing outside of the sample uses: their gradients are its own."""
+        """Return the weights that nothing outside of the sample uses: their gradients are its own."""
         inside = Counter(
             id(p) for layer in sample.layers for _, p in layer.named_parameters(remove_duplicate=False)
         )
@@ -281,7 +281,7 @@ class _Deferred:
         self._reordered: list[int] = []
 
     def note(self, decision: LayerDecision, index: int) -> None:
-        """Layer `index` is called."""
+        """Note that layer `index` is called."""
         if decision.first < decision.last and index in (decision.first, decision.last):
             self._open.setdefault(decision.first, []).append(torch._C._autograd._get_sequence_nr())
 
@@ -408,9 +408,9 @@ class Sample:
                 yield
         finally:
             after = _random_state(self._device())
-            discards = self.decision.mechanism is Mechanism.discard_output
             moved = {
-                "torch": discards and not _equal(before[:2], after[:2]),
+                "torch": not self.decision.mechanism.restores_random_state
+                and not _equal(before[:2], after[:2]),
                 "python's random": before[2] != after[2],
                 "numpy": not _equal(before[3][1:3], after[3][1:3]),
                 "a torch.Generator of its own": bool(draws.generators),
@@ -418,7 +418,7 @@ class Sample:
             self._drawn_anew |= {name for name, is_moved in moved.items() if is_moved}
 
     def end(self, output: Any) -> Any:
-        """The region has run: note what came out. Returns it in tensors whose gradients are those of what follows."""
+        """Note what came out of the region. Returns it in tensors whose gradients are those of what follows."""
         made = self._made(output)
         if any(tensor is given for _, tensor in made for given in self._alive):
             self.close()  # it hands an input on as it is: there is nothing to compare
@@ -455,7 +455,7 @@ class Sample:
         self._nodes = {key: node for key, node in self._nodes.items() if key in ends}
 
     def _made(self, output: Any) -> list[tuple[str, torch.Tensor]]:
-        """(path, tensor) of all that the region returned or wrote into its arguments."""
+        """Return (path, tensor) of all that the region returned or wrote into its arguments."""
         found = list(find_tensors(output, "output"))
         for name, before, now in self._containers:
             for path, new in find_changes(before, now, name):
@@ -473,7 +473,7 @@ class Sample:
         return self._held[self._place[id(tensor)]]
 
     def _listen(self, name: str, value: Any) -> None:
-        """To the gradient of each tensor in `value`; it stays the model's own, or gradients would be added up anew."""
+        """Listen to the gradient of each tensor in `value`; it stays the model's own, so sums keep their order."""
         for path, tensor in find_tensors(value, name):
             known = any(one.held == self._place[id(tensor)] for one in self._inputs.values())
             if tensor.requires_grad and tensor.grad_fn is not None and not known:
@@ -494,7 +494,7 @@ class Sample:
             self._hooks.callback(hook.remove)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that a forward may edit: buffers, and those in attributes of modules."""
+        """Yield tensors that a forward may edit: buffers, and those in attributes of modules."""
         for layer in self.layers:
             yield from layer.named_buffers()
         modules = [named for layer in self.layers for named in layer.named_modules()]
@@ -523,7 +523,7 @@ class Sample:
         """Put into `result` what differs from the pass that keeps everything."""
         self.close()
         name = self._name()
-        again = self.decision.mechanism in RUNS_AGAIN
+        again = self.decision.mechanism.runs_layer_again
         own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
         real = self._real(own, once=once)
         self._left = [_attributes(module) for module in self._modules()]
@@ -567,7 +567,7 @@ class Sample:
         )
 
     def _seen(self, name: str, handed: list[str], again: bool) -> list[str]:
-        """What was seen in the run itself, whatever the values are."""
+        """Tell what was seen in the run itself, whatever the values are."""
         found = []
         if self._drawn_anew:
             found.append(
@@ -599,12 +599,12 @@ class Sample:
         return f"{which} ({type(self.layers[0]).__name__})"
 
     def _remedy(self) -> str:
-        if self.decision.reentrant or self.decision.mechanism is Mechanism.deepspeed:
+        if self.decision.reentrant:
             return "; use checkpointing=full checkpointing.reentrant=false"
-        return "; give such layers another policy (checkpointing=none keeps everything)"
+        return self.decision.mechanism.remedy
 
     def _real(self, own: set[str], *, once: bool) -> Quantities:
-        """What the run's policy gave."""
+        """Return what the run's policy gave."""
         found: Quantities = {path: output.value for path, output in self._outputs.items()}
         for path, one in self._inputs.items():
             if one.alone:
@@ -620,7 +620,7 @@ class Sample:
         return found
 
     def _truth(self, own: set[str], *, once: bool) -> Quantities:
-        """The same by a pass that keeps everything, on the same inputs."""
+        """Return the same of a pass that keeps everything, on the same inputs."""
         now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
         for buffer, before in self._buffers.values():
             buffer.data.copy_(before)
@@ -662,7 +662,7 @@ class Sample:
         return found
 
     def _next(self, attributes: list[dict[str, Any]]) -> Quantities:
-        """What the region would return next, after a pass that left `attributes` in its modules."""
+        """Return what the region would return next, after a pass that left `attributes` in its modules."""
         now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
         outputs, _ = self._run(attributes)
         for name, (buffer, _) in self._buffers.items():
@@ -673,7 +673,7 @@ class Sample:
         return [module for layer in self.layers for module in layer.modules()]
 
     def _run(self, attributes: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """The region's outputs, and what it wrote, by path; and the leaves it was given."""
+        """Run the region. Returns its outputs, and what it wrote, by path; and the leaves it was given."""
         leaves = [
             value.detach().requires_grad_(requires)
             for value, requires in zip(self._held, self._requires, strict=True)
@@ -710,7 +710,7 @@ class Sample:
 
     @contextmanager
     def _everything_kept(self, scope: Scope) -> Iterator[None]:
-        """Weights gathered, no hook of ZeRO-3 or of a policy, the random state and autocast of the real pass."""
+        """Gather weights, take off hooks of ZeRO-3 and policies, restore random state and autocast."""
         modules = self._modules()
         drawn = self.draws.now()
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
@@ -740,7 +740,7 @@ class Sample:
 
 
 def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
-    """Regions of the same kind are built alike, treated alike and called alike."""
+    """Name the kind of a region: those of one kind are built alike, treated alike and called alike."""
     modules = [
         (name, type(module), sorted((k, v) for k, v in vars(module).items() if isinstance(v, (bool, str))))
         for layer in layers
@@ -757,7 +757,7 @@ def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[s
 
 
 def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
-    """By how much each quantity is off, relative to its largest value; inf: it is not there. Equal bits: no entry."""
+    """Return how far each quantity is off, relative to its largest value; inf: it is lost. Equal bits: no entry."""
     sizes = {}
     for name, right in truth.items():
         left = found.get(name)
@@ -788,7 +788,7 @@ def _error(left: torch.Tensor | Digest | None, right: torch.Tensor | Digest | No
 
 
 def _beyond_noise(errors: dict[str, float], noise: dict[str, float], most: float) -> dict[str, float]:
-    """What a device that is not deterministic does not explain: it rounds otherwise, by at most `most`."""
+    """Return what a device that is not deterministic does not explain: it rounds otherwise, by at most `most`."""
     return {name: size for name, size in errors.items() if size > MOST_NOISE * min(noise.get(name, 0.0), most)}
 
 
@@ -813,7 +813,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of `tensor`, by which kernels are chosen: an expanded mask stays expanded."""
+    """Copy `tensor` with its strides, by which kernels are chosen: an expanded mask stays expanded."""
     slim = tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())]
     if not torch._debug_has_internal_overlap(slim):
         strided = torch.empty_strided(slim.size(), slim.stride(), dtype=slim.dtype, device=slim.device)
@@ -829,7 +829,7 @@ def _digest(gradient: torch.Tensor) -> Digest:
 
 
 def _tell(value: Any, tell: Callable[[bool], None]) -> None:
-    """`tell(True)` when a gradient comes to a tensor in `value`."""
+    """Call `tell(True)` when a gradient comes to a tensor in `value`."""
     for _, tensor in find_tensors(value):
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: None if gradient is None else tell(True))
@@ -848,7 +848,7 @@ def _note_digest(digests: list[Digest], gradient: torch.Tensor) -> None:
 
 
 def _reach(outputs: Sequence[torch.Tensor], ends: set[int]) -> dict[int, Any]:
-    """The nodes of the graph that backward comes to from `outputs`, by id, not looking beyond those in `ends`."""
+    """Return the graph's nodes that backward comes to from `outputs`, by id, not looking beyond those in `ends`."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen: dict[int, Any] = {}  # holds each node: an id belongs to a living one
     while waiting and len(seen) < MOST_NODES:
@@ -871,14 +871,14 @@ class _Same(torch.autograd.Function):
 
 
 def _is_machinery(hook: Any) -> bool:
-    """Whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
+    """Return whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("deepspeed", "remat")
 
 
 def _pass_gradients_as_zero3(module: nn.Module) -> None:
-    """ZeRO-3's hooks put a node around each input and output of a module, at which gradients are added up.
+    """Put nodes around each input and output of a module, as ZeRO-3 does: gradients are added up at them.
 
     Without these nodes they would be added in another order, and round otherwise.
     """
@@ -892,7 +892,7 @@ def _pass_gradients_as_zero3(module: nn.Module) -> None:
 
 @contextmanager
 def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
-    """ZeRO-3's shards put together; all ranks must come here alike."""
+    """Put ZeRO-3's shards together; all ranks must come here alike."""
     sharded = [
         weight for weight in weights if hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
     ]
@@ -922,7 +922,7 @@ def _set_random_state(device: torch.device, state: RandomState) -> None:
 
 
 def _is_torchs(generator: torch.Generator) -> bool:
-    """Whether it is in the state of torch's own on that device: then it is the same."""
+    """Return whether it is in the state of torch's own on that device: then it is the same."""
     own = torch.default_generator
     if generator.device.type == "cuda":
         own = torch.cuda.default_generators[generator.device.index or 0]
@@ -930,12 +930,12 @@ def _is_torchs(generator: torch.Generator) -> bool:
 
 
 def _plain(attributes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are one value, without what nothing but `==` of tensors could compare."""
+    """Return those that are one value, without what nothing but `==` of tensors could compare."""
     return [{k: v for k, v in own.items() if isinstance(v, (bool, int, float, str))} for own in attributes]
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Of random states: tensors, arrays and numbers."""
+    """Compare random states: tensors, arrays and numbers."""
     return all(
         bool((one == other).all()) if hasattr(one, "all") else one == other
         for one, other in zip(left, right, strict=True)
@@ -943,7 +943,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a forward may have left in a module's own attributes, its containers copied."""
+    """Return what a forward may have left in a module's own attributes, its containers copied."""
     return {name: copy_containers(value) for name, value in vars(module).items() if _is_state(name, value)}
 
 

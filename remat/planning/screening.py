@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from remat.config.options import CheckpointingConfig, ConfigError, Policy, RunConfig
+from remat.activation_checkpointing import policy
+from remat.config.options import ConfigError, Policy, RunConfig
 from remat.model.hf_model import ModelFacts
 from remat.planning import plan, strategy
 from remat.planning.plan import Planned
@@ -76,26 +77,10 @@ def _depth(cfg: RunConfig) -> int:
 
 def _depths(cfg: RunConfig) -> tuple[int, int]:
     """Two depths between which a policy repeats; zeros when the model is hardly deeper than that."""
-    unit = max(1, _unit(cfg.checkpointing, _depth(cfg)))
+    unit = policy.period(cfg.checkpointing, _depth(cfg))
     low = unit * math.ceil(LOW_LAYERS / unit)
     high = low + unit * math.ceil(2 / unit)
     return (low, high) if _depth(cfg) > max(FEW_LAYERS, high + high // 2) else (0, 0)
-
-
-def _unit(cfg: CheckpointingConfig, depth: int) -> int:
-    """Layers after which the policy begins again. `block` differs only in its first ones."""
-    if cfg.policy is Policy.sqrt:
-        return _segment(depth)
-    units = {
-        Policy.interval: cfg.interval,
-        Policy.uniform: cfg.segment_layers,
-        Policy.block: cfg.block_layers + 1,
-    }
-    return max(1, units.get(cfg.policy, 1))
-
-
-def _segment(depth: int) -> int:
-    return math.ceil(depth / max(1, round(math.sqrt(depth))))
 
 
 def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
@@ -105,7 +90,7 @@ def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
             fields[name] = value[:depth]
     checkpointing = cfg.checkpointing
     if checkpointing.policy is Policy.sqrt:  # segments as long as those of the whole model
-        size = _segment(_depth(cfg))
+        size = policy.sqrt_segment(_depth(cfg))
         checkpointing = replace(checkpointing, policy=Policy.uniform, segment_layers=size)
     return replace(cfg, model=replace(cfg.model, architecture=fields), checkpointing=checkpointing)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import dry_run, policy, validation
-from remat.activation_checkpointing.policy import LayerDecision
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
 from remat.config.options import Attention, ConfigError, PeftMethod, RunConfig
 from remat.model import adapters, hf_model, layers, meta_kernels, packing
@@ -111,7 +111,7 @@ def _decisions(
         if policy.needs_layers(cfg.checkpointing):
             raise
         return [], "", ""
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=zero_stage,
         tensor_parallel_size=cfg.train.tensor_parallel_size,
         has_gpu=has_gpu,
@@ -134,6 +134,7 @@ def _decisions(
         found.depths,
         zero_stage=zero_stage,
         around=lambda: meta_kernels.as_in_a_run(0, on_gpu=has_gpu),
+        has_gpu=has_gpu,
     )
     return decisions, found.describe(), because
 

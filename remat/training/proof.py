@@ -11,7 +11,7 @@ import torch
 
 from remat.activation_checkpointing import policy, verification
 from remat.activation_checkpointing.mechanisms.counters import NotInEffect
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Recorder, Replayed
 from remat.machine import distributed
 from remat.report import run_dir, summary
@@ -26,8 +26,8 @@ LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather
 class FirstStep:
     """What the first step of a launch shows. `watching` and `verify_first_step` fill it; the ledger reads it."""
 
-    trace: Watch | None = None  # of the first micro-batch, operation by operation
-    steady_trace: Watch | None = None  # of the first micro-batch with the gathers of all that follow
+    trace: OpTracer | None = None  # of the first micro-batch, operation by operation
+    steady_trace: OpTracer | None = None  # of the first micro-batch with the gathers of all that follow
     replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     verified: bool = False

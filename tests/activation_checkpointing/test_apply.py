@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, verification
+from remat.activation_checkpointing.mechanisms import recompute
 from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy
 from remat.model import layers
 from tests.support import small_models, watched
@@ -128,7 +129,7 @@ def test_which_layers_are_recomputed_together(cfg: CheckpointingConfig, calls: l
     found = {
         f"{d.first}-{d.last}" if d.policy in (Policy.uniform, Policy.sqrt) else str(d.first)
         for d in policy.plan(cfg, 5)
-        if d.mechanism is policy.Mechanism.recompute
+        if d.mechanism == recompute.MECHANISM
     }
     assert sorted(found) == calls
 
@@ -272,3 +273,25 @@ def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
 )
 def test_the_header_says_what_the_policy_does(cfg: CheckpointingConfig, text: str) -> None:
     assert policy.describe(policy.plan(cfg, LAYERS)) == text
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        CheckpointingConfig(),
+        CheckpointingConfig(policy=Policy.interval, interval=3),
+        CheckpointingConfig(policy=Policy.uniform, segment_layers=4),
+        CheckpointingConfig(policy=Policy.sqrt),
+    ],
+    ids=lambda cfg: cfg.policy,
+)
+def test_a_policy_begins_again_after_its_period(cfg: CheckpointingConfig) -> None:
+    """A plan of few layers stands for one of many: it stretches what one period adds."""
+
+    def shape(decision: policy.LayerDecision, index: int) -> tuple[object, int, int]:
+        return decision.mechanism, index - decision.first, decision.last - index
+
+    decisions = [shape(decision, index) for index, decision in enumerate(policy.plan(cfg, 12))]
+    period = policy.period(cfg, 12)
+    assert decisions[period:] == decisions[:-period]
+    assert all(decisions[shorter:] != decisions[:-shorter] for shorter in range(1, period))

@@ -12,14 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.mechanisms.counters import Counts, Scope
-from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import (
-    BUFFERS,
-    FRESH,
-    DeepSpeedCheckpointing,
-    problems,
-)
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
+from remat.activation_checkpointing.mechanisms.deepspeed import BUFFERS, FRESH, DeepSpeedCheckpointing, problems
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig, Policy
 from remat.model import layers
 from tests.support.pool import RankPool
@@ -74,7 +69,7 @@ def put_in_place(
     sliced: list[int] = []
 
     def run(layer_forward: Callable[..., Any], *args: Any) -> Any:
-        counts = Counts()
+        counts = LayerCounters()
         output = engine.run(layer_forward, *args, counts=counts)
         sliced.append(counts.partitioned_bytes)
         return output
@@ -160,7 +155,7 @@ def kept_bytes(cfg: DeepSpeedCheckpointingConfig, reentrant: bool) -> int:
     engine, _ = put_in_place(net, cfg, reentrant=reentrant, group=AllRanks)
     try:
         body: Any = net.get_submodule("model")
-        with Watch(Scope(), torch.device("cpu")) as live:
+        with OpTracer(Scope(), torch.device("cpu")) as live:
             output = body(input_ids=batch(0), use_cache=False).last_hidden_state
         assert output.requires_grad
         return live.live_bytes
@@ -275,14 +270,14 @@ def test_the_list_of_buffers_is_counted(two_ranks: RankPool) -> None:
     assert two_ranks.run(bytes_by_kind) == [[(half, half)] * LAYERS] * 2
 
 
-def proof(counts: list[Counts], **switches: bool) -> list[str]:
+def proof(counts: list[LayerCounters], **switches: bool) -> list[str]:
     cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=DeepSpeedCheckpointingConfig(**switches))
     applied = Applied(policy.plan(cfg, len(counts)), counts=counts)
-    return verification.broken_promises(applied, Watch(Scope(), torch.device("cpu")), cfg)
+    return verification.broken_promises(applied, OpTracer(Scope(), torch.device("cpu")), cfg)
 
 
-def ran(**more: int) -> Counts:
-    return Counts(forwards=1, expected=1, recomputations=1, **more)
+def ran(**more: int) -> LayerCounters:
+    return LayerCounters(forwards=1, expected=1, recomputations=1, **more)
 
 
 def test_switches_are_proven() -> None:
@@ -305,12 +300,14 @@ def a_second_argument_with_a_gradient() -> list[str]:
     try:
         for rest in ((torch.ones(4), weight), ((torch.ones(4), weight * 1), None)):
             try:
-                engine.run(lambda state, *_: state, hidden, *rest, counts=Counts(), layer="layer 7")
+                engine.run(lambda state, *_: state, hidden, *rest, counts=LayerCounters(), layer="layer 7")
             except ConfigError as error:
                 texts.append(str(error))
-        engine.run(lambda state, *_: state, hidden, torch.ones(4), None, counts=Counts(), layer="layer 7")
+        engine.run(
+            lambda state, *_: state, hidden, torch.ones(4), None, counts=LayerCounters(), layer="layer 7"
+        )
         with torch.no_grad():
-            engine.run(lambda state, *_: state, hidden, weight, counts=Counts(), layer="layer 7")
+            engine.run(lambda state, *_: state, hidden, weight, counts=LayerCounters(), layer="layer 7")
     finally:
         engine.close()
     return texts

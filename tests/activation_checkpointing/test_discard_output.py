@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, policy, validation, verification
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs, Region
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding, Region
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import Attention, CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
@@ -86,9 +87,9 @@ class Layer(nn.Module):
         return hidden + self.down(self.act(self.up(self.meddle(self.norm(hidden)))))
 
 
-def hooked(layer: nn.Module, roles: list[str]) -> tuple[SavedTensors, DiscardedOutputs, Counts]:
-    counts = Counts()
-    discarded = DiscardedOutputs(layer, roles, 0, counts, Scope())
+def hooked(layer: nn.Module, roles: list[str]) -> tuple[SavedTensors, OutputDiscarding, LayerCounters]:
+    counts = LayerCounters()
+    discarded = OutputDiscarding(layer, roles, 0, counts, Scope())
     return SavedTensors(layer, by_reference=False, offload=None, discarded=discarded), discarded, counts
 
 
@@ -175,7 +176,7 @@ def jitter_problems(cfg: CheckpointingConfig, model_type: str, **jitter: float) 
     config = AutoConfig.for_model(model_type, **(small_models.SIZES | {"num_local_experts": 4} | jitter))
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config)
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,
@@ -248,7 +249,7 @@ def test_randomness_is_refused() -> None:
 def test_only_norms_and_activations(asked: list[str], text: str) -> None:
     """Functional dropout inside attention would draw other numbers in the second run: wrong gradients, no error."""
     net = small_models.build("gpt2", attn_pdrop=0.5)
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,

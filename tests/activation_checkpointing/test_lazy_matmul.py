@@ -112,7 +112,7 @@ def test_a_kernel_that_allocates_nothing_reads_the_product(
 
 def test_a_product_of_another_type_than_its_matrices_is_not_put_off() -> None:
     half = torch.empty(2, 2, dtype=torch.bfloat16, device="meta")
-    with lazy_matmul._PutOff() as mode:
+    with lazy_matmul._DeferMode() as mode:
         assert torch.ops.aten.mm.dtype(half, half, torch.float32).dtype == torch.float32
         assert mode.postponed._compute is None
         assert torch.mm(half, half).dtype == torch.bfloat16
@@ -129,7 +129,7 @@ def test_the_product_is_computed_only_when_it_is_needed(kind: Policy) -> None:
 def test_a_linear_that_replaced_another_after_the_policy_was_in_place_is_spared_too() -> None:
     torch.manual_seed(0)
     region = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    spared = lazy_matmul.SparedProduct(region)
+    spared = lazy_matmul.SkipLastMatmul(region)
     old, region[2] = region[2], nn.Linear(WIDTH, WIDTH)
     spared.contexts()
     spared.contexts()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import validation
-from remat.activation_checkpointing.mechanisms import low_precision
+from remat.activation_checkpointing.mechanisms import offload
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.config.options import Attention, CheckpointingConfig, Policy, StorageDtype
 from tests.support import small_models, watched
 
@@ -16,7 +17,7 @@ EIGHT_BITS = [StorageDtype.fp8, StorageDtype.int8]
 
 
 def there_and_back(tensor: torch.Tensor, dtype: StorageDtype) -> torch.Tensor:
-    return low_precision.decode(*low_precision.encode(tensor, dtype), tensor.dtype)
+    return offload.decode(*offload.encode(tensor, dtype), tensor.dtype)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -34,7 +35,7 @@ def test_error_bounds(stored: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_what_is_stored(dtype: StorageDtype) -> None:
-    payload, scales = low_precision.encode(torch.randn(3, 4, 32), dtype)
+    payload, scales = offload.encode(torch.randn(3, 4, 32), dtype)
     assert payload.shape == (3, 4, 32)
     assert payload.element_size() == 1
     assert scales.shape == (3, 4, 1)
@@ -94,7 +95,7 @@ def test_a_nan_in_an_activation_reaches_the_gradient(dtype: StorageDtype) -> Non
 )
 def test_results_that_an_operator_list_keeps_stay_exact(policies: dict[str, Any]) -> None:
     net = small_models.build("llama")
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=True,

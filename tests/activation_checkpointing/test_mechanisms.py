@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy, verification
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config import compose
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig
 from tests.support import small_models, watched
@@ -89,7 +89,7 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
             net.zero_grad()
 
     steps(5)
-    with Watch(applied.scope, torch.device("cpu")) as watch:
+    with OpTracer(applied.scope, torch.device("cpu")) as watch:
         steps(2)
         storages = watch.live_bytes
         steps(3)

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from remat.activation_checkpointing import verification
-from remat.activation_checkpointing.mechanisms import host_pool, offload
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.host_pool import HostPool
-from remat.activation_checkpointing.mechanisms.offload import HostOffload, LayerOffload
+from remat.activation_checkpointing.mechanisms import offload
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.offload import HostOffload, HostPool, LayerOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig, StorageDtype
 from tests.support import small_models, watched
@@ -40,9 +39,9 @@ CONFIGS = {
 
 def host(
     min_bytes: int = 0, layers: int = 1, **more: Any
-) -> tuple[HostOffload, list[LayerOffload], list[Counts]]:
+) -> tuple[HostOffload, list[LayerOffload], list[LayerCounters]]:
     owner = HostOffload(OffloadConfig(min_bytes=min_bytes, **more), CPU, layers)
-    counts = [Counts() for _ in range(layers)]
+    counts = [LayerCounters() for _ in range(layers)]
     return owner, [owner.layer(index, counts[index]) for index in range(layers)], counts
 
 
@@ -201,7 +200,7 @@ def test_the_layer_below_is_fetched_with_the_first_tensor_of_a_layer(monkeypatch
 
     monkeypatch.setattr(offload._Transfers, "bring", noted)
     owner = HostOffload(OffloadConfig(min_bytes=0), CPU, 4)
-    layers = {index: owner.layer(index, Counts()) for index in (0, 1, 3)}  # layer 2 stays
+    layers = {index: owner.layer(index, LayerCounters()) for index in (0, 1, 3)}  # layer 2 stays
     handles = {
         index: [layer.pack(torch.full((2,), 10.0 * index + save)) for save in range(2)]
         for index, layer in layers.items()
@@ -228,7 +227,7 @@ def test_device_memory_is_freed_with_the_last_use() -> None:
 def test_on_meta_bytes_are_counted_and_no_memory_is_used() -> None:
     """A simulation runs the same code on tensors without values."""
     owner = HostOffload(OffloadConfig(min_bytes=0), torch.device("meta"), 1)
-    layer = owner.layer(0, counts := Counts())
+    layer = owner.layer(0, counts := LayerCounters())
     tensor = torch.empty(1 << 20, 1 << 20, device="meta").t()
     handle = layer.pack(tensor)
     assert handle is not None
@@ -282,10 +281,10 @@ def test_buffers_are_used_again() -> None:
 @pytest.mark.parametrize("mebibytes", [1, 3, 5, 33, 48, 63, 65, 100, 176, 300, 513, 1100])
 def test_little_of_a_slab_is_lost_to_powers_of_two(mebibytes: int) -> None:
     size = mebibytes << 20
-    slab = host_pool.slab_bytes(size)
+    slab = offload.slab_bytes(size)
     assert slab & (slab - 1) == 0
     assert slab % size <= slab / 8
-    assert slab <= max(host_pool.SMALLEST_SLAB_BYTES, 32 * size)
+    assert slab <= max(offload.SMALLEST_SLAB_BYTES, 32 * size)
 
 
 @pytest.mark.parametrize("lengths", ["rising", "falling", "random"])
@@ -302,7 +301,7 @@ def test_sequences_of_many_lengths_do_not_let_the_pool_grow(policy: Policy, leng
         widths = [4096] if policy is Policy.full else [4096] * 4 + [11008] * 3 + [1024, 64]
         held = [pool.take(2 * tokens * width) for _ in range(32) for width in widths]
         most = max(most, pool.taken_bytes)
-        assert pool.slab_bytes <= 2 * most + host_pool.SMALLEST_SLAB_BYTES
+        assert pool.slab_bytes <= 2 * most + offload.SMALLEST_SLAB_BYTES
         while held:
             pool.give(held.pop())
     assert pool.slab_bytes <= most * 9 / 8

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, dry_run, policy
-from remat.activation_checkpointing.mechanisms import recompute, segments
+from remat.activation_checkpointing.mechanisms import recompute
 from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 
@@ -422,8 +422,8 @@ def no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "refuse_second_call", lambda *_: None)
     monkeypatch.setattr(apply, "_refuse_shared_weights", lambda *_: None)
     monkeypatch.setattr(recompute.Recompute, "__call__", torchs_own)
-    monkeypatch.setattr(segments.Segment, "_check_order", lambda *_: None)
-    monkeypatch.setattr(segments.StandIn, "of", staticmethod(lambda hidden, *_: hidden))
+    monkeypatch.setattr(recompute.Segment, "_check_order", lambda *_: None)
+    monkeypatch.setattr(recompute.StandIn, "of", staticmethod(lambda hidden, *_: hidden))
 
 
 SILENT = [

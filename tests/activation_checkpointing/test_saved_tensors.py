@@ -14,7 +14,7 @@ from torch import nn
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms import discard_output, offload, saved_tensors
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
@@ -26,12 +26,12 @@ HUGE = 1 << 40  # min_bytes above everything: the hooks are active and every ten
 
 def passing(layer: nn.Module) -> SavedTensors:
     host = HostOffload(OffloadConfig(min_bytes=HUGE), torch.device("cpu"), 1)
-    return SavedTensors(layer, by_reference=False, offload=host.layer(0, Counts()), discarded=None)
+    return SavedTensors(layer, by_reference=False, offload=host.layer(0, LayerCounters()), discarded=None)
 
 
 def moving(layer: nn.Module) -> tuple[SavedTensors, HostOffload]:
     host = HostOffload(OffloadConfig(min_bytes=0), torch.device("cpu"), 1)
-    return SavedTensors(layer, by_reference=False, offload=host.layer(0, Counts()), discarded=None), host
+    return SavedTensors(layer, by_reference=False, offload=host.layer(0, LayerCounters()), discarded=None), host
 
 
 def test_no_hooks_where_there_is_nothing_to_do() -> None:
@@ -311,7 +311,7 @@ def test_gathered_weights_are_not_moved_to_the_host() -> None:
     layer = nn.Module()
     layer.weight = weight
     host = HostOffload(OffloadConfig(min_bytes=0), torch.device("cpu"), 1)
-    moved = host.layer(0, counts := Counts())
+    moved = host.layer(0, counts := LayerCounters())
     x = torch.randn(3, 8, requires_grad=True)
     with SavedTensors(layer, by_reference=True, offload=moved, discarded=None).hooks():
         y = x @ weight

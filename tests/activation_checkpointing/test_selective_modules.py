@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing import apply, policy, validation
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.op_watch import Watch
-from remat.config.options import CheckpointingConfig, ConfigError, Policy
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
+from remat.activation_checkpointing.op_tracer import OpTracer
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, Policy
 from remat.model.layers import decoder_layers
 from tests.support import small_models
 from tests.support.pool import RankPool
@@ -215,7 +216,7 @@ def test_kept_bytes(role: str) -> None:
     net = build("llama", **sizes)
     scope = put_in_place(net, [role]).scope
     ids = torch.randint(0, 64, (2, 128))
-    with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
+    with OpTracer(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
         watch.forward_done()
         loss.backward()
@@ -264,3 +265,20 @@ def test_under_zero3(two_ranks: RankPool, model_type: str) -> None:
         assert [f["values"] for f in found] == [e["values"] for e in expected]
         assert found[0]["again"] == found[0]["expected"]
         assert min(found[0]["again"]) >= 6
+
+
+def test_an_empty_list_is_refused_before_the_run() -> None:
+    cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=[])
+    net = build("llama", num_hidden_layers=1)
+    setting = Setting(
+        zero_stage=0,
+        tensor_parallel_size=1,
+        has_gpu=False,
+        attention=Attention.sdpa,
+        lora_dropout=0.0,
+        fields={},
+        activation_elements=1024,
+        element_bytes=2,
+    )
+    (text,) = validation.problems(cfg, list(decoder_layers(net)), setting)
+    assert text.startswith("checkpointing.recompute_modules=[]: name at least one role")

@@ -11,14 +11,15 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing import apply, dry_run, policy, validation, verification
 from remat.activation_checkpointing.apply import Applied
 from remat.activation_checkpointing.mechanisms import operators, selective_ops
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
-from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.mechanisms.selective_ops import SelectiveCheckpoint
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import (
     Attention,
     CheckpointingConfig,
@@ -27,6 +28,7 @@ from remat.config.options import (
     Policy,
     SelectiveOpsConfig,
 )
+from remat.model import meta_kernels
 from remat.model.layers import decoder_layers
 from tests.support import watched
 from tests.support.pool import RankPool
@@ -155,7 +157,7 @@ def test_offload_holds_what_it_takes() -> None:
     offload = FakeOffload()
     put_stock_in_place(net, None)
     for layer in decoder_layers(net):
-        kept = KeptResults(layer, LISTS["matmul"], Counts(), offload)
+        kept = SelectiveCheckpoint(layer, LISTS["matmul"], LayerCounters(), offload)
         layer._gradient_checkpointing_func = Recompute(CFG, context_fn=kept.contexts)
     assert same(gradients(net), expected)
     assert len(offload.moved) == offload.asked // 2 > 9
@@ -189,7 +191,7 @@ def test_an_interrupted_forward_leaves_no_trace() -> None:
 
 def test_close_removes_the_hooks() -> None:
     net = build("llama")
-    kept = KeptResults(net.model.layers[0], LISTS["matmul"], Counts(), None)
+    kept = SelectiveCheckpoint(net.model.layers[0], LISTS["matmul"], LayerCounters(), None)
     linear = net.model.layers[0].mlp.up_proj
     assert not linear._forward_hooks  # before the first forward
     kept.contexts()
@@ -296,12 +298,12 @@ def region(
 ) -> Any:
     """Loss and input gradient of `fn` recomputed with kept results, and without; the counts."""
     found = []
-    counts = Counts()
+    counts = LayerCounters()
     for keep in (False, True):
         torch.manual_seed(1)
         x = torch.randn(4, 8, requires_grad=True)
         cfg = SelectiveOpsConfig(save=save, save_linears=linears or [])
-        results = KeptResults(module or torch.nn.Identity(), cfg, counts, None) if keep else None
+        results = SelectiveCheckpoint(module or torch.nn.Identity(), cfg, counts, None) if keep else None
         out = Recompute(CFG, context_fn=results.contexts if results else None)(fn, x)
         out.sum().backward()
         found.append((out.detach(), x.grad))
@@ -339,10 +341,10 @@ def test_so_is_one_written_to_through_a_view(view: Any) -> None:
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_result_that_the_model_edits_after_the_layer_is_not_used(moved: bool) -> None:
     """Neither is its copy in host memory: on a GPU it may have been made after the edit."""
-    counts = Counts()
+    counts = LayerCounters()
     host = HostOffload(OffloadConfig(min_bytes=0), torch.device("cpu"), 1) if moved else None
     x = torch.randn(4, 8, requires_grad=True)
-    results = KeptResults(
+    results = SelectiveCheckpoint(
         torch.nn.Identity(), SelectiveOpsConfig(save=["aten::mul"]), counts, host and host.layer(0, counts)
     )
     out = Recompute(CFG, context_fn=results.contexts)(lambda t: t.sin() * t.cos(), x)
@@ -407,7 +409,7 @@ def test_a_linear_called_twice_is_told_apart() -> None:
     def run(save: bool) -> list[torch.Tensor]:
         first.clear()
         x = torch.ones(4, 8, requires_grad=True)
-        results = KeptResults(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts, None)
+        results = SelectiveCheckpoint(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts, None)
         handle = layer[0].register_forward_pre_hook(reaches_back)  # after ours: the Linear runs already
         out = Recompute(CFG, context_fn=results.contexts if save else None)(fn, x)
         out.sum().backward()
@@ -415,7 +417,7 @@ def test_a_linear_called_twice_is_told_apart() -> None:
         results.close()
         return [out.detach(), x.grad]
 
-    counts = Counts()
+    counts = LayerCounters()
     assert same(run(False), run(True))
     assert (counts.kept_outputs, counts.reused_outputs) == (1, 1)
 
@@ -485,7 +487,7 @@ def test_flex_attention_is_a_higher_order_operator_with_a_name() -> None:
 def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attention) -> None:
     def problems(save: list[str], kind: Attention) -> list[str]:
         cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=SelectiveOpsConfig(save=save))
-        setting = validation.Setting(
+        setting = Setting(
             zero_stage=0,
             tensor_parallel_size=1,
             has_gpu=True,
@@ -500,6 +502,36 @@ def test_attention_that_is_no_operation_is_told_before_the_run(attention: Attent
     (text,) = problems(["attention"], attention)
     assert f"model.attention={attention}" in text
     assert problems(["matmul"], attention) == problems(["attention"], Attention.sdpa) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "fused"),
+    [("llama", {}, True), ("gpt2", {"attn_pdrop": 0.0}, True), ("gpt2", {"attn_pdrop": 0.1}, False)],
+)
+def test_attention_that_no_layer_runs_fused_on_a_cpu_is_told_before_the_run(
+    model: str, more: dict[str, float], fused: bool
+) -> None:
+    """What is told is what happens: the proof of a real step says the same."""
+    with torch.device("meta"):
+        skeleton = build(model, **more)
+    cfg = CheckpointingConfig(policy=Policy.selective_ops)
+    choose = partial(
+        dry_run.choose,
+        skeleton,
+        cfg,
+        [len(decoder_layers(skeleton))],
+        zero_stage=0,
+        around=lambda: meta_kernels.as_in_a_run(0, on_gpu=False),
+    )
+    assert choose(has_gpu=True)[1] == ""  # which kernels a GPU has is known there
+    result = watched.run(build(model, **more), cfg)
+    unmet = verification.broken_promises(result.applied, result.watch, cfg)
+    if fused:
+        assert choose(has_gpu=False)[1] == "" and unmet == []
+    else:
+        assert "the operator never ran in a forward" in unmet[0]
+        with pytest.raises(ConfigError, match="no layer of this model runs a fused attention operation"):
+            choose(has_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +551,7 @@ def test_lists_that_cannot_work(save: list[str], text: str) -> None:
     found = selective_ops.problems(SelectiveOpsConfig(save=save))
     assert len(found) == 1 and text in found[0] and found[0].startswith("checkpointing.selective_ops.save")
     with pytest.raises(ConfigError, match=r"checkpointing\.selective_ops"):
-        KeptResults(torch.nn.Identity(), SelectiveOpsConfig(save=save), Counts(), None)
+        SelectiveCheckpoint(torch.nn.Identity(), SelectiveOpsConfig(save=save), LayerCounters(), None)
 
 
 def test_an_operator_of_a_library_that_is_not_loaded_is_allowed() -> None:
@@ -559,7 +591,7 @@ def test_kept_bytes_and_recomputed_flops(name: str) -> None:
     ).train()
     scope = put_in_place(net, cfg).scope
     ids = torch.randint(0, 64, (2, 128))
-    with Watch(scope, torch.device("cpu"), weights=net.parameters) as watch:
+    with OpTracer(scope, torch.device("cpu"), weights=net.parameters) as watch:
         loss = net(input_ids=ids, labels=ids, use_cache=False).loss
         watch.forward_done()
         loss.backward()

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
-from remat.activation_checkpointing.mechanisms.selective_ops import KeptResults
+from remat.activation_checkpointing.mechanisms.selective_ops import SelectiveCheckpoint
 from remat.config.options import CheckpointingConfig, SelectiveOpsConfig
 from tests.support.pool import RankPool
 
@@ -41,12 +41,12 @@ class SumInPlace(torch.autograd.Function):
         return grad
 
 
-def gradient(save: list[str] | None) -> tuple[torch.Tensor, Counts]:
+def gradient(save: list[str] | None) -> tuple[torch.Tensor, LayerCounters]:
     """Of the input of a layer whose product, not inside any Linear, is summed over the ranks."""
     torch.manual_seed(0)
     x, weight = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
-    counts = Counts()
-    kept = KeptResults(nn.Identity(), SelectiveOpsConfig(save=save), counts) if save else None
+    counts = LayerCounters()
+    kept = SelectiveCheckpoint(nn.Identity(), SelectiveOpsConfig(save=save), counts) if save else None
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:
         return SumInPlace.apply(hidden.sin() @ weight).exp().sin()
@@ -56,7 +56,7 @@ def gradient(save: list[str] | None) -> tuple[torch.Tensor, Counts]:
     return x.grad, counts
 
 
-def gradients(save: list[str]) -> tuple[torch.Tensor, torch.Tensor, Counts]:
+def gradients(save: list[str]) -> tuple[torch.Tensor, torch.Tensor, LayerCounters]:
     expected, _ = gradient(None)
     found, counts = gradient(save)
     return expected, found, counts
@@ -82,15 +82,17 @@ class SharedLinear(nn.Linear):
         return SumInPlace.apply(product) + self.bias + seen
 
 
-def shared_layer(kept_linear: bool, peek: bool) -> tuple[torch.Tensor, Counts, int]:
+def shared_layer(kept_linear: bool, peek: bool) -> tuple[torch.Tensor, LayerCounters, int]:
     """Gradient of the input, what was counted, and how many sums over the ranks forward and backward made."""
     torch.manual_seed(dist.get_rank())
     layer = nn.Sequential(SharedLinear(WIDTH, WIDTH))
     layer[0].peek = peek  # type: ignore[assignment]
     x = torch.randn(2, 4, WIDTH, requires_grad=True)
-    counts = Counts()
+    counts = LayerCounters()
     results = (
-        KeptResults(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts) if kept_linear else None
+        SelectiveCheckpoint(layer, SelectiveOpsConfig(save=[], save_linears=["0"]), counts)
+        if kept_linear
+        else None
     )
     recompute = Recompute(CheckpointingConfig(), context_fn=results.contexts if results else None)
     with Sums() as sums:

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing.mechanisms import recompute
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Setting
 from remat.config.options import Attention, CheckpointingConfig, ConfigError, OffloadConfig, Policy
 from remat.model import layers
 from tests.support import small_models, watched
@@ -71,7 +73,7 @@ def test_two_stacks_are_treated_and_proven(cfg: CheckpointingConfig) -> None:
     assert watched.differences(result, kept) == []
     assert verification.broken_promises(result.applied, result.watch, cfg) == []
     again = [counts.recomputations > 0 for counts in result.applied.counts]
-    assert again == [decision.mechanism is not policy.Mechanism.keep for decision in decisions]
+    assert again == [decision.mechanism != KEEP for decision in decisions]
     assert "layers 0-3 are model.L_module.layers, 4-7 are model.H_module.layers" in verification.line(
         result.applied, result.watch
     )
@@ -87,13 +89,13 @@ def test_two_stacks_are_treated_and_proven(cfg: CheckpointingConfig) -> None:
 )
 def test_no_segment_crosses_from_one_stack_into_the_next(cfg: CheckpointingConfig, calls: list[str]) -> None:
     decisions = policy.plan(cfg, 8, stacks=[4, 4])
-    found = {f"{d.first}-{d.last}" for d in decisions if d.mechanism is policy.Mechanism.recompute}
+    found = {f"{d.first}-{d.last}" for d in decisions if d.mechanism == recompute.MECHANISM}
     assert sorted(found) == calls
 
 
 def test_a_segment_longer_than_the_longest_stack_is_refused() -> None:
     net = hrm()
-    setting = validation.Setting(
+    setting = Setting(
         zero_stage=0,
         tensor_parallel_size=1,
         has_gpu=False,

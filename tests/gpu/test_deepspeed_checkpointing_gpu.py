@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.deepspeed_checkpointing import DeepSpeedCheckpointing
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.deepspeed import DeepSpeedCheckpointing
 from remat.config.options import DeepSpeedCheckpointingConfig
 from remat.model import layers
 from tests.activation_checkpointing.test_deepspeed_checkpointing import LAYERS, batch, build
@@ -34,10 +34,10 @@ def moved(model_type: str, reentrant: bool, cfg: DeepSpeedCheckpointingConfig) -
     net = build(model_type).cuda()
     expected = gradients(net)
     engine = DeepSpeedCheckpointing(cfg, num_calls=LAYERS, reentrant=reentrant, tensor_parallel=None)
-    counts = [Counts() for _ in range(LAYERS)]
+    counts = [LayerCounters() for _ in range(LAYERS)]
     for layer, of_layer in zip(layers.decoder_layers(net), counts, strict=True):
 
-        def run(layer_forward: Any, *args: Any, of_layer: Counts = of_layer) -> Any:
+        def run(layer_forward: Any, *args: Any, of_layer: LayerCounters = of_layer) -> Any:
             return engine.run(layer_forward, *args, counts=of_layer)
 
         layer.gradient_checkpointing = True

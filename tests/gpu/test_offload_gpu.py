@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.host_pool import slab_bytes
-from remat.activation_checkpointing.mechanisms.offload import HostOffload
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.offload import HostOffload, slab_bytes
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, StorageDtype
 from tests.support import small_models, watched
 
@@ -105,7 +104,7 @@ def test_under_memory_pressure(reference: Any) -> None:
 def test_sources_and_targets_are_not_overwritten() -> None:
     """The compute stream fills every block it can get with garbage while copies are under way."""
     owner = HostOffload(OffloadConfig(min_bytes=0), torch.device("cuda"), 8)
-    layers = [owner.layer(index, Counts()) for index in range(8)]
+    layers = [owner.layer(index, LayerCounters()) for index in range(8)]
     sums = []
     for _ in range(3):
         with owner.micro_batch():
@@ -130,7 +129,7 @@ def test_sources_and_targets_are_not_overwritten() -> None:
 
 def test_host_memory_is_page_locked_and_used_again() -> None:
     owner = HostOffload(OffloadConfig(min_bytes=0), torch.device("cuda"), 1)
-    layer = owner.layer(0, counts := Counts())
+    layer = owner.layer(0, counts := LayerCounters())
     for _ in range(3):
         with owner.micro_batch():
             handle = layer.pack(torch.randn(5 << 20, device="cuda"))
@@ -145,7 +144,7 @@ def test_host_memory_is_page_locked_and_used_again() -> None:
 @pytest.mark.parametrize("dtype", [StorageDtype.fp8, StorageDtype.int8])
 def test_low_precision_on_the_gpu(dtype: StorageDtype) -> None:
     owner = HostOffload(OffloadConfig(min_bytes=0, dtype=dtype), torch.device("cuda"), 1)
-    layer = owner.layer(0, counts := Counts())
+    layer = owner.layer(0, counts := LayerCounters())
     tensor = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     handle = layer.pack(tensor)
     assert handle is not None

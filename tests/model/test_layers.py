@@ -9,8 +9,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remat.activation_checkpointing import validation
+from remat.activation_checkpointing.policy import RULES
 from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
-from remat.model import roles
+from remat.model import layers
 from remat.model.layers import decoder_layers
 from tests.support.small_models import ARCHITECTURES, build
 
@@ -113,7 +115,7 @@ def last_layer(model_type: str) -> Any:
 
 
 def search(layer: Any, name: str) -> list[str]:
-    found = roles.find(layer, name) if name in roles.ROLES else roles.linears(layer, name)
+    found = layers.find_modules(layer, name) if name in layers.ROLES else layers.find_linears(layer, name)
     assert all(layer.get_submodule(path) is module for path, module in found)
     return [path for path, _ in found]
 
@@ -139,7 +141,7 @@ def test_what_is_missing(model_type: str, name: str) -> None:
 def test_the_text_says_what_there_is() -> None:
     layer = last_layer("qwen2_moe")
     with pytest.raises(ConfigError) as error:
-        roles.find(last_layer("llama"), "moe", "checkpointing.recompute_modules")
+        layers.find_modules(last_layer("llama"), "moe", "checkpointing.recompute_modules")
     assert str(error.value) == (
         "checkpointing.recompute_modules: LlamaDecoderLayer has no moe; it has attention (self_attn), mlp (mlp), "
         "norm (input_layernorm, post_attention_layernorm), activation (mlp.act_fn); leave it out, or give such layers "
@@ -148,13 +150,13 @@ def test_the_text_says_what_there_is() -> None:
     with pytest.raises(
         ConfigError, match=r"there is no|mlpp is no role; choose from attention, core_attention, mlp"
     ):
-        roles.find(layer, "mlpp")
+        layers.find_modules(layer, "mlpp")
     with pytest.raises(
         ConfigError, match=r"has no Linear w9; its Linears are self_attn.q_proj.*\(q k v o gate up down\)"
     ):
-        roles.linears(layer, "w9")
+        layers.find_linears(layer, "w9")
     with pytest.raises(ConfigError, match="FalconAttention does not call its attention through"):
-        roles.find(last_layer("falcon"), "core_attention")
+        layers.find_modules(last_layer("falcon"), "core_attention")
 
 
 def test_problems_are_those_of_the_policies_asked_for() -> None:
@@ -164,18 +166,19 @@ def test_problems_are_those_of_the_policies_asked_for() -> None:
         discard_modules=["norm", "experts"],
         selective_ops=SelectiveOpsConfig(save_linears=["q", "gate"]),
     )
-    assert roles.problems(layer, cfg, {Policy.full, Policy.none}) == []
-    assert [text.split(":")[0] for text in roles.problems(layer, cfg, {Policy.selective_modules})] == [
+
+    def missing(policy: Policy) -> list[str]:
+        return validation.missing_parts(layer, cfg, RULES[policy].mechanism)
+
+    assert missing(Policy.full) == missing(Policy.none) == []
+    assert [text.split(":")[0] for text in missing(Policy.selective_modules)] == [
         "checkpointing.recompute_modules"
     ] * 2
-    (text,) = roles.problems(layer, cfg, {Policy.discard_output})
+    (text,) = missing(Policy.discard_output)
     assert text.startswith("checkpointing.discard_modules: OPTDecoderLayer has no experts")
-    (text,) = roles.problems(layer, cfg, {Policy.selective_ops})
+    (text,) = missing(Policy.selective_ops)
     assert text.startswith("checkpointing.selective_ops.save_linears: OPTDecoderLayer has no Linear gate")
-    assert len(roles.problems(layer, cfg, set(Policy))) == 4
-    cfg.recompute_modules = []
-    (text,) = roles.problems(layer, cfg, {Policy.selective_modules})
-    assert "name at least one role" in text
+    assert sum(len(missing(policy)) for policy in Policy) == 4
 
 
 def test_a_layer_of_another_kind_in_the_same_model() -> None:
@@ -183,7 +186,7 @@ def test_a_layer_of_another_kind_in_the_same_model() -> None:
         first, *_, last = decoder_layers(build("deepseek_v3"))
     assert search(last, "moe") == ["mlp"] and search(first, "mlp") == ["mlp"]
     with pytest.raises(ConfigError, match=r"has no moe.*checkpointing.layers"):
-        roles.find(first, "moe")
+        layers.find_modules(first, "moe")
 
 
 def test_under_lora_the_frozen_base_is_the_linear() -> None:
@@ -208,11 +211,11 @@ def test_experts_in_a_list_are_each_a_module() -> None:
 def test_of_nested_modules_the_outer_one_stays() -> None:
     layer = last_layer("qwen2_moe")
     found = [
-        *roles.find(layer, "activation"),
-        *roles.find(layer, "shared_experts"),
-        *roles.find(layer, "activation"),
+        *layers.find_modules(layer, "activation"),
+        *layers.find_modules(layer, "shared_experts"),
+        *layers.find_modules(layer, "activation"),
     ]
-    assert [name for name, _ in roles.outermost(found)] == ["mlp.experts.act_fn", "mlp.shared_expert"]
+    assert [name for name, _ in layers.outermost(found)] == ["mlp.experts.act_fn", "mlp.shared_expert"]
 
 
 def test_a_block_that_is_named_after_its_norms_is_no_norm() -> None:
@@ -224,4 +227,4 @@ def test_a_block_that_is_named_after_its_norms_is_no_norm() -> None:
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config)
     names = [f"norm_attn_norm.norm_{number}" for number in (1, 2)]
-    assert [name for name, _ in roles.find(decoder_layers(net)[0], "norm")] == names
+    assert [name for name, _ in layers.find_modules(decoder_layers(net)[0], "norm")] == names

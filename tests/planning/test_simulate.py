@@ -13,7 +13,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms.counters import Scope
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config import compose
 from remat.config.options import Attention, CheckpointingConfig, ConfigError, LossKind, Packing
 from remat.model import layers, loss, meta_kernels, packing
@@ -94,7 +94,7 @@ def simulated(net: Any, cfg: CheckpointingConfig, zero: ZeroSettings = SINGLE, *
     return recorded(net, cfg, stage=zero.stage, **more).under(zero)
 
 
-def real(net: Any, cfg: CheckpointingConfig, packed: Packed = WHOLE) -> Watch:
+def real(net: Any, cfg: CheckpointingConfig, packed: Packed = WHOLE) -> OpTracer:
     """A run on the CPU; packed rows hold documents that end at other places."""
     applied = put_on(net, cfg, "cpu", 0)
     ids = torch.randint(0, 512, (ROWS, SEQ), generator=torch.Generator().manual_seed(3))
@@ -293,7 +293,7 @@ from remat.model import loss, hf_model
 from remat.activation_checkpointing import apply, policy
 from remat.model import layers
 from remat.activation_checkpointing.mechanisms.counters import Scope
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config.options import LossKind
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import ZeroSettings

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.config import compose, ds_config
 from remat.config.options import CheckpointingConfig, Policy, Precision
 from remat.model import meta_kernels
@@ -63,7 +63,7 @@ class Figures:
     elements: int = 0
 
 
-class GatheredBytes(Watch):
+class GatheredBytes(OpTracer):
     """Of the live storages, those that were gathered."""
 
     def __init__(self, scope: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.op_watch import Watch
+from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
@@ -22,7 +22,7 @@ class Watched:
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     applied: Applied
-    watch: Watch
+    watch: OpTracer
     replayed: Replayed
 
 

@@ -34,7 +34,7 @@ STATE = {"hidden_states", "hidden_state", "inputs_embeds", "input"}  # where a l
 
 
 def name_arguments(call: Replayable, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of `call(*args)` by name, positional and bound ones."""
+    """Return the arguments of `call(*args)` by name, positional and bound ones."""
     names = _parameter_names(call.function)[len(call.bound) :]
     given = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(args)}
     return given | call.keywords
@@ -49,7 +49,7 @@ def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def find_tensors(value: Any, path: str = "", depth: int = DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor in `value`: in tuples, lists, dictionaries, and attributes of plain objects.
+    """Yield (path, tensor) of every tensor in `value`: in containers, and in attributes of plain objects.
 
     Parameters are left out: they belong to a module, not to a call.
     """
@@ -63,7 +63,7 @@ def find_tensors(value: Any, path: str = "", depth: int = DEPTH) -> Iterator[tup
 
 
 def carry_gradient(value: Any) -> bool:
-    """Whether backward would come to a tensor in `value`."""
+    """Return whether backward would come to a tensor in `value`."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in find_tensors(value))
 
 
@@ -86,14 +86,14 @@ def tell_of_gradient(value: Any, tell: Callable[[], None]) -> bool:
 
 
 def copy_containers(value: Any) -> Any:
-    """`value` with its containers copied, as deep as they go, and its tensors the same objects."""
+    """Copy the containers of `value`, as deep as they go; its tensors stay the same objects."""
     return rebuild(value, lambda tensor: tensor, {})
 
 
 def rebuild(
     value: Any, swap: Callable[[torch.Tensor], torch.Tensor], made: dict[int, Any], depth: int = DEPTH
 ) -> Any:
-    """`value` with `swap(tensor)` in the place of each tensor, in copies of its containers.
+    """Copy `value` with `swap(tensor)` in the place of each tensor.
 
     `made` remembers the copy of each container by its id, so that what two calls share stays shared.
     """
@@ -122,7 +122,7 @@ def rebuild(
 
 
 def find_changes(before: Any, now: Any, path: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """(path, new value) of what was put into the containers of `now` since `before = copy_containers(now)`."""
+    """Yield (path, new value) of what came into the containers of `now` since `before = copy_containers(now)`."""
     if depth == 0 or isinstance(now, torch.Tensor):
         return
     known = dict(_parts(before))
@@ -153,7 +153,7 @@ def replace_changes(before: Any, now: Any, swap: Callable[[torch.Tensor], torch.
 
 
 def has_containers(value: Any) -> bool:
-    """Whether a call could write into `value`."""
+    """Return whether a call could write into `value`."""
     if isinstance(value, tuple):
         return any(has_containers(part) for part in value)
     return _is_container(value)
@@ -207,7 +207,7 @@ class Replayable:
             return self.function(*self.bound, *args, **given)
 
     def put_state_first(self, args: tuple[Any, ...]) -> tuple[Replayable, tuple[Any, ...]]:
-        """The same call with the hidden state as its first positional argument, where it was given by keyword."""
+        """Make the hidden state the first positional argument, where it was given by keyword."""
         name = next(
             (n for n in self.keywords if n in STATE and isinstance(self.keywords[n], torch.Tensor)), None
         )
@@ -264,7 +264,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(key or position or attribute, value) one level down; nothing for what is not looked into."""
+    """Yield (key or position or attribute, value) one level down; nothing for what is not looked into."""
     if isinstance(value, (torch.Tensor, *NOT_LOOKED_INTO)):
         return
     if isinstance(value, Mapping):

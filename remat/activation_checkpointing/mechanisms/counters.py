@@ -1,4 +1,4 @@
-"""What really happened in each layer since the last reset, and where the computation is right now."""
+"""Count what really happened in each layer since the last reset, and know where the computation is right now."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class NotInEffect(RuntimeError):
 
 
 @dataclass
-class Counts:
-    """Of one layer. `expected` and `recomputations` are calls of its recomputed regions (the layer, its modules)."""
+class LayerCounters:
+    """What one layer did. `expected` and `recomputations` count its recomputed regions (the layer, its modules)."""
 
     forwards: int = 0
     expected: int = 0
@@ -43,7 +43,7 @@ class Counts:
     output_bytes: int = 0  # of the layer's own result, in its last forward
 
     def clear(self) -> None:
-        fresh = Counts()
+        fresh = LayerCounters()
         for item in fields(self):
             setattr(self, item.name, getattr(fresh, item.name))
 
@@ -78,7 +78,7 @@ class Scope:
             self.in_region = before
 
     def later_run(self, layer: int) -> AbstractContextManager[None]:
-        """Around the recomputation of a part of `layer`."""
+        """Wrap the recomputation of a part of `layer`."""
         return self.note_later_run(layer) if self.note_later_run else nullcontext()
 
     @contextmanager
@@ -96,8 +96,8 @@ class Scope:
 
 
 @contextmanager
-def one_run(layer: int, counts: Counts, scope: Scope, earlier: int) -> Iterator[None]:
-    """Around one run of a region, which ran `earlier` times: the first is the forward, later ones recompute it."""
+def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> Iterator[None]:
+    """Wrap one run of a region that ran `earlier` times: the first is the forward, later ones recompute it."""
     counts.recomputations += earlier == 1
     counts.repeated += earlier > 1
     with scope.inside(layer, recomputing=earlier > 0):
@@ -111,7 +111,7 @@ def one_run(layer: int, counts: Counts, scope: Scope, earlier: int) -> Iterator[
 
 @contextmanager
 def _counted_saves() -> Iterator[list[None]]:
-    """One entry for each tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
+    """List one entry per tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is None:
         yield [None]

@@ -21,10 +21,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope
-from remat.activation_checkpointing.mechanisms.version import Version
-from remat.config.options import ConfigError
-from remat.model import roles
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerForward,
+    Listed,
+    Mechanism,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    run_as_it_is,
+)
+from remat.activation_checkpointing.mechanisms.operators import Version
+from remat.activation_checkpointing.mechanisms.selective_modules import refuse_input_noise
+from remat.config.options import CheckpointingConfig, ConfigError
+from remat.model import layers
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -37,7 +50,7 @@ DISCARDABLE = (
 
 
 def problems(asked: list[str]) -> list[str]:
-    """Why the outputs of these roles cannot be discarded. Needs no model."""
+    """Tell why the outputs of these roles cannot be discarded. Needs no model."""
     option = "checkpointing.discard_modules"
     if not asked:
         return [
@@ -53,10 +66,12 @@ def problems(asked: list[str]) -> list[str]:
     ]
 
 
-class DiscardedOutputs:
+class OutputDiscarding:
     """The norms and activations of one layer. `pack` what autograd saves, `unpack` it in backward."""
 
-    def __init__(self, layer: nn.Module, roles_: list[str], index: int, counts: Counts, scope: Scope) -> None:
+    def __init__(
+        self, layer: nn.Module, roles_: list[str], index: int, counts: LayerCounters, scope: Scope
+    ) -> None:
         """Raises ConfigError for other roles than norm and activation, and where their modules draw random numbers."""
         found = problems(roles_)
         if found:
@@ -67,7 +82,7 @@ class DiscardedOutputs:
         self.again: nn.Module | None = None  # the module of that region
         self._wrapped: list[tuple[nn.Module, Any]] = []
         for role in roles_:
-            for name, module in roles.find(layer, role, "checkpointing.discard_modules"):
+            for name, module in layers.find_modules(layer, role, "checkpointing.discard_modules"):
                 random = [part for part in module.modules() if isinstance(part, RANDOM)]
                 if random:
                     raise ConfigError(
@@ -78,7 +93,7 @@ class DiscardedOutputs:
 
     @contextmanager
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
-        """While the layer runs. `keep` and `restore` store the inputs of its norms and activations.
+        """Wrap one forward of the layer. `keep` and `restore` store the inputs of its norms and activations.
 
         Raises NotInEffect when the layer edited an output in place: backward would see it as it was before.
         """
@@ -95,11 +110,11 @@ class DiscardedOutputs:
 
     @property
     def is_running(self) -> bool:
-        """Whether a region runs for the first time: then all that is saved is its own, weights too."""
+        """Return whether a region runs for the first time: then all that is saved is its own, weights too."""
         return self.forward is not None and self.forward.running is not None
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """A reference to the call that made `tensor`, inside or as its output; None: no region has to do with it."""
+        """Refer to the call that made `tensor`, inside or as its output; None: no region has to do with it."""
         forward = self.forward
         if forward is None:
             return None
@@ -109,7 +124,7 @@ class DiscardedOutputs:
         return region.of_output(tensor) if region else None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """The tensor, made again by the first call for any of its region."""
+        """Return the tensor; the first call for any of a region makes all of it again."""
         region = handle.region
         if not region.wanted:  # what only a dead branch saved is never asked for
             region.wanted = True
@@ -121,7 +136,7 @@ class DiscardedOutputs:
         return handle.value
 
     def close(self) -> None:
-        """The modules as they were."""
+        """Leave the modules as they were."""
         while self._wrapped:
             module, before = self._wrapped.pop()
             if before is None:
@@ -184,7 +199,7 @@ class Region:
 
     def __init__(
         self,
-        owner: DiscardedOutputs,
+        owner: OutputDiscarding,
         name: str,
         role: str,
         module: nn.Module,
@@ -212,14 +227,14 @@ class Region:
         self._output: tuple[StorageWeakRef, torch.dtype, int] | None = None  # with its storage offset
 
     def inside(self, tensor: torch.Tensor) -> Handle:
-        """Autograd saves `tensor` while the region runs."""
+        """Take `tensor`, which autograd saves while the region runs."""
         self._saves += 1
         if tensor.untyped_storage()._cdata not in self._elsewhere:
             self._note(tensor)
         return self._handle(self._saves - 1)
 
     def has_output(self, output: Any) -> bool:
-        """Whether `output` can be discarded. Raises NotInEffect when the region edited its input."""
+        """Return whether `output` can be discarded. Raises NotInEffect when the region edited its input."""
         self.check()
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in self._elsewhere:
             return False
@@ -228,7 +243,7 @@ class Region:
         return True
 
     def of_output(self, tensor: torch.Tensor) -> Handle | None:
-        """Autograd saves `tensor`, a view of the output, later in the layer."""
+        """Take `tensor`, a view of the output, which autograd saves later in the layer."""
         assert self._output is not None
         _, dtype, offset = self._output
         if tensor.dtype != dtype:
@@ -248,7 +263,7 @@ class Region:
             )
 
     def freed_bytes(self) -> int:
-        """Of what autograd would have kept, what is gone."""
+        """Count what autograd would have kept and is gone."""
         return sum(nbytes for storage, nbytes in self._gone.values() if storage.expired())
 
     def run_again(self) -> None:
@@ -298,7 +313,7 @@ class Region:
             self._gone[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def _callable(self) -> Callable[..., Any]:
-        """Through the module where ZeRO-3's hooks must gather its weights.
+        """Return what runs the region: the module itself where ZeRO-3's hooks must gather its weights.
 
         Where they are there already, hooks must not run: they would release them in the middle of their own backward.
         """
@@ -319,7 +334,7 @@ class _Input:
 
 
 def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The autocast of now, to be entered again in backward."""
+    """Return the autocast of now, to be entered again in backward."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     return partial(
@@ -333,3 +348,44 @@ def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any
 
 def _never(packed: Any) -> torch.Tensor:
     raise AssertionError("the graph of a second run is never used")
+
+
+def _treat(site: Site) -> LayerForward:
+    setup = site.setup
+    site.discarded = OutputDiscarding(
+        site.layer, setup.cfg.discard_modules, site.index, site.counts, setup.scope
+    )
+    setup.cleanup.callback(site.discarded.close)
+    return run_as_it_is
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(cfg.discard_modules)
+    if "norm" in cfg.discard_modules:
+        found += refuse_input_noise(
+            setting,
+            [module for _, layer in treated for module in layer.modules()],
+            f"checkpointing.discard_modules={cfg.discard_modules}",
+            "edits the norm's output in place, which then cannot be made again",
+            "leave norm off the list",
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_modules, role, "checkpointing.discard_modules") for role in cfg.discard_modules]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    otherwise = (
+        "no output was discarded; the modules with this role did not run, or the next operation keeps something else "
+        "than what they make (dropout between them, say)"
+    )
+    return find_idle_entries(
+        [Listed("checkpointing.discard_modules", cfg.discard_modules, otherwise)], observed
+    )
+
+
+MECHANISM = Mechanism(
+    "discard_output", _treat, refuse=_refuse, needs=_needs, unmet=_unmet, restores_random_state=False
+)

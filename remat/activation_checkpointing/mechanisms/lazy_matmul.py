@@ -1,4 +1,4 @@
-"""The last matrix product of a recomputation, put off until another operation runs. None does, most often.
+"""Defer the last matrix product of a recomputation. Usually nothing needs it, and it never runs.
 
 torch ends a recomputation when it has the last tensor that backward needs. ZeRO-3's Linear saves its input only after
 its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last one for nothing: a fifth of a
@@ -26,8 +26,8 @@ ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does no
 SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
 
 
-class Postponed:
-    """At most one product at a time: its memory is there, its value comes before the next operation, whatever that is.
+class DeferredMatmul:
+    """At most one product at a time. Its memory is there; its value comes before the next operation, whatever that is.
 
     Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is. One that
     allocates nothing is not seen at all, so the value comes at the latest with the end of the Linear's call.
@@ -38,7 +38,7 @@ class Postponed:
         self._compute: Callable[[], Any] | None = None
 
     def put_off(self, func: Any, operator: operators.Operator, args: Any, kwargs: Any) -> torch.Tensor:
-        """An empty result of the product `func(*args, **kwargs)`."""
+        """Return an empty result of the product `func(*args, **kwargs)`, to be filled later or never."""
         left = args[PRODUCTS[operator.name]]
         right = args[PRODUCTS[operator.name] + 1]
         result = left.new_empty(left.shape[0], right.shape[1])
@@ -47,7 +47,7 @@ class Postponed:
         return result
 
     def before(self, func: Any, operator: operators.Operator, args: Any) -> None:
-        """`func` runs next: compute, unless it only makes a view, or takes another tensor for backward."""
+        """Compute before `func` runs, unless it only makes a view, or takes another tensor for backward."""
         if self._compute is None:
             return
         is_view = operator.name in ONLY_VIEWS or getattr(func, "is_view", False)
@@ -56,7 +56,7 @@ class Postponed:
             self.compute()
 
     def compute(self) -> None:
-        """Now, if a product is put off."""
+        """Compute the deferred product now, if there is one."""
         compute, self._compute = self._compute, None
         if compute is not None:
             # From a hook this is an operation of its own: autograd must not see it, nor count it as an edit.
@@ -70,8 +70,8 @@ class Postponed:
         self._storage, self._compute = 0, None
 
 
-class SparedProduct:
-    """Of one region (a layer, or a module in it): a recomputation puts off the product of its last Linear.
+class SkipLastMatmul:
+    """Defers the product of the last Linear in each recomputation of one region (a layer, or a module in it).
 
     `contexts()` is a context_fn for torch's non-reentrant checkpoint. The region is watched only from its last
     Linear on.
@@ -81,7 +81,7 @@ class SparedProduct:
         self._hooks = ExitStack()
         self._calls = 0  # of Linears in this pass
         self._last = 0  # which of them is the last; 0: this is a forward
-        self._mode: _PutOff | None = None
+        self._mode: _DeferMode | None = None
         self._to_watch: nn.Module | None = region
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,7 +115,7 @@ class SparedProduct:
     def _before_linear(self, *_: Any) -> None:
         self._calls += 1
         if self._last and self._calls == self._last:
-            self._mode = _PutOff()
+            self._mode = _DeferMode()
             self._mode.__enter__()
 
     def _after_linear(self, *_: Any) -> None:
@@ -124,9 +124,9 @@ class SparedProduct:
 
 
 class _Again:
-    """Around each recomputation of one call: there are several where a layer takes a gradient inside."""
+    """Entered around each recomputation of one call: there are several where a layer takes a gradient inside."""
 
-    def __init__(self, owner: SparedProduct, calls: list[int]) -> None:
+    def __init__(self, owner: SkipLastMatmul, calls: list[int]) -> None:
         self._owner, self._calls = owner, calls
 
     def __enter__(self) -> None:
@@ -136,8 +136,8 @@ class _Again:
         self._owner.end()
 
 
-class _PutOff(TorchDispatchMode):
-    """Puts the first product off."""
+class _DeferMode(TorchDispatchMode):
+    """Defers the first product."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -145,7 +145,7 @@ class _PutOff(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.postponed = Postponed()
+        self.postponed = DeferredMatmul()
         self._done = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What a layer keeps, in host memory from its forward to its backward.
+"""Hold what a layer keeps in host memory from its forward to its backward.
 
 On a GPU a copy leaves on a side stream while the next layer computes, and comes back while the layer above is in
 backward. One side stream serves both directions: a buffer that was read is then never overwritten too early, and the
@@ -9,16 +9,26 @@ nothing free and allocate the whole stack. Where a CPU computes, the same code c
 Why not an engine that exists. DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
 layers, stores what is saved twice twice, and does nothing under ZeRO-3, whose hooks replace the marked tensor. torch's
 save_on_cpu copies on the compute stream into fresh memory, one copy per save, parameters included.
+
+In 8 bits (`encode`, `decode`) a tensor has one scale per row, which is its last dimension. fp8 is float8_e4m3fn (3
+mantissa bits: an error of at most 1/16 of each value), int8 is uniform (at most 1/254 of the largest value of the row).
+It changes the gradients slightly, so it is never a default.
+
+Buffers (`HostPool`) are used again. torch rounds every page-locked allocation up to a power of two, so asking it for
+each would waste up to half. They are cut from slabs that are powers of two themselves, large enough that at most an
+eighth is left. What comes back is joined with what is free beside it, and slabs that nothing uses make room for one
+that is larger: with sequences of many lengths the pool would otherwise keep the buffers of each of them.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,27 +36,26 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing.mechanisms import low_precision
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.host_pool import HostPool
-from remat.activation_checkpointing.mechanisms.version import Version
-from remat.config.options import OffloadConfig, StorageDtype
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerDecision,
+    Observed,
+    Setting,
+    by_range,
+    spans,
+)
+from remat.activation_checkpointing.mechanisms.operators import Version
+from remat.config.options import CheckpointingConfig, OffloadConfig, StorageDtype
+from remat.config.units import MIB
 
+LARGEST_VALUE = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
+STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}
+NOT_FINITE = -128  # int8 has no infinity: the one value that no number is rounded to
+SMALLEST_SLAB_BYTES = 32 << 20
+ALIGNMENT_BYTES = 512
+LARGEST_SLAB_IN_BUFFERS = 16
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost more than 8 bits save
-
-
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
-
-    moved: _Moved
-    version: Version
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def view(self, values: torch.Tensor) -> torch.Tensor:
-        return values.as_strided(self.size, self.stride, self.offset)
 
 
 class HostOffload:
@@ -61,13 +70,13 @@ class HostOffload:
         # storage's address from being given to another, so an address that is found belongs to this storage.
         self.known: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
 
-    def layer(self, index: int, counts: Counts) -> LayerOffload:
+    def layer(self, index: int, counts: LayerCounters) -> LayerOffload:
         layer = LayerOffload(self, index, counts)
         self._layers[index] = layer
         return layer
 
     def follow(self, index: int, output: Any) -> None:
-        """The way back begins when the gradient of a layer's `output` is there, before any of its own is needed.
+        """Begin the way back when the gradient of a layer's `output` is there, before any of its own is needed.
 
         The layer below comes back meanwhile, also while a layer is in backward that keeps all it has on the device.
         """
@@ -85,19 +94,19 @@ class HostOffload:
             below.fetch()
 
     def backward_reaches(self, index: int) -> None:
-        """Layer `index` is in backward: it comes back, and the next one below."""
+        """Bring layer `index` back, which is in backward now, and the next one below."""
         self.transfers.forward_is_over()
         for layer in (self._layers[index], self.below(index)):
             if layer:
                 layer.fetch()
 
     def below(self, index: int) -> LayerOffload | None:
-        """The layer whose backward comes next."""
+        """Return the layer whose backward comes next."""
         return next((layer for layer in reversed(self._layers[:index]) if layer), None)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward and its backward: afterwards every buffer is in the pool again.
+        """Wrap one forward and its backward: afterwards every buffer is in the pool again.
 
         A graph that is still alive then, after an exception for example, cannot be used any more.
         """
@@ -110,15 +119,15 @@ class HostOffload:
                     layer.drop()
 
     def forward_is_over(self) -> None:
-        """Nothing more leaves before backward: all that was moved may be freed."""
+        """Free all that was moved: nothing more leaves before backward."""
         self.transfers.forward_is_over()
 
     def moving(self) -> set[int]:
-        """The layers whose kept tensors are moved."""
+        """Return the layers whose kept tensors are moved."""
         return {index for index, layer in enumerate(self._layers) if layer}
 
     def still_on_device(self) -> Iterator[tuple[int, int, int]]:
-        """Of what was moved and is held by something else: layer, identity of the device storage, bytes."""
+        """Yield layer, device storage and bytes of what was moved and is still held by something else."""
         seen: set[int] = set()
         for index, layer in enumerate(self._layers):
             for moved in layer.moved() if layer else ():
@@ -127,14 +136,14 @@ class HostOffload:
                     yield index, moved.storage.cdata, moved.nbytes
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The host memory itself: on a CPU machine it must not be taken for device memory."""
+        """Return the host memory itself: on a CPU machine it must not be taken for device memory."""
         return self.pool.storages()
 
 
 class LayerOffload:
     """What one layer keeps. `pack` what autograd or a policy saves, `unpack` it in backward."""
 
-    def __init__(self, owner: HostOffload, index: int, counts: Counts) -> None:
+    def __init__(self, owner: HostOffload, index: int, counts: LayerCounters) -> None:
         self._owner, self._index, self._counts = owner, index, counts
         self._moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # as saved
         self._saves = itertools.count()
@@ -168,7 +177,7 @@ class LayerOffload:
         )
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """The tensor on the device again, same values, size and stride. May be asked for more than once.
+        """Return the tensor on the device, same values, size and stride. May be asked for more than once.
 
         Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
         """
@@ -181,11 +190,11 @@ class LayerOffload:
         return handle.view(handle.moved.values())
 
     def edited(self, handle: Handle) -> bool:
-        """Whether the original was edited in place since it was packed."""
+        """Return whether the original was edited in place since it was packed."""
         return handle.version.changed()
 
     def moved(self) -> list[_Moved]:
-        """What a graph still refers to."""
+        """Return what a graph still refers to."""
         return list(self._moved.values())
 
     def drop(self) -> None:
@@ -204,6 +213,20 @@ class LayerOffload:
         """Start the way back of all that is not on it."""
         for moved in reversed(list(self._moved.values())):
             moved.fetch()
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
+
+    moved: _Moved
+    version: Version
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        return values.as_strided(self.size, self.stride, self.offset)
 
 
 class _Moved:
@@ -225,7 +248,7 @@ class _Moved:
             flat = tensor.detach().as_strided((length,), (1,), start)
             row = _row(tensor, start, length)
             if owner.cfg.dtype is not StorageDtype.same and row:
-                parts = list(low_precision.encode(flat.view(-1, row), owner.cfg.dtype))
+                parts = list(encode(flat.view(-1, row), owner.cfg.dtype))
             else:
                 parts = [flat]
             self.nbytes = sum(part.nbytes for part in parts)
@@ -242,7 +265,7 @@ class _Moved:
             self._arriving, self._arrival = self._owner.transfers.bring(self._host, self._owner.device)
 
     def values(self) -> torch.Tensor:
-        """All of the range, flat, on the device; the current stream waits for it."""
+        """Return all of the range, flat, on the device; the current stream waits for it."""
         if self._values is None:
             if not self._host:
                 raise RuntimeError(
@@ -253,7 +276,7 @@ class _Moved:
             self._wait()
             parts, self._arriving = self._arriving, []
             with torch.no_grad():
-                values = parts[0] if len(parts) == 1 else low_precision.decode(parts[0], parts[1], self._dtype)
+                values = parts[0] if len(parts) == 1 else decode(parts[0], parts[1], self._dtype)
                 self._values = values.view(self._shape)
         return self._values
 
@@ -284,7 +307,7 @@ class _Transfers:
         self._left: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()  # of the layers before
 
     def enter(self, layer: int) -> None:
-        """`layer` runs forward: what the layer before the last sent away may be freed now."""
+        """Free what the layer before the last sent away, now that `layer` runs forward."""
         if self._side is None or layer == self._layer:
             return
         self._layer = layer
@@ -306,7 +329,7 @@ class _Transfers:
     def bring(
         self, host: list[torch.Tensor], device: torch.device
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Device copies of host tensors and the event after which they may be read.
+        """Return device copies of host tensors and the event after which they may be read.
 
         They are allocated on the compute stream, where they will be used and freed, so the caching allocator needs no
         record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
@@ -320,14 +343,14 @@ class _Transfers:
         return parts, self._side.record_event() if self._side is not None else None
 
     def forward_is_over(self) -> None:
-        """Nothing more leaves before the first copy comes back, so all that left may be freed."""
+        """Free all that left: nothing more leaves before the first copy comes back."""
         if self._side is not None:
             self._layer = None
             self._close()
             self._free(keep=0)
 
     def finish(self) -> None:
-        """The end of a micro-batch, also of one that raised."""
+        """End a micro-batch, also one that raised."""
         self.forward_is_over()
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
@@ -345,7 +368,7 @@ class _Transfers:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element and number of elements of the storage between the first and the last one of `tensor`."""
+    """Return where `tensor` starts in its storage, and how many elements it reaches over."""
     if tensor.numel() == 0:
         return int(tensor.storage_offset()), 0
     reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -353,7 +376,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _row(tensor: torch.Tensor, start: int, length: int) -> int:
-    """Values that share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
+    """Return how many values share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
 
     Statistics of a norm or of attention carry no gradient and decide over everything else, so they stay exact.
     """
@@ -363,3 +386,168 @@ def _row(tensor: torch.Tensor, start: int, length: int) -> int:
     steps = [step for n, step in zip(tensor.size()[:-1], tensor.stride()[:-1], strict=True) if n > 1]
     whole = [length, tensor.storage_offset() - start, *steps]
     return row if row >= SHORTEST_ROW and all(n % row == 0 for n in whole) else 0
+
+
+def encode(tensor: torch.Tensor, dtype: StorageDtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store a floating point `tensor` [..., n] as (payload [..., n] of one byte each, scales [..., 1] fp32).
+
+    Rows of zeros come back exactly. What is not finite comes back as NaN and leaves the rest of its row alone.
+    """
+    values = tensor.detach().float()
+    finite = torch.isfinite(values)
+    values = torch.where(finite, values, 0.0)
+    scales = values.abs().amax(dim=-1, keepdim=True) / LARGEST_VALUE[dtype]
+    values = values / torch.where(scales > 0, scales, 1.0)
+    if dtype is StorageDtype.int8:
+        return torch.where(finite, values.round_(), NOT_FINITE).to(torch.int8), scales
+    return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scales
+
+
+def decode(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor [..., n] in `dtype` that `encode` stored."""
+    values = payload.float() * scales
+    if payload.dtype == torch.int8:
+        values = torch.where(payload == NOT_FINITE, torch.nan, values)
+    return values.to(dtype)
+
+
+class HostPool:
+    """`take(nbytes)` a uint8 buffer and `give` it back."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is where the model computes."""
+        self._pinned = device.type == "cuda"
+        self._device = torch.device("meta" if device.type == "meta" else "cpu")
+        self._slabs: dict[int, _Slab] = {}  # by the identity of their memory
+        self.taken_bytes = 0
+
+    @property
+    def slab_bytes(self) -> int:
+        return sum(slab.memory.numel() for slab in self._slabs.values())
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [slab.memory.untyped_storage() for slab in self._slabs.values()]
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer of at least `nbytes` bytes, aligned to 512, from the smallest free range that holds it."""
+        size = max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        fitting = [
+            (end - start, key, place)
+            for key, slab in self._slabs.items()
+            for place, (start, end) in enumerate(slab.free)
+            if end - start >= size
+        ]
+        _, key, place = min(fitting) if fitting else (size, self._add(size), 0)
+        self.taken_bytes += size
+        return self._slabs[key].cut(place, size)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        start = int(buffer.storage_offset())
+        self._slabs[buffer.untyped_storage()._cdata].give(start, start + buffer.numel())
+        self.taken_bytes -= buffer.numel()
+
+    def _add(self, size: int) -> int:
+        """Add a slab for buffers of `size` bytes, in place of unused ones: each of them is too small."""
+        unused = [key for key, slab in self._slabs.items() if slab.is_unused]
+        for key in unused:
+            del self._slabs[key]
+        if unused and self._pinned:
+            torch.accelerator.empty_host_cache()  # else torch keeps the page-locked memory for itself
+        memory = torch.empty(slab_bytes(size), dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        key = memory.untyped_storage()._cdata
+        self._slabs[key] = _Slab(memory)
+        return key
+
+
+@dataclass
+class _Slab:
+    memory: torch.Tensor
+    free: list[tuple[int, int]] = field(init=False)  # (start, end), in order, none touches the next
+
+    def __post_init__(self) -> None:
+        self.free = [(0, self.memory.numel())]
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, self.memory.numel())]
+
+    def cut(self, place: int, size: int) -> torch.Tensor:
+        """Cut a buffer from the start of the free range at `place`."""
+        start, end = self.free.pop(place)
+        if start + size < end:
+            self.free.insert(place, (start + size, end))
+        return self.memory[start : start + size]
+
+    def give(self, start: int, end: int) -> None:
+        place = bisect.bisect(self.free, (start, end))
+        if place < len(self.free) and self.free[place][0] == end:
+            end = self.free.pop(place)[1]
+        if place and self.free[place - 1][1] == start:
+            place -= 1
+            start = self.free.pop(place)[0]
+        self.free.insert(place, (start, end))
+
+
+def slab_bytes(size: int) -> int:
+    """Return the smallest power of two of which buffers of `size` bytes fill at least seven eighths."""
+    slab = max(SMALLEST_SLAB_BYTES, 1 << (size - 1).bit_length())
+    while slab % size > slab // 8 and slab < LARGEST_SLAB_IN_BUFFERS * size:
+        slab *= 2
+    return slab
+
+
+def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setting: Setting) -> list[str]:
+    """Tell why what these layers keep cannot be moved to the host so, or would not be."""
+    offload = cfg.offload
+    if not offload.enabled:
+        if offload.dtype is StorageDtype.same:
+            return []
+        return [
+            f"checkpointing.offload.dtype={offload.dtype} has no effect without checkpointing.offload.enabled=true"
+        ]
+    found = []
+    if offload.keep_last_layers >= len(decisions):
+        found.append(
+            f"checkpointing.offload.keep_last_layers={offload.keep_last_layers} keeps all {len(decisions)} layers on "
+            "the device: lower it"
+        )
+    experts = [name for name in EXPERT_FIELDS if setting.fields.get(name)]
+    if experts and offload.dtype is not StorageDtype.same:
+        found.append(
+            f"checkpointing.offload.dtype={offload.dtype} with {experts[0]}={setting.fields[experts[0]]}: a router "
+            "that runs again on rounded inputs may choose other experts than in forward; leave dtype=same"
+        )
+    size = setting.activation_elements * setting.element_bytes
+    if size < offload.min_bytes and all(decision.mechanism.keeps_only_input for decision in decisions):
+        found.append(
+            f"checkpointing.offload.min_bytes={offload.min_bytes}: all that checkpointing={cfg.policy} keeps of a "
+            f"layer is its input of {size} bytes, so nothing would be moved; give at most {size}"
+        )
+    return found
+
+
+def unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    """Tell of layers (all that ran) whose kept tensors were to be moved and were not, or did not leave the device."""
+    moving = {index: layer for index, layer in observed.items() if layer.decision.offload}
+    found = [
+        f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved (layers "
+        f"{spans(entries)}); lower it"
+        for entries in by_range(moving)
+        if not any(moving[index].counts.moved_bytes for index in entries)
+    ]
+    still = {index: layer.moved_hidden_bytes + layer.moved_kept_bytes for index, layer in moving.items()}
+    moved = {index: layer.counts.moved_bytes / layer.counts.forwards for index, layer in moving.items()}
+    wrong = [
+        index for index, layer in moving.items() if layer.moved_hidden_bytes or 2 * still[index] > moved[index]
+    ]
+    inputs = sum(layer.moved_input_bytes for layer in moving.values())
+    if not wrong and inputs and inputs + sum(still.values()) >= sum(moved.values()):
+        still = {index: layer.moved_input_bytes for index, layer in moving.items()}
+        wrong = [index for index in moving if still[index]]
+    if wrong:
+        found.append(
+            f"checkpointing.offload frees nothing in layers {spans(wrong)}: of what was moved to host memory, "
+            f"{sum(still[index] for index in wrong) / MIB:.4g} MiB are on the device all the same after forward, "
+            "because something else holds them (output_hidden_states, a hook, the model itself)"
+        )
+    return found

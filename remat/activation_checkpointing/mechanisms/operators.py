@@ -54,7 +54,7 @@ class Operator:
 
 @cache
 def describe(func: Any) -> Operator:
-    """Of an operator overload, or of a higher-order operator, which has no schema."""
+    """Describe an operator overload, or a higher-order operator, which has no schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return Operator(name=func.name(), writes=(), random=False)
@@ -70,7 +70,7 @@ def describe(func: Any) -> Operator:
 
 
 def name_problem(name: str) -> str | None:
-    """Why `name` cannot be on the list of kept operators; None when it can."""
+    """Tell why `name` cannot be on the list of kept operators; None when it can."""
     if name in GROUPS:
         return None
     known = {schema.name for schema in torch._C._jit_get_all_schemas()}
@@ -91,7 +91,7 @@ def name_problem(name: str) -> str | None:
 
 
 def _kind(schema: Any) -> str:
-    """Of one overload: `whole` if it runs itself and has a result of its own, `composite`, or `other`."""
+    """Classify one overload: `whole` if it runs itself and has a result of its own, `composite`, or `other`."""
     full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     try:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
@@ -103,7 +103,7 @@ def _kind(schema: Any) -> str:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """The identity of its memory while it lives; 0: it has none of its own (a wrapper around other tensors)."""
+    """Identify its memory while it lives; 0: it has none of its own (a wrapper around other tensors)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -111,7 +111,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def storages(tree: Any) -> set[int]:
-    """Of all tensors in `tree` that have one."""
+    """Identify the memory of all tensors in `tree` that have some."""
     return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} - {0}
 
 
@@ -126,7 +126,7 @@ def device_of(given: Any) -> torch.device | None:
 
 
 def random_state(given: Any) -> torch.Tensor | None:
-    """Of the generator of the operation's device. Reading a GPU's costs no synchronisation."""
+    """Return the state of the generator of the operation's device. Reading a GPU's costs no synchronisation."""
     device = device_of(given)
     if device is None or device.type == "meta":
         return None
@@ -136,8 +136,20 @@ def random_state(given: Any) -> torch.Tensor | None:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """As if the operation had run and drawn its numbers: dropout after it must not change."""
+    """Act as if the operation had run and drawn its numbers: dropout after it must not change."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Version:
+    """Whether a tensor is edited in place from now on. Holds no memory of it: an alias shares the version counter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = tensor.detach()
+        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._version = tensor._version
+
+    def changed(self) -> bool:
+        return self._alias._version != self._version

@@ -1,24 +1,38 @@
-"""Activation checkpointing of one region, with the options of the run: torch's two variants.
+"""Recompute whole layers: each by itself, or several together as one segment. torch's checkpoint, in both variants.
 
-The reentrant one runs the region outside of autograd: it sees the tensors that are handed in and out one by one, and
-nothing else. What a layer takes and changes beside them is refused in `arguments`.
+The reentrant variant runs the region outside of autograd: it sees the tensors that are handed in and out one by one,
+and nothing else. What a layer takes and changes beside them is refused in `arguments`.
+
+Of a segment only the first layer's input is kept. A model calls its layers one by one, so all but the last of a segment
+put themselves on a list and return a stand-in for their output; the last one runs the list. The stand-in refuses every
+use but being handed to the next layer.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
+from remat.activation_checkpointing.mechanisms.mechanism import LayerForward, Mechanism, Setting, Site, Treated
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
+WITHOUT_SEGMENTS = "use checkpointing=full"
+SEGMENTED = {Policy.uniform, Policy.sqrt}
+NO_LAYERDROP = "set it to 0 (model.architecture, or config.json in the model's folder)"
 LIFTED = object()  # in the place of a tensor that is handed in
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -36,7 +50,7 @@ class Recompute:
     context_fn: ContextPair | None = None
 
     def layer(self, call: Replayable, *args: Any) -> Any:
-        """call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
+        """Run call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
         if self.reentrant:
             state_of(args)
         elif args and isinstance(
@@ -62,6 +76,105 @@ class Recompute:
             determinism_check=str(self.cfg.determinism_check),
             early_stop=self.cfg.early_stop,
             **more,
+        )
+
+
+class Segment:
+    """Layers `first` to `last`, run by `recompute` as one region."""
+
+    def __init__(self, first: int, last: int, recompute: Recompute) -> None:
+        self.first, self.last = first, last
+        self._recompute = recompute
+        self._waiting: list[tuple[Replayable, tuple[Any, ...]]] = []
+        self._input: torch.Tensor | None = None
+        self._random_state: torch.Tensor | None = None
+
+    def __call__(self, index: int, call: Replayable, *args: Any) -> Any:
+        """Take layer `index` of the segment; the hidden state [batch, seq, hidden] is its first argument.
+
+        Raises ConfigError when the layers do not run one after the other, each once, on nothing but the hidden state.
+        """
+        hidden = state_of(args)
+        if index == self.first:
+            self._waiting, self._input = [], hidden  # an interrupted forward may have left some behind
+        else:
+            self._check_order(index, hidden)
+        self._waiting.append((call, args[1:]))
+        if index < self.last:
+            self._random_state = torch.random.get_rng_state()
+            return StandIn.of(hidden, self, index)
+        return self._run()
+
+    def _check_order(self, index: int, hidden: torch.Tensor) -> None:
+        follows = isinstance(hidden, StandIn) and hidden.segment is self and hidden.after == index - 1
+        if not follows or len(self._waiting) != index - self.first:
+            raise ConfigError(
+                f"checkpointing: layers {self.first} to {self.last} are one segment, but the model did not hand layer "
+                f"{index - 1}'s output to layer {index}: it skips layers, or edits the hidden state between them; "
+                f"{WITHOUT_SEGMENTS}"
+            )
+        if self._random_state is not None and not torch.equal(self._random_state, torch.random.get_rng_state()):
+            raise ConfigError(
+                f"checkpointing: the model draws random numbers between layers {index - 1} and {index} (as layerdrop "
+                f"does), and a segment would draw its layers' own in another order; {WITHOUT_SEGMENTS}"
+            )
+
+    def _run(self) -> Any:
+        layers, self._waiting = self._waiting, []
+        hidden, self._input = self._input, None
+
+        def run(state: torch.Tensor) -> torch.Tensor:
+            for call, rest in layers:
+                output = call(state, *rest)
+                if not isinstance(output, torch.Tensor):
+                    raise ConfigError(
+                        f"checkpointing: this model's layers return a {type(output).__name__}, so they cannot be "
+                        f"recomputed in segments; {WITHOUT_SEGMENTS}"
+                    )
+                state = output
+            return state
+
+        return self._recompute(run, hidden)
+
+
+class StandIn(torch.Tensor):
+    """Stands for the hidden state after layer `after`, which is not computed yet. It has a shape, and no values."""
+
+    segment: Segment
+    after: int
+
+    @staticmethod
+    def of(hidden: torch.Tensor, segment: Segment, index: int) -> StandIn:
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            StandIn,
+            hidden.size(),
+            strides=hidden.stride(),
+            dtype=hidden.dtype,
+            device=hidden.device,
+            requires_grad=hidden.requires_grad,
+        )
+        made.segment, made.after = segment, index
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<the hidden state after layer {self.after}, not computed yet>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # what ZeRO-3's hooks do
+            return cls.of(args[0], args[0].segment, args[0].after)
+        standing_in = next(t for _, t in find_tensors((args, kwargs)) if isinstance(t, StandIn))
+        return standing_in.refuse(f"the model uses it in {func}")
+
+    def refuse(self, why: str) -> NoReturn:
+        raise ConfigError(
+            f"checkpointing: layers {self.segment.first} to {self.segment.last} are recomputed in one segment, so the "
+            f"hidden state after layer {self.after} is not there before the last of them ran, but {why}; "
+            f"{WITHOUT_SEGMENTS}"
         )
 
 
@@ -101,7 +214,7 @@ class FlatRegion:
         return tuple(leaves[i].detach() if reentrant else leaves[i] for i in self._places)
 
     def rebuild(self, outputs: Any) -> Any:
-        """What `fn` returned, of the tensors that the reentrant function made of it."""
+        """Return what `fn` returned, in the tensors that the reentrant function made of it."""
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         leaves = list(self._others)
         for place, tensor, carries in zip(self._places, tensors, self._carries, strict=True):
@@ -118,14 +231,14 @@ class Lifted:
     """
 
     def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
-        """Takes the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
+        """Take the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
         self._tensors: list[torch.Tensor] = []
         self._call, self._args = call, _take_out(args, self._tensors)
         self._named = {name: _take_out(value, self._tensors) for name, value in call.keywords.items()}
         call.keywords = {}
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, once."""
+        """Return the tensors, once."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
@@ -136,7 +249,7 @@ class Lifted:
 
 
 def state_of(args: tuple[Any, ...]) -> torch.Tensor:
-    """The hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
+    """Return the hidden state, the first of a layer's arguments. Raises ConfigError where that is no tensor."""
     if not args or not isinstance(args[0], torch.Tensor):
         raise ConfigError(
             "checkpointing: a layer of this model does not take the hidden state as its first argument, so it can be "
@@ -147,7 +260,7 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
 
 @contextmanager
 def as_if_kept() -> Iterator[None]:
-    """Gradients are switched on, and nothing is kept for them."""
+    """Switch gradients on, and keep nothing for them."""
     with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
         yield
 
@@ -164,7 +277,7 @@ def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple with `change` applied to its parts; anything else as it is."""
+    """Apply `change` to the parts of a tuple; return anything else as it is."""
     if not isinstance(value, tuple) or isinstance(value, torch.Size):
         return value
     parts = [change(part) for part in value]
@@ -172,7 +285,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fresh(value: Any) -> Any:
-    """A leaf in the place of an argument: what runs on it is no part of the graph above."""
+    """Put a leaf in the place of an argument: what runs on it is no part of the graph above."""
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -188,3 +301,70 @@ def _never(packed: Any) -> torch.Tensor:
         "a layer runs a backward of its own; the reentrant variant carries neither: use checkpointing=full "
         "checkpointing.reentrant=false"
     )
+
+
+def skip_last_matmul(site: Site, region: nn.Module, recompute: Recompute) -> Recompute:
+    """Skip a recomputation's last product under ZeRO-3, where nothing needs it; below, torch stops before it."""
+    if site.setup.zero_stage < 3 or recompute.reentrant:
+        return recompute
+    skipping = SkipLastMatmul(region)
+    site.setup.cleanup.callback(skipping.close)
+    return replace(recompute, context_fn=skipping.contexts)
+
+
+def describe_layerdrop(layerdrop: str) -> str:
+    return f"{layerdrop} of the model's configuration skips layers at random"
+
+
+def _treat(site: Site) -> LayerForward:
+    decision = site.decision
+    recompute = Recompute(site.setup.cfg, reentrant=decision.reentrant)
+    if decision.first == decision.last:
+        return site.expect_recomputation(skip_last_matmul(site, site.layer, recompute).layer)
+    segment = site.setup.shared.setdefault(
+        ("segment", decision.first), Segment(decision.first, decision.last, recompute)
+    )
+    part = partial(segment, site.index)
+    return site.expect_recomputation(part) if site.index == decision.last else part
+
+
+def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
+    """Choose it for segments under ZeRO-3: the other variant holds the weights of all their layers in backward."""
+    return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    in_segments = [layer for decision, layer in treated if decision.policy in SEGMENTED]
+    found = []
+    if in_segments and _returns_tuple(in_segments[0]):
+        found.append(
+            f"checkpointing={cfg.policy}: {type(in_segments[0]).__name__} returns a tuple, so its layers cannot be "
+            "recomputed in segments; use checkpointing=full, interval or block"
+        )
+    if in_segments and setting.layerdrop:
+        found.append(
+            f"checkpointing={cfg.policy}: {describe_layerdrop(setting.layerdrop)}, and a segment runs all its layers "
+            f"or none; {NO_LAYERDROP}, or use checkpointing=full"
+        )
+    return found
+
+
+def _returns_tuple(layer: nn.Module) -> bool:
+    """Return whether its source says so; what hides from that is found in the first forward."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(layer).forward))
+    except (OSError, TypeError):
+        return False
+    returned = [n.value for n in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(n, ast.Return)]
+    return any(isinstance(value, ast.Tuple) for value in returned)
+
+
+MECHANISM = Mechanism(
+    "recompute",
+    _treat,
+    is_reentrant=_is_reentrant,
+    refuse=_refuse,
+    runs_layer_again=True,
+    keeps_only_input=True,
+    stops_early=True,
+)

@@ -1,4 +1,4 @@
-"""What becomes of the tensors that autograd saves while one layer runs. One pair of hooks, because hooks do not nest.
+"""Treat the tensors that autograd saves while one layer runs. One pair of hooks, because hooks do not nest.
 
 In this order: a weight of the layer is never stored (under ZeRO-3 it is referred to, and read when gathered again); a
 norm's or activation's output is discarded; what is left is moved to the host; everything else stays where it is.
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.activation_checkpointing.mechanisms.discard_output import DiscardedOutputs
+from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding
 from remat.activation_checkpointing.mechanisms.offload import LayerOffload, span
 
 Packed = tuple[Callable[[Any], torch.Tensor], Any]  # the function that gives the tensor back, and what it needs
 
 
 class SavedTensors:
-    """Of one layer. `by_reference` (ZeRO-3): autograd must not hold gathered weights.
+    """What autograd saves of one layer. `by_reference` (ZeRO-3): it must not hold gathered weights.
 
     DeepSpeed frees a gathered weight by taking the memory from the parameter. That is enough for a weight that is saved
     itself, not for a view of it: fused experts, which are used through slices, would stay gathered until backward.
@@ -34,7 +34,7 @@ class SavedTensors:
         *,
         by_reference: bool,
         offload: LayerOffload | None,
-        discarded: DiscardedOutputs | None,
+        discarded: OutputDiscarding | None,
         model: nn.Module | None = None,
     ) -> None:
         """`model`: the one that DeepSpeed is given, which knows what it has under way."""
@@ -46,7 +46,7 @@ class SavedTensors:
         self._hooks = ExitStack()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """To be entered around one forward of the layer; does nothing where there is nothing to do."""
+        """Return what is entered around one forward of the layer; it does nothing where there is nothing to do."""
         if (
             self._weights is None
         ):  # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
@@ -61,7 +61,7 @@ class SavedTensors:
         self._hooks.close()
 
     def _follow_gathers(self) -> None:
-        """ZeRO-3 gathers weights where the module runs that owns them; its own hooks came first."""
+        """Note weights where the module runs that owns them: there ZeRO-3 gathers them, whose hooks came first."""
         for module in self._layer.modules():
             self._hooks.callback(module.register_forward_pre_hook(self._note_gathered).remove)
 
@@ -121,7 +121,7 @@ class SavedTensors:
         return values
 
     def _wait_for(self, weight: Any) -> None:
-        """DeepSpeed asked for `weight` ahead of time, on a stream of its own: it has no values yet."""
+        """Wait for `weight`, which DeepSpeed asked for ahead of time, on a stream of its own."""
         handle = getattr(self._model, "ds_inflight_param_registry", {}).pop(weight, None)
         if handle is None:
             raise RuntimeError(
@@ -164,7 +164,7 @@ def _pass(tensor: torch.Tensor, outer: Any) -> Packed:
 
 
 def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """autograd checks this itself, but not where there are hooks."""
+    """Check what autograd checks itself, but not where there are hooks."""
     tensor, version = kept
     if tensor._version != version:
         raise RuntimeError(
@@ -175,7 +175,7 @@ def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _view_of(weights: Iterable[nn.Parameter], tensor: torch.Tensor) -> _WeightView | None:
-    """`tensor` as part of one of these sharded weights, which were gathered into its buffer, and may have left it."""
+    """Find `tensor` in one of these sharded weights, which were gathered into its buffer, and may have left it."""
     storage = tensor.untyped_storage()._cdata
     for weight in weights:
         if weight.untyped_storage()._cdata != storage or not hasattr(weight, "ds_id"):

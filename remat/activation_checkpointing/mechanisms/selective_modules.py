@@ -14,10 +14,27 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
-from remat.activation_checkpointing.mechanisms.counters import Counts, NotInEffect, Scope, one_run
-from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute
-from remat.model import roles as layer_roles
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    SLACK_BYTES,
+    LayerForward,
+    Listed,
+    Mechanism,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    run_as_it_is,
+    spans,
+)
+from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute, skip_last_matmul
+from remat.config.options import CheckpointingConfig
+from remat.config.units import MIB
+from remat.model import layers
 
+OPTION = "checkpointing.recompute_modules"
 Region = Callable[..., Any]
 
 
@@ -26,18 +43,18 @@ def recompute_inside(
     roles: list[str],
     recompute_of: Callable[[nn.Module], Recompute],
     index: int,
-    counts: Counts,
+    counts: LayerCounters,
     scope: Scope,
 ) -> Callable[[], None]:
-    """Each module of `layer` with one of `roles` keeps its inputs and runs again in backward. Returns the undo.
+    """Make each module of `layer` with one of `roles` run again in backward on its inputs. Returns the undo.
 
     Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
     """
 
     def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
-        """`in_it`: the roles that are recomputed when it is."""
+        """Make what recomputes `module`. `in_it`: the roles that are recomputed when it is."""
         recompute = recompute_of(module)
-        attends = bool({layer_roles.CORE_ATTENTION, "attention"} & set(in_it))
+        attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
 
         def region(fn: Region, args: Any, kwargs: Any) -> Any:
             expected = counts.expected
@@ -56,10 +73,10 @@ def recompute_inside(
 
         return region
 
-    found = {role: layer_roles.find(layer, role) for role in roles}
-    core = found.get(layer_roles.CORE_ATTENTION, [])
-    whole = layer_roles.outermost(
-        [one for role, several in found.items() if role != layer_roles.CORE_ATTENTION for one in several]
+    found = {role: layers.find_modules(layer, role) for role in roles}
+    core = found.get(layers.CORE_ATTENTION, [])
+    whole = layers.outermost(
+        [one for role, several in found.items() if role != layers.CORE_ATTENTION for one in several]
     )
     undo = ExitStack()
     for name, module in whole:
@@ -67,17 +84,17 @@ def recompute_inside(
         undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
-            region = region_of(nn.Module(), name, layer_roles.CORE_ATTENTION)  # no Linear inside
+            region = region_of(nn.Module(), name, layers.CORE_ATTENTION)  # no Linear inside
             undo.callback(_wrap_core_attention(module, region))
     return undo.close
 
 
-def _any_inside(found: layer_roles.Found, outer: str) -> bool:
+def _any_inside(found: layers.Modules, outer: str) -> bool:
     return any(name == outer or name.startswith(f"{outer}.") for name, _ in found)
 
 
 def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
-    """`fn`, whose first run tells what of its results may be kept: of attention not the weights."""
+    """Make the first run of `fn` tell what of its results may be kept: of attention not the weights."""
     if scope.handed_out is None:
         return fn
     first = True
@@ -98,9 +115,9 @@ def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
 
 
 def _run(
-    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: Counts, scope: Scope
+    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: LayerCounters, scope: Scope
 ) -> Any:
-    """`fn(*args, **kwargs)` as one recomputed region.
+    """Run `fn(*args, **kwargs)` as one recomputed region.
 
     Every tensor becomes a positional argument of the region: only those pass the saved-tensor hooks around the layer.
     """
@@ -120,7 +137,7 @@ def _run(
 
 
 def _wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
-    """On the instance: hooks stay outside, names and classes as they are."""
+    """Wrap it on the instance: hooks stay outside, names and classes as they are."""
     before = module.__dict__.get("forward")
     forward = module.forward
 
@@ -182,3 +199,79 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
         del registry[name]
 
     return undo
+
+
+def refuse_input_noise(
+    setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str
+) -> list[str]:
+    """Refuse sparse blocks that multiply their input with noise where it lies, as a field of the config says."""
+    found = next(((type(m).__name__, noise) for m in modules if (noise := layers.input_noise(m))), None)
+    if found is None:
+        return []
+    name, noise = found
+    field = next((field for field in setting.fields if field.endswith(noise)), noise)
+    return [
+        f"{option}: {field}={setting.fields.get(field)} {effect} ({name}); set model.architecture.{field}=0, {remedy}, "
+        "or use checkpointing=full"
+    ]
+
+
+def _treat(site: Site) -> LayerForward:
+    cfg = site.setup.cfg
+    undo = recompute_inside(
+        site.layer,
+        cfg.recompute_modules,
+        lambda region: skip_last_matmul(site, region, Recompute(cfg)),
+        site.index,
+        site.counts,
+        site.setup.scope,
+    )
+    site.setup.cleanup.callback(undo)
+    return run_as_it_is
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    if not cfg.recompute_modules:
+        return [f"{OPTION}=[]: name at least one role, or use checkpointing=none"]
+    found = []
+    for role in cfg.recompute_modules:
+        search = layers.ROLES.get(role, lambda _: [])
+        found += refuse_input_noise(
+            setting,
+            [module for _, layer in treated for _, module in search(layer)],
+            f"{OPTION}={cfg.recompute_modules}",
+            f"edits the input of {role} in place, so it cannot run again on what it was given",
+            f"leave {role} off the list",
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_modules, role, OPTION) for role in cfg.recompute_modules]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    otherwise = "no module with this role ran with a gradient, so nothing of it is recomputed"
+    return find_idle_entries([Listed(OPTION, cfg.recompute_modules, otherwise)], observed) + _find_kept_inside(
+        observed
+    )
+
+
+def _find_kept_inside(observed: Observed) -> list[str]:
+    """Find layers that hold what a recomputed module made on its way to its result, attention weights too."""
+    wrong = [
+        index
+        for index, layer in observed.items()
+        if layer.region_kept_bytes > min(SLACK_BYTES, layer.region_bytes // 64)
+    ]
+    if not wrong:
+        return []
+    kept = observed[wrong[0]].region_kept_bytes
+    return [
+        f"{OPTION} is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps {kept / MIB:.4g} MiB that its "
+        "recomputed modules made and should let go of; something else holds them (output_attentions, "
+        "output_hidden_states, a hook)"
+    ]
+
+
+MECHANISM = Mechanism("selective_modules", _treat, refuse=_refuse, needs=_needs, unmet=_unmet, stops_early=True)

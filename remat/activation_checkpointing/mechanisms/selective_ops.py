@@ -9,32 +9,47 @@ anything writes to its memory.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.activation_checkpointing.mechanisms.counters import Counts
-from remat.activation_checkpointing.mechanisms.kept import (
-    Entry,
-    Key,
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, DeferredMatmul
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerDecision,
+    LayerForward,
+    Listed,
+    Mechanism,
     Mover,
-    Store,
-    detached,
-    finished,
-    finishes,
+    Need,
+    Observed,
+    Setting,
+    Site,
+    Treated,
+    find_idle_entries,
+    spans,
 )
-from remat.activation_checkpointing.mechanisms.lazy_matmul import OVERLOADS, PRODUCTS, Postponed
-from remat.config.options import ConfigError, SelectiveOpsConfig
-from remat.model import roles
+from remat.activation_checkpointing.mechanisms.recompute import Recompute
+from remat.config.options import Attention, CheckpointingConfig, ConfigError, SelectiveOpsConfig, StorageDtype
+from remat.model import layers
+
+LINEARS_OPTION = "checkpointing.selective_ops.save_linears"
+NO_ATTENTION_OPERATION = {
+    Attention.eager: "has no fused attention operation",
+    Attention.flex_attention: "is compiled by transformers into a kernel that is no operation",
+}
+Key = tuple[str, str, int]  # the Linear or "", the operator, how often it ran before
 
 
 def problems(cfg: SelectiveOpsConfig) -> list[str]:
-    """Names in `cfg.save` that cannot be kept, and lists that contradict themselves. Needs no model."""
+    """Tell which names in `cfg.save` cannot be kept, and which lists contradict themselves. Needs no model."""
     option = "checkpointing.selective_ops.save"
     found = [f"{option}: {text}" for name in cfg.save if (text := operators.name_problem(name))]
     if {"matmul", "every_other_matmul"} <= set(cfg.save):
@@ -44,14 +59,14 @@ def problems(cfg: SelectiveOpsConfig) -> list[str]:
     return found
 
 
-class KeptResults:
-    """Of one layer. `contexts()` is the context_fn of torch's non-reentrant checkpoint: a new store per forward.
+class SelectiveCheckpoint:
+    """Selective checkpointing of one layer. `contexts()` is torch's context_fn: a new store per forward.
 
     The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
     """
 
     def __init__(
-        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: Counts, offload: Mover | None = None
+        self, layer: nn.Module, cfg: SelectiveOpsConfig, counts: LayerCounters, offload: Mover | None = None
     ) -> None:
         found = problems(cfg)
         if found:
@@ -65,11 +80,11 @@ class KeptResults:
             list
         )  # path: the entries of the list that mean it
         for name in cfg.save_linears:
-            for path, _ in roles.linears(layer, name):
+            for path, _ in layers.find_linears(layer, name):
                 self._kept_linears[path].append(name)
         self._listed: dict[str, list[str]] = {}  # operator: the entries of the list that mean it
         self._hooks = ExitStack()
-        self.postponed: Postponed | None = None  # of the recomputation that runs
+        self.postponed: DeferredMatmul | None = None  # of the recomputation that runs
         self.in_linear = False  # any Linear, kept or not
         self._to_follow: nn.Module | None = layer
         self._follow_all = bool({"matmul", "every_other_matmul", *operators.MATMULS} & set(cfg.save))
@@ -78,22 +93,22 @@ class KeptResults:
         layer, self._to_follow = self._to_follow, None
         if layer is not None:  # now, and not earlier: AutoTP replaces Linears after the policy is in place
             self._follow_linears(layer)
-        store = Store()
-        return _Keep(self, store), _HandBack(self, store)
+        store = SavedOutputs()
+        return _CachingMode(self, store), _CachedMode(self, store)
 
     def close(self) -> None:
         self._hooks.close()
 
     def start(self) -> None:
-        """A pass begins; an interrupted one may have left a Linear."""
+        """Begin a pass; an interrupted one may have left a Linear."""
         self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
 
     def current_call(self) -> int:
-        """0 outside the Linears."""
+        """Return which call of a Linear runs; 0 outside the Linears."""
         return self.call if self.running else 0
 
     def key(self, operator: operators.Operator, ran: Counter[tuple[str, str]]) -> Key | None:
-        """Where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
+        """Return where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
         name = operator.name
         if self.running in self._kept_linears and name in operators.MATMULS:
             place = (self.running, name)
@@ -108,7 +123,7 @@ class KeptResults:
         ran[place] += 1
         return *place, ran[place]
 
-    def note_kept(self, store: Store) -> None:
+    def note_kept(self, store: SavedOutputs) -> None:
         self.counts.kept_outputs += len(store.entries)
         for path, operator, _ in store.entries:
             if path:
@@ -129,9 +144,9 @@ class KeptResults:
 
     def _follow_linears(self, layer: nn.Module) -> None:
         for path, module in layer.named_modules():
-            if path in self._kept_linears or (self._follow_all and roles.is_linear(module)):
+            if path in self._kept_linears or (self._follow_all and layers.is_linear(module)):
                 self._follow(path, module)
-            if roles.is_linear(module):
+            if layers.is_linear(module):
                 self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
                 self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
 
@@ -164,7 +179,7 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, results: KeptResults, store: Store) -> None:
+    def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__()
         self._results, self._store = results, store
         self._ran: Counter[tuple[str, str]] = Counter()
@@ -179,8 +194,8 @@ class _Mode(TorchDispatchMode):
         super().__exit__(kind, error, trace)
 
 
-class _Keep(_Mode):
-    """In forward."""
+class _CachingMode(_Mode):
+    """Entered in forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,9 +229,9 @@ class _Keep(_Mode):
         drew = before is not None and after is not None and not torch.equal(before, after)
         self._store.add(
             key,
-            Entry(
+            SavedOutput(
                 call=self._results.current_call(),
-                leaves=[detached(leaf) for leaf in leaves],
+                leaves=[_detached(leaf) for leaf in leaves],
                 spec=spec,
                 random_state=after if drew else None,
                 device=operators.device_of(given),
@@ -232,7 +247,7 @@ class _Keep(_Mode):
             key, entry = owned
             same_call = entry.call > 0 and entry.call == self._results.current_call()
             if (
-                finishes(operator, args) is not None
+                _finishes(operator, args) is not None
                 and same_call
                 and not entry.read
                 and len(entry.storages) == 1
@@ -242,9 +257,9 @@ class _Keep(_Mode):
                 self._store.drop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """A view is no use of the value; neither is being the target of the absorbed addition, or sum."""
+        """Note which values are read. A view is no use; nor is being the target of the absorbed addition, or sum."""
         made = operators.storages(result)
-        finishing = finishes(operator, args) is not None
+        finishing = _finishes(operator, args) is not None
         used = args[1:] if finishing else args
         for tensor in tree_leaves((used, kwargs)):
             owned = self._store.owner(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -253,14 +268,14 @@ class _Keep(_Mode):
                 owned[1].read |= not is_view
 
 
-class _HandBack(_Mode):
-    """In the recomputation. What early stop leaves over is freed at its end; a second one recomputes everything."""
+class _CachedMode(_Mode):
+    """Entered in the recomputation. At its end all is freed: a second one recomputes everything."""
 
-    def __init__(self, results: KeptResults, store: Store) -> None:
+    def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__(results, store)
         self._complete: dict[int, tuple[torch.Tensor, int, int]] = {}  # storage: value, writes to skip, call
         self._products = 0
-        self._postponed = Postponed()
+        self._postponed = DeferredMatmul()
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -275,9 +290,9 @@ class _HandBack(_Mode):
         entry = self._store.entries.pop(key, None) if key else None
         if entry is not None and entry.untouched(self._results.offload):
             return self._reuse(entry)
-        target = finishes(operator, args) if self._complete else None
+        target = _finishes(operator, args) if self._complete else None
         if target is not None and self._already_in(target):
-            return finished(operator, target)
+            return _finished(operator, target)
         self._postponed.before(func, operator, args)
         last = operator.name in PRODUCTS and self._products == self._store.products
         if last and func in OVERLOADS and self._results.in_linear:
@@ -290,7 +305,7 @@ class _HandBack(_Mode):
         self._complete.clear()
         self._store.clear()
 
-    def _reuse(self, entry: Entry) -> Any:
+    def _reuse(self, entry: SavedOutput) -> Any:
         offload = self._results.offload
         for index in entry.moved:
             assert offload is not None
@@ -310,3 +325,193 @@ class _HandBack(_Mode):
             return False
         self._complete[storage] = (value, writes - 1, call)
         return True
+
+
+class SavedOutputs:
+    """What one forward keeps for its recomputation, by the place it ran at: results of operations.
+
+    While it holds a tensor, the address of its storage is its identity."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, SavedOutput] = {}
+        self.products = 0  # that ran in forward
+        self._by_storage: dict[int, Key] = {}
+
+    def add(self, key: Key, entry: SavedOutput) -> None:
+        self.entries[key] = entry
+        self._by_storage |= dict.fromkeys(entry.storages, key)
+
+    def owner(self, tensor: torch.Tensor) -> tuple[Key, SavedOutput] | None:
+        """Return the entry that holds `tensor`'s memory."""
+        key = self._by_storage.get(operators.storage(tensor))
+        return None if key is None or key not in self.entries else (key, self.entries[key])
+
+    def drop(self, key: Key) -> None:
+        self.entries.pop(key, None)
+        self._by_storage = {storage: other for storage, other in self._by_storage.items() if other != key}
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self._by_storage.clear()
+
+    def forward_done(self, offload: Mover | None) -> None:
+        """Move results to the host: only now, when nothing in the layer writes any more."""
+        self._by_storage.clear()
+        for entry in self.entries.values():
+            for index, leaf in enumerate(entry.leaves):
+                handle = offload.pack(leaf) if offload and isinstance(leaf, torch.Tensor) else None
+                if handle is not None:
+                    entry.leaves[index] = handle
+                    entry.moved.add(index)
+            entry.versions = [tensor._version for tensor in entry.tensors()]
+
+
+@dataclass
+class SavedOutput:
+    """The result of one operation, as leaves: detached tensors, handles of moved ones, anything else."""
+
+    call: int  # of a Linear; 0: outside of them
+    leaves: list[Any]
+    spec: TreeSpec
+    random_state: torch.Tensor | None
+    device: torch.device | None
+    storages: set[int]
+    versions: list[int] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)
+    read: bool = False  # used by another operation of the same call: a later write may not be absorbed
+    absorbed: int = 0  # writes whose result this value already contains
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (
+            leaf
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and index not in self.moved
+        )
+
+    def untouched(self, offload: Mover | None) -> bool:
+        """Return whether nothing wrote to it after the layer's forward."""
+        if offload is not None and any(offload.edited(self.leaves[index]) for index in self.moved):
+            return False
+        return [tensor._version for tensor in self.tensors()] == self.versions
+
+
+def _detached(leaf: Any) -> Any:
+    """Detach a tensor. Without the guard the alias would have a version counter of its own, and hide later writes."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
+
+
+def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
+    """Return what this operation edits in place, if it may be the last part of a Linear; None: it is another.
+
+    ZeRO-3's Linear adds its bias so (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its product over
+    the ranks (RowParallel in deepspeed/module_inject/layers.py).
+    """
+    if operator.name == "aten::add_":
+        return args[0]
+    if operator.name == "c10d::allreduce_" and len(args[0]) == 1:
+        return args[0][0]
+    return None
+
+
+def _finished(operator: operators.Operator, target: torch.Tensor) -> Any:
+    """Return what the operation returns, without running it."""
+    if operator.name == "aten::add_":
+        return target
+    from torch._C._distributed_c10d import FakeWork  # torch without collectives has none
+
+    return [target], FakeWork().boxed()  # work that is done
+
+
+def _treat(site: Site) -> LayerForward:
+    saving = SelectiveCheckpoint(site.layer, site.setup.cfg.selective_ops, site.counts, site.offload)
+    site.setup.cleanup.callback(saving.close)
+    return site.expect_recomputation(Recompute(site.setup.cfg, context_fn=saving.contexts))
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(cfg.selective_ops)
+    if setting.attention in NO_ATTENTION_OPERATION and "attention" in cfg.selective_ops.save:
+        found.append(
+            f"checkpointing.selective_ops.save keeps attention, but model.attention={setting.attention} "
+            f"{NO_ATTENTION_OPERATION[setting.attention]}: use model.attention=sdpa, or leave attention off the "
+            "list and add matmul or save_linears"
+        )
+    if cfg.offload.enabled and cfg.offload.dtype is not StorageDtype.same:
+        found.append(
+            f"checkpointing.offload.dtype={cfg.offload.dtype} with checkpointing=selective_ops: kept results stay "
+            "exact, so it would only touch the layer's input; set it to same"
+        )
+    return found
+
+
+def _needs(cfg: CheckpointingConfig) -> list[Need]:
+    return [Need(layers.find_linears, name, LINEARS_OPTION) for name in cfg.selective_ops.save_linears]
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    ops = cfg.selective_ops
+    return _find_lost_linears(observed, ops.save_linears) or find_idle_entries(
+        [
+            Listed(
+                "checkpointing.selective_ops.save",
+                # ranks that do not share layers have nothing to communicate inside them
+                [name for name in ops.save if name != "communication"],
+                "the operator never ran in a forward (eager attention, and attention with dropout on a CPU, have no "
+                "fused operation), or its result is written to later",
+            ),
+            Listed(LINEARS_OPTION, ops.save_linears, "the Linear never ran, or its result is written to later"),
+        ],
+        observed,
+    )
+
+
+def lists_attention(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision]) -> bool:
+    """Return whether some layer is to keep the result of a fused attention operation."""
+    return "attention" in cfg.selective_ops.save and any(d.mechanism == MECHANISM for d in decisions)
+
+
+def find_missing_attention(counts: Sequence[LayerCounters]) -> str:
+    """Tell, after a forward on meta tensors as a CPU would run it, that no layer ran a fused attention operation."""
+    if any(layer.in_effect.get("attention") for layer in counts):
+        return ""
+    return (
+        "checkpointing.selective_ops.save keeps attention, but on a CPU no layer of this model runs a fused attention "
+        "operation (with attention dropout, or values narrower than queries, there is none): leave attention off the "
+        "list and add matmul or save_linears, or use checkpointing=full"
+    )
+
+
+def _find_lost_linears(observed: Observed, listed: list[str]) -> list[str]:
+    """Check that some named Linears ran, and that something was kept of each that did (an expert may not run)."""
+    if not listed:
+        return []
+    lost = {
+        index: [path for path, kept in layer.counts.kept_linears.items() if not kept]
+        for index, layer in observed.items()
+    }
+    without = [
+        index
+        for index, layer in observed.items()
+        if lost[index] or not (layer.counts.kept_linears or layer.counts.empty)  # empty: it does nothing
+    ]
+    if not without:
+        return []
+    names = sorted({path for paths in lost.values() for path in paths})
+    what = (
+        f"nothing was kept of {', '.join(names)}: their results are written to" if names else "none of them ran"
+    )
+    return [f"{LINEARS_OPTION}={listed}: {what} (layers {spans(without)}); leave them out"]
+
+
+MECHANISM = Mechanism(
+    "selective_ops",
+    _treat,
+    refuse=_refuse,
+    needs=_needs,
+    unmet=_unmet,
+    runs_layer_again=True,
+    stops_early=True,
+)

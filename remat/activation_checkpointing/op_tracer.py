@@ -1,4 +1,4 @@
-"""Watch a forward and backward op by op: bytes each layer keeps, FLOPs by phase, bytes that ZeRO-3 gathers.
+"""Trace a forward and backward op by op: bytes each layer keeps, FLOPs by phase, bytes that ZeRO-3 gathers.
 
 What is counted is what happened, whatever a policy promised: a storage that was made in a layer and still lives
 when the forward is over is kept, be it by autograd, by a policy, or by mistake. Works on CPU, CUDA and meta tensors.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,19 +19,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat.activation_checkpointing.calls import Calls
 from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.model.flops import dequantised_bytes, flop_formula
 
+DEEPEST = 4  # containers of the model's own classes, one inside another
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
 
 
-class Watch(TorchDispatchMode):
-    """`with Watch(scope, device) as watch: forward; watch.forward_done(); backward`.
+class OpTracer(TorchDispatchMode):
+    """`with OpTracer(scope, device) as tracer: forward; tracer.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
@@ -133,7 +134,7 @@ class Watch(TorchDispatchMode):
         self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
 
     def _count_moved(self, offload: HostOffload) -> None:
-        """What was moved to the host and is on the device all the same, without need."""
+        """Count what was moved to the host and is on the device all the same, without need."""
         if any(offload.still_on_device()):
             gc.collect()  # a model's reference cycle holds a tensor until Python comes to it
         for layer, storage, nbytes in offload.still_on_device():
@@ -151,7 +152,7 @@ class Watch(TorchDispatchMode):
         self._in_region -= {operators.storage(tensor) for tensor in results}
 
     def recomputed_share(self) -> float:
-        """Of the layers' forward FLOPs, the share that ran again."""
+        """Return the share of the layers' forward FLOPs that ran again."""
         forward, again = (
             sum(flops for layer, flops in self.flops[phase].items() if layer != OUTSIDE)
             for phase in ("forward", "recompute")
@@ -159,7 +160,7 @@ class Watch(TorchDispatchMode):
         return again / forward if forward else 0.0
 
     def total_flops(self, phase: Phase) -> int:
-        """Matrix products and attention, 2 per multiply-add, over the whole model."""
+        """Sum matrix products and attention over the whole model, 2 per multiply-add."""
         return sum(self.flops[phase].values())
 
     def _phase(self) -> Phase:
@@ -201,6 +202,96 @@ class Watch(TorchDispatchMode):
 
     def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
         return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)
+
+
+class Calls:
+    """Which layers a model calls, and which memory it hands to them and takes from them.
+
+    Counts while it is entered, by hooks on modules, none of which is left behind."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._hooks = ExitStack()
+        self.ran: set[int] = set()  # layers of which any module ran with gradients
+        self._hidden: dict[int, set[int]] = defaultdict(set)  # storage: the layers whose hidden state it was
+        self._beside: dict[int, set[int]] = defaultdict(
+            set
+        )  # storage: the layers that had it as another argument
+        self._outputs: set[int] = set()
+        self._seen: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
+
+    def __enter__(self) -> Calls:
+        for index, layer in enumerate(self._layers):
+            before = layer.register_forward_pre_hook(self._given_to(index), with_kwargs=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(layer.register_forward_hook(self._take).remove)
+            for module in layer.modules():
+                self._hooks.callback(module.register_forward_pre_hook(self._runs(index)).remove)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._hooks.close()
+
+    def is_shared(self, storage: int, layer: int) -> bool:
+        """Return whether another layer was given this memory beside its hidden state: shared K/V, for one."""
+        return bool(self._beside.get(storage, set()) - {layer})
+
+    def is_hidden_state(self, storage: int) -> bool:
+        return storage in self._hidden
+
+    def must_stay(self, storage: int, moving: set[int]) -> bool:
+        """Return whether the model itself needs this memory once all that the layers `moving` keep has been moved.
+
+        That is the case for what it gives to a layer that moves nothing, for what it gives to layers beside their
+        hidden state, and for the output of the last layer.
+        """
+        given = self._hidden.get(storage, set())
+        return bool(given - moving or storage in self._beside or (storage in self._outputs and not given))
+
+    def _given_to(self, index: int) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            hidden = _given_hidden_state(args, kwargs)
+            for tensor in tensors_in((args, kwargs)):
+                where = self._hidden if tensor is hidden else self._beside
+                where[self._storage(tensor)].add(index)
+
+        return note
+
+    def _runs(self, index: int) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                self.ran.add(index)
+
+        return note
+
+    def _take(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._outputs |= {self._storage(tensor) for tensor in tensors_in(output)}
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        key = operators.storage(tensor)
+        if key and key not in self._seen:
+            self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+        return key
+
+
+def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
+    """Yield all tensors in `tree`, also those in objects of a model's own classes (a cache, say)."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif (
+            depth
+            and hasattr(leaf, "__dict__")
+            and not isinstance(leaf, (nn.Module, type))
+            and not callable(leaf)
+        ):
+            yield from tensors_in(vars(leaf), depth - 1)
+
+
+def _given_hidden_state(args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the hidden state: transformers' layers take it first, or by this name."""
+    first = args[0] if args else kwargs.get("hidden_states")
+    return next(tensors_in(first), None)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

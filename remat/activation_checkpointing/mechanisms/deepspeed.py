@@ -8,6 +8,7 @@ back by `close`; and what it would do wrong without a word is refused by `proble
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,17 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     carry_gradient,
     name_arguments,
 )
-from remat.activation_checkpointing.mechanisms.counters import Counts
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    LayerForward,
+    Mechanism,
+    Observed,
+    Setting,
+    Setup,
+    Site,
+    Treated,
+    spans,
+)
 from remat.activation_checkpointing.mechanisms.recompute import FlatRegion
 from remat.config.options import CheckpointingConfig, ConfigError, DeepSpeedCheckpointingConfig
 
@@ -53,7 +64,7 @@ def problems(
     num_calls: int,
     activation_elements: int | None = None,
 ) -> list[str]:
-    """Why DeepSpeed's function cannot run so, or which switch would do nothing; each names option, value, remedy.
+    """Tell why DeepSpeed's function cannot run so, or which switch would do nothing: option, value, remedy.
 
     `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known.
     """
@@ -160,7 +171,7 @@ class DeepSpeedCheckpointing:
         self._module: Any = checkpointing
         self._cfg, self._reentrant = cfg, reentrant
         self._same_checked = False
-        self._previous: Counts | None = (
+        self._previous: LayerCounters | None = (
             None  # of the call before: DeepSpeed moves an input when the next one comes
         )
         self._restore()
@@ -180,10 +191,10 @@ class DeepSpeedCheckpointing:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        counts: Counts | None = None,
+        counts: LayerCounters | None = None,
         layer: str = "a layer",
     ) -> Any:
-        """fn(hidden, *rest), recomputed in backward. `hidden` [batch, seq, hidden] stays as it is.
+        """Run fn(hidden, *rest), and again in backward. `hidden` [batch, seq, hidden] stays as it is.
 
         Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
         Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
@@ -228,7 +239,7 @@ class DeepSpeedCheckpointing:
             self._profile.stop()
 
     def profile_ms(self) -> dict[str, float]:
-        """Milliseconds since the start in checkpointed forwards and backwards; empty without the profile switch."""
+        """Return the milliseconds in checkpointed forwards and backwards; empty without the profile switch."""
         return dict(self._profile.total_ms) if self._profile else {}
 
     def close(self) -> None:
@@ -241,7 +252,7 @@ class DeepSpeedCheckpointing:
         return 0 if engine is None else int(engine.stats.offloaded_bytes)
 
     def _newest_buffers(self) -> set[int]:
-        """Addresses of the contiguous buffers that the last call filled."""
+        """Return the addresses of the contiguous buffers that the last call filled."""
         filled = zip(self._module.contiguous_data_buffers, self._module.data_offsets, strict=True)
         return {buffers[offset - 1].data_ptr() for buffers, offset in filled if offset}
 
@@ -252,7 +263,7 @@ class DeepSpeedCheckpointing:
             setattr(self._module, name, [])
 
     def _alias(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` in a tensor object of its own, for DeepSpeed to empty.
+        """Put `hidden` into a tensor object of its own, for DeepSpeed to empty.
 
         The reentrant variant sees only gradients of its argument: where nothing below is trained, the alias asks for
         one, so that the layer's own parameters get theirs.
@@ -262,7 +273,7 @@ class DeepSpeedCheckpointing:
         return Alias.apply(hidden)
 
     def _check_same_on_all_ranks(self, hidden: torch.Tensor) -> None:
-        """Once: slices put together from ranks with different activations are wrong activations, and no error."""
+        """Compare the ranks once: slices put together from different activations would be wrong, and no error."""
         if self._same_checked or not self._cfg.partition_activations:
             return
         self._same_checked = True
@@ -296,13 +307,13 @@ class _Profile:
         self._timers.log(names)
 
     def stop(self) -> None:
-        """A forward that raised leaves its timer running, and the next could not start it."""
+        """Reset the timers: a forward that raised leaves its own running, and the next could not start it."""
         for timer in self._timers.get_timers().values():
             timer.reset()
 
 
-def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: Counts, buffers: set[int]) -> None:
-    """What DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
+def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: LayerCounters, buffers: set[int]) -> None:
+    """Count what DeepSpeed left in `alias`: a slice or a host copy (or both), or everything."""
     kept: torch.Tensor | None = getattr(alias, "saved_data", None)
     if kept is not None:
         counts.moved_bytes += kept.nbytes if kept.device != hidden.device else 0
@@ -314,3 +325,83 @@ def _group_size(tensor_parallel: Any | None) -> int:
     if tensor_parallel is None:
         return 1
     return int(tensor_parallel.get_tensor_model_parallel_world_size())
+
+
+def _treat(site: Site) -> LayerForward:
+    engine = site.setup.shared.get("deepspeed")
+    if engine is None:
+        engine = site.setup.shared["deepspeed"] = _start(site.setup)
+    return site.expect_recomputation(partial(engine.run, counts=site.counts, layer=site.name))
+
+
+def _start(setup: Setup) -> DeepSpeedCheckpointing:
+    engine = DeepSpeedCheckpointing(
+        setup.cfg.deepspeed,
+        num_calls=sum(decision.mechanism == MECHANISM for decision in setup.decisions),
+        reentrant=setup.cfg.reentrant is not False,
+        tensor_parallel=setup.tensor_parallel,
+    )
+    setup.cleanup.callback(engine.close)
+    setup.before_micro_batch.append(engine.reset)
+    return engine
+
+
+def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
+    """Return true unless asked otherwise: the other variant has no early stop, which ZeRO-3 does not survive."""
+    return cfg.reentrant is not False
+
+
+def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
+    found = problems(
+        cfg,
+        zero_stage=setting.zero_stage,
+        tensor_parallel_size=setting.tensor_parallel_size,
+        has_gpu=setting.has_gpu,
+        num_calls=len(treated),
+        activation_elements=setting.activation_elements,
+    )
+    if cfg.offload.enabled:
+        found.append(
+            "checkpointing.offload.enabled=true with checkpointing=deepspeed: it has its own, "
+            "checkpointing.deepspeed.cpu_checkpointing; use one of the two"
+        )
+    return found
+
+
+def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
+    """Tell which switches did nothing. They treat all layers alike; only the last input is never moved."""
+    ds, calls = cfg.deepspeed, list(observed)
+    leaving = calls if ds.partition_activations else calls[:-1]
+    promised = (
+        (
+            ds.partition_activations,
+            calls,
+            "partitioned_bytes",
+            "partition_activations: nothing was partitioned",
+        ),
+        (ds.cpu_checkpointing, leaving, "moved_bytes", "cpu_checkpointing: nothing was moved to host memory"),
+        (
+            ds.contiguous_memory_optimization,
+            calls,
+            "contiguous_bytes",
+            "contiguous_memory_optimization: nothing was kept in the list of buffers",
+        ),
+    )
+    found = []
+    for wanted, asked, name, text in promised:
+        without = [index for index in asked if getattr(observed[index].counts, name) == 0]
+        if wanted and without:
+            found.append(f"{OPTION}.{text} (layers {spans(without)})")
+    return found
+
+
+MECHANISM = Mechanism(
+    "deepspeed",
+    _treat,
+    is_reentrant=_is_reentrant,
+    refuse=_refuse,
+    unmet=_unmet,
+    runs_layer_again=True,
+    keeps_only_input=True,
+    remedy="; use checkpointing=full checkpointing.reentrant=false",
+)
