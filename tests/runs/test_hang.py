@@ -25,7 +25,7 @@ def launch(folder: Path, script: str, fault: dict[str, Any], *more: str) -> tupl
     words = tiny.words(workshop, "hangs", *SHORT, *more)
     (workshop / "spec.json").write_text(json.dumps([{"name": "hangs", "words": words, "fault": fault}]))
     run = workshop / "out" / "hangs" / "run"
-    with supervised(folder, str(ROOT / "tests/faults" / script), str(workshop / "spec.json")) as launched:
+    with supervised(folder, str(ROOT / "tests/support" / script), str(workshop / "spec.json")) as launched:
         launched.until(
             lambda: (run / "saved" / "step-000001").is_dir() or launched.process.poll() is not None, "save"
         )

@@ -111,18 +111,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 PACKED = "packed documents"
-HARD_MODES = (
-    "none",
-    "full",
-    "full_reentrant",
+ALWAYS = ("none", "full", "selective_modules, attention")
+IN_TURN = (
     "uniform",
-    "block",
-    "selective_ops, matmul",
-    "selective_modules, attention",
     "discard_output",
-    "deepspeed",
     "offload (full)",
+    "block",
+    "deepspeed",
+    "selective_ops, matmul",
+    "full_reentrant",
 )
+HARD_MODES = ALWAYS + IN_TURN
 
 
 def make_architectures(folder: Path) -> None:
@@ -136,7 +135,12 @@ def make_architectures(folder: Path) -> None:
 
 def hard_words(workshop: Path, architecture: str, mode: str, strategy: str) -> list[str]:
     """The overrides of one cell of the hard ones: an architecture, or packed documents, under one mode."""
-    more = [*STRATEGIES[strategy], *MODES[mode], f"train.steps={STEPS}", "optim.warmup_steps=0"]
+    more = [
+        *STRATEGIES[strategy],
+        *MODES[mode],
+        f"train.steps={STEPS}",
+        "optim.warmup_steps=0",
+    ]
     if architecture == PACKED:
         texts = [
             "data=jsonl",
@@ -157,12 +161,21 @@ def folder_name(name: str) -> str:
 def chosen(*, whole: bool) -> list[tuple[str, str]]:
     """(mode, column) of the cells that run: all 240 take ten minutes, so usually each mode in one column.
 
-    The columns take turns; `none`, which the others are held to, runs in each.
+    Columns that have each strategy, full and LoRA take turns; `none`, which the others are held to, runs in each.
     """
     if whole:
         return [(mode, column) for column in COLUMNS for mode in MODES]
-    turns = {mode: COLUMNS[3 * index % len(COLUMNS)] for index, mode in enumerate(MODES)}
-    return [(mode, column) for column in COLUMNS for mode in MODES if mode == "none" or turns[mode] == column]
+    columns = [COLUMNS[index] for index in (0, 3, 5, 6)]
+    turns = {mode: columns[index % len(columns)] for index, mode in enumerate(MODES)}
+    return [(mode, column) for column in columns for mode in MODES if mode == "none" or turns[mode] == column]
+
+
+def chosen_hard(architectures: list[str], *, whole: bool) -> list[tuple[str, str]]:
+    """(architecture, mode) that run: usually those of ALWAYS everywhere, and each of IN_TURN somewhere."""
+    if whole:
+        return [(architecture, mode) for architecture in architectures for mode in HARD_MODES]
+    turns = [(architecture, IN_TURN[at :: len(architectures)]) for at, architecture in enumerate(architectures)]
+    return [(architecture, mode) for architecture, modes in turns for mode in (*ALWAYS, *modes)]
 
 
 def make_workshop(folder: Path) -> Path:
