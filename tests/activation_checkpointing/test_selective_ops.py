@@ -96,7 +96,7 @@ def put_stock_in_place(net: Any, context_fn: Any = STOCK) -> None:
         layer._gradient_checkpointing_func = Recompute(CFG, context_fn=context_fn)
 
 
-@pytest.mark.sample(one_in=3)
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("save", list(LISTS))
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "mixtral", "gemma", "phi", "deepseek_v3"])

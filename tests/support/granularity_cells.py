@@ -70,6 +70,19 @@ MODES: dict[str, list[str]] = {
     "offload, dtype=fp8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=fp8"],
     "offload, dtype=int8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=int8"],
 }
+VARIANTS = {  # each has its mechanism in common with another mode
+    "full, early_stop=false",
+    "interval",
+    "sqrt",
+    "uniform, reentrant=false",
+    "selective_ops, every_other_matmul",
+    "selective_modules, core_attention and norm",
+    "deepspeed, reentrant=false",
+    "uniform + offload",
+    "selective_linears + offload",
+    "selective_modules + offload",
+    "offload, dtype=int8",
+}
 TOLERANCE = {"offload, dtype=fp8": 3e-2, "offload, dtype=int8": 3e-2}  # relative, of losses and gradient norms
 ZERO = "deepspeed.overrides.zero_optimization"
 EVERYTHING_MOVES = [
@@ -111,17 +124,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 PACKED = "packed documents"
-ALWAYS = ("none", "full", "selective_modules, attention")
-IN_TURN = (
-    "uniform",
-    "discard_output",
-    "offload (full)",
-    "block",
-    "deepspeed",
-    "selective_ops, matmul",
+HARD_MODES = (
+    "none",
+    "full",
     "full_reentrant",
+    "uniform",
+    "block",
+    "selective_ops, matmul",
+    "selective_modules, attention",
+    "discard_output",
+    "deepspeed",
+    "offload (full)",
 )
-HARD_MODES = ALWAYS + IN_TURN
+IN_SAMPLE = {  # beside none and full: each mode where it is not refused
+    "shared K/V": ("uniform", "selective_modules, attention"),
+    "shared K/V, keyword tensors": ("discard_output", "selective_ops, matmul"),
+    "repeated layers, two stacks": ("offload (full)",),
+    PACKED: ("full_reentrant", "block", "deepspeed"),
+}
 
 
 def make_architectures(folder: Path) -> None:
@@ -158,24 +178,24 @@ def folder_name(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def chosen(*, whole: bool) -> list[tuple[str, str]]:
-    """(mode, column) of the cells that run: all 240 take ten minutes, so usually each mode in one column.
+def chosen(*, whole: bool, each: bool) -> list[tuple[str, str]]:
+    """(mode, column) of the cells that run: all 240 take ten minutes, so usually modes in one column.
 
     Columns that have each strategy, full and LoRA take turns; `none`, which the others are held to, runs in each.
+    Without `each` variants of another mode do not run.
     """
     if whole:
         return [(mode, column) for column in COLUMNS for mode in MODES]
     columns = [COLUMNS[index] for index in (0, 3, 5, 6)]
-    turns = {mode: columns[index % len(columns)] for index, mode in enumerate(MODES)}
-    return [(mode, column) for column in columns for mode in MODES if mode == "none" or turns[mode] == column]
+    modes = [mode for mode in MODES if each or mode not in VARIANTS]
+    turns = {mode: columns[index % len(columns)] for index, mode in enumerate(modes)}
+    return [(mode, column) for column in columns for mode in modes if mode == "none" or turns[mode] == column]
 
 
-def chosen_hard(architectures: list[str], *, whole: bool) -> list[tuple[str, str]]:
-    """(architecture, mode) that run: usually those of ALWAYS everywhere, and each of IN_TURN somewhere."""
-    if whole:
-        return [(architecture, mode) for architecture in architectures for mode in HARD_MODES]
-    turns = [(architecture, IN_TURN[at :: len(architectures)]) for at, architecture in enumerate(architectures)]
-    return [(architecture, mode) for architecture, modes in turns for mode in (*ALWAYS, *modes)]
+def chosen_hard(*, whole: bool) -> list[tuple[str, str]]:
+    """(architecture, mode) that run: usually each architecture with some modes and each mode with some architecture."""
+    modes = {name: HARD_MODES if whole else ("none", "full", *few) for name, few in IN_SAMPLE.items()}
+    return [(architecture, mode) for architecture in modes for mode in modes[architecture]]
 
 
 def make_workshop(folder: Path) -> Path:
