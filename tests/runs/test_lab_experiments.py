@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from remat.lab import command, launch
-from tests.support.launcher import ROOT, deepspeed
+from tests.support import launcher
 from tests.support.pool import CPU_ONLY
 
 pytestmark = pytest.mark.launch
 Compare = Callable[..., dict[str, Any]]
-
-
-def forked(command: Sequence[str], logs: Path, _: object) -> int:
-    """As `launch._run`, by forks."""
-    ranks = int(command[command.index("--num_gpus") + 1])
-    script = command.index(str(ROOT / "train.py"))
-    done = deepspeed(*command[script + 1 :], ranks=ranks)
-    (logs / "launch.log").write_text(done.out)
-    return done.code
 
 
 @pytest.fixture
@@ -33,7 +24,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     for name, value in CPU_ONLY.items():
         monkeypatch.setenv(name, value)
 
-    monkeypatch.setattr(launch, "_run", forked)
+    monkeypatch.setattr(launch, "_run", launcher.of_the_lab)
 
     def run(name: str, points: tuple[str, ...], *words: str) -> dict[str, Any]:
         choose = command.choose

@@ -318,7 +318,7 @@ def test_fp16_scales_its_loss_or_is_refused_where_the_device_cannot(workshop: Pa
         assert "train.precision=fp16 is not supported" in done.out and "use fp32, bf16" in done.out
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "single"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("single", marks=pytest.mark.exhaustive)])
 def test_other_launchers(workshop: Path, launcher: str) -> None:
     name = f"by_{launcher}"
     program = [sys.executable, "train.py"]
