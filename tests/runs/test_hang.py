@@ -50,7 +50,7 @@ def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
     assert [path.name for path in sorted((run / "hang").iterdir())] == ["rank-0.json", "rank-0.txt"]
     report = json.loads((run / "hang" / "rank-0.json").read_text())
     assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= step_s
-    assert "trainer.py" in (run / "hang" / "rank-0.txt").read_text()
+    assert "loop.py" in (run / "hang" / "rank-0.txt").read_text()
     assert [path.name for path in (run / "saved").iterdir()] == ["step-000001"]
 
 
