@@ -29,6 +29,8 @@ $(STAMP): requirements.lock pyproject.toml
 
 $(VENV)/test-ready: $(STAMP)
 	@./scripts/install_libaio.sh
+	@echo "== async_io, for the tests of NVMe offload"
+	@$(BIN)/python -m tests.support.build_async_io
 	@$(BIN)/remat doctor
 	@touch $@
 

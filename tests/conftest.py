@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,18 +24,20 @@ from tests.support import fork_server  # noqa: E402
 from tests.support.pool import RankPool  # noqa: E402
 
 LONGEST = [  # in CPU time of their own and of what they start
-    "runs/test_trajectories.py",
     "runs/test_user_path.py",
-    "runs/test_lora_ranks.py",
-    "runs/test_tensor_parallel_ranks.py",
     "runs/test_granularity_grid.py",
-    "planning/test_policies.py",
     "runs/test_demo.py",
-    "runs/test_kill.py",
+    "runs/test_trajectories.py",
     "runs/test_stop.py",
-    "activation_checkpointing/test_mechanisms.py",
-    "lab/test_command.py",
+    "runs/test_supervise.py",
+    "runs/test_lora_ranks.py",
+    "runs/test_saving_ranks.py",
     "planning/test_advice.py",
+    "runs/test_tensor_parallel_ranks.py",
+    "runs/test_saves_on_the_way.py",
+    "activation_checkpointing/test_selective_ops.py",
+    "runs/test_resume_equality.py",
+    "runs/test_kill.py",
 ]
 
 
@@ -42,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """One process to fork ranks from for all workers of pytest-xdist; without workers it starts when it is needed."""
     if config.getoption("tx", None) and fork_server.ADDRESS not in os.environ:
         os.environ[fork_server.ADDRESS] = fork_server.start()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collections of garbage what was imported: two million objects that stay."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects

@@ -122,6 +122,7 @@ def left_behind() -> list[str]:
     return changed + [name for name in BUFFERS if getattr(checkpointing, name) != []]
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_plain_is_bit_equal_to_none(one_rank: RankPool, model_type: str, reentrant: bool) -> None:
@@ -129,11 +130,13 @@ def test_plain_is_bit_equal_to_none(one_rank: RankPool, model_type: str, reentra
     assert sliced == [0] * LAYERS * STEPS
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_profile_and_synchronize_are_bit_equal_to_none(one_rank: RankPool, model_type: str) -> None:
     one_rank.run(both, model_type=model_type, cfg=PROFILE, reentrant=True, grouped=False)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("cfg", [PARTITION, CONTIGUOUS], ids=["partition", "contiguous"])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_partition_over_replicas_is_bit_equal_to_none(
@@ -400,6 +403,7 @@ def engine_losses(model_type: str, stage: int, cfg: DeepSpeedCheckpointingConfig
     return found
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("cfg", [PLAIN, CONTIGUOUS], ids=["plain", "contiguous"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "mixtral"])

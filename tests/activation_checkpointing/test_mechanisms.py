@@ -19,6 +19,7 @@ from tests.support import small_models, watched
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma", "phi")
 SIZES = {"llama": {"num_key_value_heads": 2}, "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
 LAYERS = 3
+STRETCH = 12  # steps
 MOVED = OffloadConfig(enabled=True, min_bytes=0)
 LINEARS = SelectiveOpsConfig(save_linears=["all_but_down"])
 OTHERS = {
@@ -62,7 +63,7 @@ def family(request: pytest.FixtureRequest) -> tuple[Any, watched.Watched]:
     return net, watched.run(net, watched.NONE)
 
 
-@pytest.mark.sample(one_in=4)
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
 def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched]) -> None:
     net, kept = family
@@ -75,7 +76,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
 
 @pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
-def test_fifty_steps_hold_memory_flat(name: str) -> None:
+def test_many_steps_hold_memory_flat(name: str) -> None:
     """Nothing that a step made outlives it: no storage, and no more of Python's own memory than noise."""
     cfg, layers = POLICIES[name], 3 if "ranges" in name else 2
     net = small_models.build("llama", num_hidden_layers=layers)
@@ -100,7 +101,7 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
     for _ in range(3):
         gc.collect()
         sizes.append(tracemalloc.get_traced_memory()[0])
-        steps(25)
+        steps(STRETCH)
     tracemalloc.stop()
     grown = min(after - before for before, after in itertools.pairwise(sizes))
-    assert grown < 25 * 1024, "a KiB a step stays behind, in each stretch of 25: not a cache that filled once"
+    assert grown < STRETCH * 1024, "a KiB a step stays behind, in each stretch: not a cache that filled once"

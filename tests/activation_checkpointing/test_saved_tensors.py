@@ -20,6 +20,7 @@ from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
 from tests.support import small_models, watched
+from tests.support.grids import cases
 
 HUGE = 1 << 40  # min_bytes above everything: the hooks are active and every tensor passes through
 
@@ -129,7 +130,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", cases(CONFIGS, {"discard", "offload"}))
 def test_fifty_steps_hold_memory_flat(name: str) -> None:
     net, cfg = small_models.build("llama"), CONFIGS[name]
     applied = apply.apply(net, policy.plan(cfg, len(layers.decoder_layers(net))), cfg)

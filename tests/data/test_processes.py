@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from remat.data import cache
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
 from remat.machine import owner_lock
+from tests.support import fork_server
 
 
 @pytest.fixture
@@ -75,36 +75,50 @@ except ConfigError as error:
 """
 
 
+class Rank:
+    """A process that runs RANK, a fork of one that has imported everything."""
+
+    def __init__(self, options: dict[str, object]) -> None:
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        job = {
+            "do": "run_source",
+            "with": {"source": RANK, "argv": [json.dumps(options)]},
+            "environment": fork_server.environment(
+                dict(os.environ) | fork_server.CPU_ONLY | {"OMP_NUM_THREADS": "1"}
+            ),
+            "folder": str(fork_server.ROOT),
+        }
+        self._forked = fork_server.ask(job, theirs_in, theirs_out)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+
+    def kill(self) -> None:
+        self._forked.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self.stdin.close()
+        self.stdout.close()
+
+
 @contextlib.contextmanager
-def rank(cfg: DataConfig, flock: str = "", host: str = "") -> Iterator[subprocess.Popen[str]]:
+def rank(cfg: DataConfig, flock: str = "", host: str = "") -> Iterator[Rank]:
     """`flock`: "none", or "not seen" where each believes to have the lock; `host`: another name for this one."""
     options = {"path": cfg.path, "cache_dir": cfg.cache_dir, "eval_fraction": cfg.eval_fraction}
-    options |= {"flock": flock, "host": host}
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", RANK, json.dumps(options)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-    )
-    try:
+    with contextlib.closing(Rank(options | {"flock": flock, "host": host})) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
-def line(process: subprocess.Popen[str], start: str) -> str:
+def line(process: Rank, start: str) -> str:
     """The next line of output, which must begin with `start`."""
-    assert process.stdout
     found = process.stdout.readline().strip()
     assert found.startswith(start), found
     return found
 
 
-def tell_to_go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin
+def tell_to_go_on(process: Rank) -> None:
     process.stdin.write("\n")
     process.stdin.flush()
 
@@ -114,7 +128,7 @@ def test_of_two_processes_one_builds_and_the_other_waits(cfg: DataConfig) -> Non
         line(second, "ready")  # its imports are behind it
         line(first, "ready")
         building, waiting = first, second
-        started = [first.stdout.readline(), second.stdout.readline()]  # type: ignore[union-attr]
+        started = [first.stdout.readline(), second.stdout.readline()]
         if started[1].startswith("building"):
             building, waiting = second, first
             started.reverse()
@@ -130,7 +144,7 @@ def test_when_the_builder_is_killed_the_one_that_waits_builds(cfg: DataConfig, f
     with rank(cfg, flock) as first, rank(cfg, flock) as second:
         line(first, "ready")
         line(second, "ready")
-        started = [first.stdout.readline(), second.stdout.readline()]  # type: ignore[union-attr]
+        started = [first.stdout.readline(), second.stdout.readline()]
         building, waiting = (first, second) if started[0].startswith("building") else (second, first)
         assert list(Path(cfg.cache_dir).glob("*.tmp-*"))
         building.kill()
@@ -195,7 +209,7 @@ def test_those_who_waited_get_the_builders_error(cfg: DataConfig) -> None:
     with rank(cfg) as first, rank(cfg) as second:
         line(first, "ready")
         line(second, "ready")
-        started = [first.stdout.readline(), second.stdout.readline()]  # type: ignore[union-attr]
+        started = [first.stdout.readline(), second.stdout.readline()]
         building, waiting = (first, second) if started[0].startswith("building") else (second, first)
         tell_to_go_on(building)
         assert line(building, "error") == line(waiting, "error")

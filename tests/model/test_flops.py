@@ -110,6 +110,7 @@ def counted_by_torch(family: str) -> int:
     return int(counter.get_total_flops())
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_forward_is_what_torch_counts(family: str) -> None:
     expected = counted_by_torch(family) - BY_HAND.get(family, 0)
@@ -190,6 +191,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {  # billions: all, 
 }
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_active_parameters_are_the_published_ones(name: str) -> None:
     fields, total, active = PUBLISHED[name]

@@ -152,7 +152,11 @@ def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tup
 
 @pytest.mark.parametrize(
     ("method", "family"),
-    [(PeftMethod.lora, "llama"), (PeftMethod.qlora, "llama"), (PeftMethod.qlora, "gpt2")],
+    [
+        pytest.param(PeftMethod.lora, "llama", marks=pytest.mark.exhaustive),
+        (PeftMethod.qlora, "llama"),
+        pytest.param(PeftMethod.qlora, "gpt2", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_policy_keeps_the_trajectory_and_what_the_plan_says(method: PeftMethod, family: str) -> None:
     net, skeleton = adapted(method, CPU, family), adapted(method, META, family)

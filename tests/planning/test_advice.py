@@ -33,8 +33,14 @@ def plan(args: list[str]) -> Planned:
 
 
 @pytest.fixture(scope="module")
-def found() -> advice.Advice:
-    return advice.advise(SMALL_GPU, plan(SMALL_GPU))
+def known() -> recording.Recordings:
+    """What searches of this file have recorded of the same model."""
+    return recording.Recordings()
+
+
+@pytest.fixture(scope="module")
+def found(known: recording.Recordings) -> advice.Advice:
+    return advice.advise(SMALL_GPU, plan(SMALL_GPU), recordings=known)
 
 
 def test_the_run_without_advice_does_not_fit() -> None:
@@ -66,10 +72,9 @@ def test_the_same_training_comes_first_and_the_cheapest_of_it(found: advice.Advi
     assert first.global_batch_size == plan(SMALL_GPU).cfg.train.global_batch_size
 
 
-def test_no_other_single_change_is_cheaper(found: advice.Advice) -> None:
+def test_no_other_single_change_is_cheaper(found: advice.Advice, known: recording.Recordings) -> None:
     args = SMALL_GPU
     cfg = compose.from_command_line(args).run
-    known = recording.Recordings()
     for option in advice_candidates.of(args, cfg):
         if option.kind is not advice_candidates.Kind.same_training:
             continue
@@ -113,18 +118,19 @@ def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
         assert entry["fits"] and not entry["missing_bytes"] and entry["gpu_needed_bytes"] <= 0.9 * units.GIB
 
 
-def test_times_that_are_unknown_sort_by_changes_and_bytes() -> None:
+def test_times_that_are_unknown_sort_by_changes_and_bytes(known: recording.Recordings) -> None:
     args = [
         *(word for word in SMALL_GPU if word != "hardware=1x4090"),
         "hardware.gpus_per_node=1",
     ]
-    changes = advice.advise(args, plan(args)).changes
+    changes = advice.advise(args, plan(args), recordings=known).changes
     same = [change for change in changes if not change.changes_training]
     needs = [(len(c.overrides), needed_bytes(c.planned, "GPU memory")) for c in same]
     assert all(change.planned.time.unknown for change in same)
     assert len(same) > 1 and needs == sorted(needs)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("policy", ["full", "interval", "sqrt"])
 def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
     words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]

@@ -30,6 +30,7 @@ LAYERS = 4
 NEEDS_PROCESS_GROUP = {"deepspeed"}
 NAMES = sorted(set(compose.group_choices()["checkpointing"]) - NEEDS_PROCESS_GROUP)
 SMALL = "checkpointing.offload.min_bytes=0"
+ONE_LAYER = "model.architecture.num_hidden_layers=1"
 
 
 def counted(
@@ -70,9 +71,17 @@ def test_meta_counts_what_a_cpu_run_does(family: str, name: str, zero_stage: int
     assert planned == real
 
 
-def test_the_table_of_a_llama() -> None:
+OF_A_LLAMA = ["train.micro_batch_size=2", SMALL]
+
+
+@pytest.fixture(scope="module")
+def of_a_llama() -> list[policies.PolicyRow]:
+    return list(policies.rows(OF_A_LLAMA))
+
+
+def test_the_table_of_a_llama(of_a_llama: list[policies.PolicyRow]) -> None:
     """What follows from the policies alone, whatever the sizes."""
-    rows = {row.name: row for row in policies.rows(["train.micro_batch_size=2", SMALL])}
+    rows = {row.name: row for row in of_a_llama}
     assert not any(row.refused for row in rows.values())
     assert rows["none"].recomputed_of_forward == rows["discard_output"].recomputed_of_forward == 0
     assert (
@@ -89,7 +98,7 @@ def test_the_table_of_a_llama() -> None:
 
 
 def test_a_policy_that_cannot_work_is_a_row_with_its_reason() -> None:
-    rows = {row.name: row for row in policies.rows(["checkpointing.recompute_modules=[moe]"])}
+    rows = {row.name: row for row in policies.rows([ONE_LAYER, "checkpointing.recompute_modules=[moe]"])}
     assert "has no moe" in rows["selective_modules"].refused
     assert "nothing would be moved" in rows["offload"].refused
     assert not rows["full"].refused
@@ -104,10 +113,15 @@ def test_adapters_are_counted() -> None:
     assert "are not counted" in next(policies.rows(shared)).refused
 
 
-def test_the_command_prints_a_table_and_json() -> None:
-    words = ["compare", "policies", "train.seq_len=64"]
+def test_the_command_prints_a_table_and_json(
+    of_a_llama: list[policies.PolicyRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(policies, "rows", lambda words: asked.append(words) or iter(of_a_llama))
+    words = ["compare", "policies", *OF_A_LLAMA]
     table = CliRunner().invoke(cli.app, words).output
     assert "kept MiB/layer" in table
     assert len([line for line in table.splitlines() if line.startswith("selective_")]) == 3
     found = json.loads(CliRunner().invoke(cli.app, [*words, "--json"]).output)
     assert {row["name"] for row in found} == set(compose.group_choices()["checkpointing"])
+    assert asked == [OF_A_LLAMA] * 2

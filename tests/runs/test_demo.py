@@ -14,8 +14,8 @@ from tests.support.launcher import ROOT, Launched, run
 pytestmark = pytest.mark.launch
 
 SHORT = [
-    "train.steps=20", "train.seq_len=128", "train.log_every=5", "train.eval_every=10", "train.eval_batches=4",
-    "optim.warmup_steps=2", "save.every=0", "run_id=demo",
+    "train.steps=8", "train.seq_len=64", "train.log_every=2", "train.eval_every=4", "train.eval_batches=2",
+    "optim.warmup_steps=2", "save.every=0", "optim.lr=5e-3", "run_id=demo",
 ]  # fmt: skip
 
 
@@ -31,9 +31,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launched]:
 def test_it_stops_half_way_and_resumes(demo: tuple[Path, Launched]) -> None:
     folder, done = demo
     first, second = done.out.split("== 2 of 4")
-    assert "stopped at step 10, resumable with resume=auto" in first
-    assert "resumed      at step 10" in second and "tiny_zero3_offload finished" in second
-    assert [row["step"] for row in tiny.rows(folder)] == [5, 10, 15, 20]
+    assert "stopped at step 4, resumable with resume=auto" in first
+    assert "resumed      at step 4" in second and "tiny_zero3_offload finished" in second
+    assert [row["step"] for row in tiny.rows(folder)] == [2, 4, 6, 8]
     assert "2 on cpu" in first and "16 blocks = 4 per rank x 2 accumulated x 2 ranks" in first
 
 
@@ -42,14 +42,14 @@ def test_it_learns(demo: tuple[Path, Launched]) -> None:
     losses = [row["loss/train"] for row in tiny.rows(folder)]
     assert losses[-1] < 0.8 * losses[0]
     held_out = {row["step"]: row["loss/eval"] for row in tiny.rows(folder, "loss/eval")}
-    assert list(held_out) == [0, 10, 20]
+    assert list(held_out) == [0, 4, 8]
     assert held_out[0] == pytest.approx(math.log(258), abs=0.2)
-    assert held_out[20] < held_out[10] < held_out[0]
+    assert held_out[8] < held_out[4] < held_out[0]
 
 
 def test_it_leaves_states_export_and_report(demo: tuple[Path, Launched]) -> None:
     folder, _ = demo
-    for step in (10, 20):
+    for step in (4, 8):
         manifest = json.loads((folder / f"saved/step-{step:06d}/manifest.json").read_text())
         assert manifest["step"] == step
     assert list((folder / "export").glob("*.safetensors"))

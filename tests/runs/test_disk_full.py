@@ -27,6 +27,7 @@ def small_disk(folder: Path, command: list[str]) -> list[str]:
 
 
 @pytest.mark.launch
+@pytest.mark.slow_fault
 def test_a_full_disk_costs_no_state_and_training_goes_on(tmp_path: Path) -> None:
     probe = subprocess.run(small_disk(tmp_path, ["true"]), capture_output=True, text=True)
     if probe.returncode != 0:
@@ -88,7 +89,7 @@ def limited_case(*, folder: Path) -> dict[str, Any]:
 
 
 def test_a_rank_that_cannot_write_fails_all_and_deletes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    """As above, on machines where no file system can be mounted: the kernel refuses a write, all ranks agree."""
+    """The kernel refuses a write in the middle of a file: all ranks agree."""
     ranks = two_ranks.run(limited_case, folder=tmp_path)
     assert ranks[0]["error"] == ranks[1]["error"]
     assert "failed on rank 1: OSError: [Errno 27] File too large" in ranks[0]["error"]

@@ -25,7 +25,7 @@ def launch(folder: Path, script: str, fault: dict[str, Any], *more: str) -> tupl
     words = tiny.words(workshop, "hangs", *SHORT, *more)
     (workshop / "spec.json").write_text(json.dumps([{"name": "hangs", "words": words, "fault": fault}]))
     run = workshop / "out" / "hangs" / "run"
-    with supervised(folder, str(ROOT / "tests/faults" / script), str(workshop / "spec.json")) as launched:
+    with supervised(folder, str(ROOT / "tests/support" / script), str(workshop / "spec.json")) as launched:
         launched.until(
             lambda: (run / "saved" / "step-000001").is_dir() or launched.process.poll() is not None, "save"
         )
@@ -50,7 +50,7 @@ def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
     assert [path.name for path in sorted((run / "hang").iterdir())] == ["rank-0.json", "rank-0.txt"]
     report = json.loads((run / "hang" / "rank-0.json").read_text())
     assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= step_s
-    assert "trainer.py" in (run / "hang" / "rank-0.txt").read_text()
+    assert "loop.py" in (run / "hang" / "rank-0.txt").read_text()
     assert [path.name for path in (run / "saved").iterdir()] == ["step-000001"]
 
 

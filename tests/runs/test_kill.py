@@ -67,8 +67,8 @@ def killed(folder: Path, path: Path, whole: Path, code: int) -> Supervised:
 
 
 def within_s() -> float:
-    """WITHIN_S, and more in proportion where processes wait for a core."""
-    return WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """WITHIN_S, and up to three times that where processes wait for a core."""
+    return WITHIN_S * min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def states(run: Path, *steps: int) -> None:

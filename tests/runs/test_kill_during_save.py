@@ -22,6 +22,7 @@ def names(saved: Path) -> list[str]:
     return sorted(path.name for path in saved.iterdir())
 
 
+@pytest.mark.slow_fault
 def test_a_kill_within_a_save_costs_only_that_save(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
     runs = [tiny.words(workshop, "whole", *SAVING[:2]), tiny.words(workshop, "killed", *SAVING)]

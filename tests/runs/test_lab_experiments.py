@@ -1,4 +1,4 @@
-"""Three of the named experiments through the real launcher: two points of each, a launch each, at the CPU size."""
+"""Three of the named experiments, two points of each at the CPU size. By forks; test_compare_lab has the launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from remat.lab import command
+from remat.lab import command, launch
+from tests.support import launcher
 from tests.support.pool import CPU_ONLY
 
 pytestmark = pytest.mark.launch
@@ -22,6 +23,8 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """Runs those points of an experiment that are named; what results.json says of each."""
     for name, value in CPU_ONLY.items():
         monkeypatch.setenv(name, value)
+
+    monkeypatch.setattr(launch, "_run", launcher.of_the_lab)
 
     def run(name: str, points: tuple[str, ...], *words: str) -> dict[str, Any]:
         choose = command.choose
@@ -44,8 +47,8 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
 
 
 def test_b10_loss_curves_with_and_without_recomputation_are_the_same(compare: Compare) -> None:
-    found = compare("seed_b10", ("none", "full"))
-    assert len(found["none"]["loss"]) == 24
+    found = compare("seed_b10", ("none", "full"), "train.steps=6")
+    assert len(found["none"]["loss"]) == 6
     assert found["none"]["loss"] == found["full"]["loss"]
     assert found["full"]["recomputed_percent"] > 50 and not found["none"]["recomputed_percent"]
 

@@ -19,6 +19,7 @@ from remat.model.adapters import add_lora
 from remat.model.layers import decoder_layers
 from remat.saving import export, manifest
 from tests.support import tiny
+from tests.support.grids import cases, chosen
 from tests.support.launcher import deepspeed
 from tests.support.pool import RankPool
 from tests.support.tiny import words
@@ -44,7 +45,9 @@ QLORA = {
     "qlora_zero0": [*STRATEGIES["zero0"], "peft=qlora"],
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
 }
-RESUMED_STEPS = 5
+# Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
+REST = {"zero2", "zero3", "qlora_zero0", "zero2_offload_again"}
+RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 
 
@@ -74,18 +77,24 @@ def reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, float]]]:
         return kept[0]
 
     history = tiny.plain_loop(words(workshop, "plain", "train.seed=1234"), adapt)
-    assert history[-1][0] < history[0][0] - 0.3, "the reference itself must learn something"
+    assert history[-1][0] < history[0][0] - 0.05, "the reference itself must learn something"
     return kept[0].eval(), history
 
 
 @pytest.fixture(scope="module")
-def runs(workshop: Path) -> Path:
+def runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     """All runs in one launch; each resumed one has dropout, a whole sibling, and a stop on the way."""
-    spec = {name: words(workshop, name, *LORA, *more) for name, more in (STRATEGIES | QLORA).items()}
-    for name, more in RESUMED.items():
+    names = chosen(request) | {"qlora_zero2"}
+    spec = {
+        name: words(workshop, name, *LORA, *more)
+        for name, more in (STRATEGIES | QLORA).items()
+        if name in names
+    }
+    for name in sorted(names & RESUMED.keys()):
+        more = RESUMED[name]
         drawn = [*LORA, "peft.dropout=0.2", f"train.steps={RESUMED_STEPS}", *more]
         spec[f"{name}_whole"] = words(workshop, f"{name}_whole", *drawn)
-        spec[name] = words(workshop, name, *drawn, "train.stop_at=3")
+        spec[name] = words(workshop, name, *drawn, "train.stop_at=2")
         spec[f"{name}_resumed"] = words(workshop, name, *drawn, "resume=auto", "save.at_end=true")
     path = workshop / "spec.json"
     path.write_text(json.dumps(spec))
@@ -105,7 +114,7 @@ def reloaded(workshop: Path, folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, str(folder))
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", cases(STRATEGIES, REST))
 def test_two_ranks_follow_plain_peft(
     name: str, runs: Path, reference: tuple[PeftModel, list[tuple[float, float]]]
 ) -> None:
@@ -114,7 +123,7 @@ def test_two_ranks_follow_plain_peft(
     assert [row["optim/grad_norm"] for row in rows] == pytest.approx([norm for _, norm in history], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", cases(STRATEGIES, REST))
 def test_the_export_is_an_adapter_that_peft_loads(
     name: str, runs: Path, workshop: Path, reference: tuple[PeftModel, list[tuple[float, float]]]
 ) -> None:
@@ -130,7 +139,7 @@ def get_keys(net: PeftModel) -> set[str]:
     return {name.replace(".default.", ".") for name, p in net.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", list(RESUMED))
+@pytest.mark.parametrize("name", cases(RESUMED, REST))
 def test_resume_is_bit_equal(name: str, runs: Path) -> None:
     whole, resumed = (tiny.rows(runs / n / "run") for n in (f"{name}_whole", name))
     assert len(whole) == RESUMED_STEPS
@@ -143,7 +152,7 @@ def test_resume_is_bit_equal(name: str, runs: Path) -> None:
     assert all(torch.equal(one[k], other[k]) for k in one)
 
 
-@pytest.mark.parametrize("name", list(RESUMED))
+@pytest.mark.parametrize("name", cases(RESUMED, REST))
 def test_saved_states_hold_adapters_only_and_export_offline(name: str, runs: Path, tmp_path: Path) -> None:
     run = runs / name / "run"
     state = run / "saved" / f"step-{RESUMED_STEPS:06d}"
@@ -244,11 +253,11 @@ def quantised_reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, fl
         return kept[0]
 
     history = tiny.plain_loop(words(workshop, "plain_4bit", "train.seed=1234"), adapt)
-    assert history[-1][0] < history[0][0] - 0.2, "the reference itself must learn something"
+    assert history[-1][0] < history[0][0] - 0.05, "the reference itself must learn something"
     return kept[0].eval(), history
 
 
-@pytest.mark.parametrize("name", list(QLORA))
+@pytest.mark.parametrize("name", cases(QLORA, REST))
 def test_a_quantised_base_trains_as_in_plain_pytorch(
     name: str, runs: Path, workshop: Path, quantised_reference: tuple[PeftModel, list[tuple[float, float]]]
 ) -> None:

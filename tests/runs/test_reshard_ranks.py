@@ -20,7 +20,7 @@ from tests.support.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
 
-FIRST, SECOND, THIRD = 3, 5, 6  # steps saved by 2 ranks, by 1, and by 2 again
+FIRST, SECOND, THIRD, STEPS = 2, 3, 4, 5  # steps saved by 2 ranks, by 1, and twice by 2 again
 ESSENTIAL = {
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],  # with round_robin_gradients
     "zero3": ["deepspeed.config=zero3", "deepspeed.overrides.zero_optimization.sub_group_size=10000"],
@@ -81,12 +81,12 @@ def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(workshop: Path) -> Callable[[str], dict[str, Any]]:
-    """Of a cell: its run whole on 2 ranks, from step 3 on with 1, from 5 on with 2; of AGAIN from 6 on with 2 again."""
+    """Of a cell: its run whole on 2 ranks, after FIRST steps on 1, then on 2; of AGAIN after THIRD once more on 2."""
     known: dict[str, dict[str, Any]] = {}
 
     def words(name: str, *more: str) -> list[str]:
         model = [f"model.path={workshop / 'tied'}"] if name.endswith("tied") else []
-        return tiny.words(workshop, name, *CELLS[name], "save.keep=9", *model, *more)
+        return tiny.words(workshop, name, f"train.steps={STEPS}", *CELLS[name], "save.keep=9", *model, *more)
 
     def resume(name: str, step: int, *more: str) -> list[str]:
         own = [word for word in words(name, *more) if not word.startswith("run_id=")]
@@ -163,7 +163,7 @@ def test_every_group_has_taken_the_steps_of_the_run(
     name: str, workshop: Path, runs: Callable[[str], dict[str, Any]]
 ) -> None:
     runs(name)
-    for step in (SECOND, THIRD, tiny.STEPS):
+    for step in (SECOND, THIRD, STEPS):
         folder = saved(workshop, name, step) / "engine"
         if stage(name) == 0:
             state = mapped(folder / "mp_rank_00_model_states.pt")["optimizer"]["state"]

@@ -142,7 +142,6 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
 
 
 HERE = [
-    (AFTER_EVALUATION, "zero2_offload"),
     (IN_ACCUMULATION, "zero2_offload"),
     (AFTER_EVALUATION, "zero3"),
     (BETWEEN_ROWS, "zero2_offload"),

@@ -109,6 +109,7 @@ def simulated(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMet
     return recording.under(ZeroSettings.of(rendered(stage, overlap), 2)).peak
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize(("stage", "overlap"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks: RankPool) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from remat import cli
 from remat.config import compose
 from remat.config.options import LossKind
 from remat.data.batches import eval_micro_batches
@@ -45,8 +47,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_workshop(tmp_path_factory.mktemp("user"))
 
 
+STEPS = 8  # ZeRO-3 has learnt its order of gathers in the fourth micro-batch without an evaluation between
 EVERYTHING = [
-    "data.eval_fraction=0.2", "train.eval_every=4", "save.every=4", "save.export=true", "tracking=wandb_offline",
+    f"train.steps={STEPS}", "data.eval_fraction=0.2", "train.eval_every=4", "save.every=4", "save.export=true",
+    "tracking=wandb_offline",
     "save.max_shard_size=50KB",
 ]  # fmt: skip
 
@@ -81,7 +85,7 @@ def test_the_run_directory_is_the_contract(whole: tuple[Path, str]) -> None:
         assert layer["forwards"] == layer["expected_recomputations"] == layer["recomputations"] == 1
         assert layer["kept_bytes"] <= layer["output_bytes"] == 2 * 192 * 32 * 4
     rows = tiny.rows(folder)
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert set(rows[0]) >= CONTRACT
     assert not any(key.startswith("memory/gpu") for key in rows[0])
     assert rows[-1]["memory/host_rss_gib"] > rows[-1]["memory/host_rss_gib_min"] > 0.1, "of two processes"
@@ -126,7 +130,7 @@ def test_forked_ranks_give_the_same_figures(whole: tuple[Path, str], workshop: P
     assert done.code == 0, done.out[-6000:]
     forked = workshop / "out" / "forked" / "run"
     pairs = zip(figures(real), figures(forked), strict=True)
-    assert len(figures(real)) == 8 + 3
+    assert len(figures(real)) == STEPS + 3
     for expected, found in pairs:
         assert found == expected
     assert {path.name for path in forked.iterdir()} == {path.name for path in real.iterdir()}
@@ -206,8 +210,9 @@ def test_the_report_draws_a_real_run(whole: tuple[Path, str]) -> None:
 
 def test_remat_export_reads_a_saved_state_without_an_engine(whole: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = whole
-    done = run(["remat", "export", str(folder), "--out", str(tmp_path / "again"), "--dtype", "fp32"])
-    assert done.code == 0, done.out
+    words = ["export", str(folder), "--out", str(tmp_path / "again"), "--dtype", "fp32"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
     live = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).state_dict()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).state_dict()
     assert live.keys() == again.keys()
@@ -227,13 +232,13 @@ def test_the_rendered_config_trains_as_deepspeed_config(whole: tuple[Path, str])
 
 
 def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
-    """Step 5 + resume + 3 = 8 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process."""
-    strategies = {"zero2": "zero2", "zero2_offload": "zero2_offload", "zero3_offload": "zero3_offload"}
+    """3 steps, a resume and 1 are 4 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process."""
+    strategies = ("zero2_offload", "zero3_offload")
     at_once, first, second = {}, {}, {}
-    for name, config in strategies.items():
-        common = [f"deepspeed.config={config}", "save.every=0", "save.at_end=false", "tracking=wandb_offline"]
+    for name in strategies:
+        common = [f"deepspeed.config={name}", "save.every=0", "save.at_end=false", "tracking=wandb_offline"]
         at_once[f"{name}_once"] = words(workshop, f"{name}_once", *common)
-        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "train.stop_at=5")
+        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "train.stop_at=3")
         second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "resume=auto")
     for index, spec in enumerate((at_once | first, second)):
         path = workshop / f"resume_{index}.json"
@@ -243,7 +248,7 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
     out = workshop / "out"
     for name in strategies:
         once, twice = tiny.rows(out / f"{name}_once" / "run"), tiny.rows(out / f"{name}_twice" / "run")
-        assert [row["step"] for row in twice] == list(range(1, 9))
+        assert [row["step"] for row in twice] == list(range(1, tiny.STEPS + 1))
         for key in ("loss/train", "optim/grad_norm", "optim/lr", "tokens/seen", "tokens/trained"):
             assert [row[key] for row in once] == [row[key] for row in twice], (name, key)
         ids = {file.stem for file in (out / f"{name}_twice" / "run").glob("wandb/offline-run-*/*.wandb")}
@@ -315,7 +320,7 @@ def test_fp16_scales_its_loss_or_is_refused_where_the_device_cannot(workshop: Pa
         assert "train.precision=fp16 is not supported" in done.out and "use fp32, bf16" in done.out
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "single"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("single", marks=pytest.mark.exhaustive)])
 def test_other_launchers(workshop: Path, launcher: str) -> None:
     name = f"by_{launcher}"
     program = [sys.executable, "train.py"]

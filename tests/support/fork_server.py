@@ -67,8 +67,8 @@ class Forked:
 def ask(job: dict[str, Any], *files: int) -> Forked:
     """Have `job` done in a fork of the server, which is started if none runs.
 
-    `job` has an `environment`, a `folder`, what to `do` (launch, serve_pool) and `with` which arguments; `files` are
-    descriptors that the fork gets as its own.
+    `job` has an `environment`, a `folder`, what to `do` (launch, serve_pool, run_source) and `with` which arguments;
+    `files` are descriptors that the fork gets as its own.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     client.connect(address())
@@ -181,7 +181,7 @@ def work(client: socket.socket) -> int:
     become(job["environment"], job["folder"])
     multiprocessing.current_process().authkey = job["key"]
     connection.send(os.getpid())
-    do = {"launch": launch, "serve_pool": serve_pool}[job["do"]]
+    do = {"launch": launch, "serve_pool": serve_pool, "run_source": run_source}[job["do"]]
     return do(connection, files, **job["with"])
 
 
@@ -217,6 +217,19 @@ def serve_pool(connection: Connection, files: list[int], **place: int) -> int:
 
     seed()
     pool.serve(Connection(files[0]), **place)
+    connection.close()
+    return 0
+
+
+def run_source(connection: Connection, files: list[int], source: str, argv: list[str]) -> int:
+    """As `python -u -c SOURCE ARGV`, with `files` as standard input and output."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = ["-c", *argv]
+    seed()
+    exec(source, {"__name__": "__main__"})
     connection.close()
     return 0
 

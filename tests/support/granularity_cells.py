@@ -70,6 +70,19 @@ MODES: dict[str, list[str]] = {
     "offload, dtype=fp8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=fp8"],
     "offload, dtype=int8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=int8"],
 }
+VARIANTS = {  # each has its mechanism in common with another mode
+    "full, early_stop=false",
+    "interval",
+    "sqrt",
+    "uniform, reentrant=false",
+    "selective_ops, every_other_matmul",
+    "selective_modules, core_attention and norm",
+    "deepspeed, reentrant=false",
+    "uniform + offload",
+    "selective_linears + offload",
+    "selective_modules + offload",
+    "offload, dtype=int8",
+}
 TOLERANCE = {"offload, dtype=fp8": 3e-2, "offload, dtype=int8": 3e-2}  # relative, of losses and gradient norms
 ZERO = "deepspeed.overrides.zero_optimization"
 EVERYTHING_MOVES = [
@@ -123,6 +136,12 @@ HARD_MODES = (
     "deepspeed",
     "offload (full)",
 )
+IN_SAMPLE = {  # beside none and full: each mode where it is not refused
+    "shared K/V": ("uniform", "selective_modules, attention"),
+    "shared K/V, keyword tensors": ("discard_output", "selective_ops, matmul"),
+    "repeated layers, two stacks": ("offload (full)",),
+    PACKED: ("full_reentrant", "block", "deepspeed"),
+}
 
 
 def make_architectures(folder: Path) -> None:
@@ -136,7 +155,12 @@ def make_architectures(folder: Path) -> None:
 
 def hard_words(workshop: Path, architecture: str, mode: str, strategy: str) -> list[str]:
     """The overrides of one cell of the hard ones: an architecture, or packed documents, under one mode."""
-    more = [*STRATEGIES[strategy], *MODES[mode], f"train.steps={STEPS}", "optim.warmup_steps=0"]
+    more = [
+        *STRATEGIES[strategy],
+        *MODES[mode],
+        f"train.steps={STEPS}",
+        "optim.warmup_steps=0",
+    ]
     if architecture == PACKED:
         texts = [
             "data=jsonl",
@@ -154,15 +178,24 @@ def folder_name(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def chosen(*, whole: bool) -> list[tuple[str, str]]:
-    """(mode, column) of the cells that run: all 240 take ten minutes, so usually each mode in one column.
+def chosen(*, whole: bool, each: bool) -> list[tuple[str, str]]:
+    """(mode, column) of the cells that run: all 240 take ten minutes, so usually modes in one column.
 
-    The columns take turns; `none`, which the others are held to, runs in each.
+    Columns that have each strategy, full and LoRA take turns; `none`, which the others are held to, runs in each.
+    Without `each` variants of another mode do not run.
     """
     if whole:
         return [(mode, column) for column in COLUMNS for mode in MODES]
-    turns = {mode: COLUMNS[3 * index % len(COLUMNS)] for index, mode in enumerate(MODES)}
-    return [(mode, column) for column in COLUMNS for mode in MODES if mode == "none" or turns[mode] == column]
+    columns = [COLUMNS[index] for index in (0, 3, 5, 6)]
+    modes = [mode for mode in MODES if each or mode not in VARIANTS]
+    turns = {mode: columns[index % len(columns)] for index, mode in enumerate(modes)}
+    return [(mode, column) for column in columns for mode in modes if mode == "none" or turns[mode] == column]
+
+
+def chosen_hard(*, whole: bool) -> list[tuple[str, str]]:
+    """(architecture, mode) that run: usually each architecture with some modes and each mode with some architecture."""
+    modes = {name: HARD_MODES if whole else ("none", "full", *few) for name, few in IN_SAMPLE.items()}
+    return [(architecture, mode) for architecture in modes for mode in modes[architecture]]
 
 
 def make_workshop(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
 from remat.model import optimizer
 
-STEPS = 8
+STEPS = 4
 
 
 def make_model(folder: Path, **more: object) -> Path:
