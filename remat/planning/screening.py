@@ -35,7 +35,7 @@ class Screen:
         When not even the model states fit it is those alone (its simulation is NOTHING), unless `hopeless_too`.
         """
         low, high = _depths(cfg)
-        ranks = plan.ranks_of(cfg)
+        ranks = cfg.hardware.ranks
         try:
             large = _with_depth(cfg, high) if high else cfg
             decided = strategy.decide(large, world_size=ranks, can_pin=True)
@@ -61,7 +61,7 @@ class Screen:
     def _whole(self, cfg: RunConfig) -> ModelFacts:
         key = repr((cfg.model, cfg.peft))
         if key not in self._facts:
-            ranks = plan.ranks_of(cfg)
+            ranks = cfg.hardware.ranks
             self._facts[key] = strategy.decide(cfg, world_size=ranks, can_pin=True).facts
         return self._facts[key]
 
