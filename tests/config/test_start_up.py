@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets", "peft", "wandb")
 BAD = "train.stepz=3"
 EXPLAINED = "train.stepz=3: no such option (did you mean train.steps?)"
+SHARED = "save.every=0 save.at_end=false save.export=false train.tensor_parallel_size=2"
 RUNS = [
     ["plan"],
     ["plan", "--sweep", "train.steps=1,2"],
@@ -33,14 +34,14 @@ REFUSED = {  # command lines of remat, and what each is told
     "plan deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
     "plan deepspeed.overrides.zero_optimisation.stage=2": "zero_optimisation is no DeepSpeed key",
     "plan deepspeed.config=zero3_nvme": "needs hardware.nvme_path",
-    "plan save.every=0 save.at_end=false save.export=false train.tensor_parallel_size=2": "remat plan does not know shared layers yet",
+    f"plan {SHARED}": "remat plan does not know shared layers yet",
     "doctor --build nothing": "--build nothing: no such op",
     "compare --repeats=-1 train.steps=1,2": "--repeats and --ranks: at least 1",
     "compare lab=nothing": "lab=nothing: no such experiment",
     "compare train.steps=3": "no word lists values",
     "launch train.py data=jsonl": "data.path is missing",
     "launch --num_gpus 3 train.py train.global_batch_size=8": "is not a multiple of",
-    "launch --num_gpus 3 train.py save.every=0 save.at_end=false save.export=false train.tensor_parallel_size=2": "3 ranks do not divide",
+    f"launch --num_gpus 3 train.py {SHARED}": "3 ranks do not divide",
 }
 REFUSED_BY_RANKS = {  # of three ranks
     BAD: EXPLAINED,
