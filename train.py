@@ -9,6 +9,7 @@ import time
 from remat.config.redact import redact_text
 from remat.machine import signals
 from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.imports import without_garbage
 
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
 SILENCE_S = 20  # longer than closing W&B may take on rank 0
@@ -24,14 +25,16 @@ def main(argv: list[str]) -> int:
     try:
         validation.check_environment(os.environ)
         composed = compose.from_command_line(argv)
+        compose.check_launch(composed.run, int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
     from remat.report import console
 
     console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
-    from remat.machine import ops
-    from remat.planning.preflight import DoesNotFit
-    from remat.training import build, loop, lost_peer, out_of_memory
+    with without_garbage():
+        from remat.machine import ops
+        from remat.planning.preflight import DoesNotFit
+        from remat.training import build, loop, lost_peer, out_of_memory
 
     try:
         outcome = loop.train(build.build(composed.run, composed.yaml, composed.words))

@@ -11,7 +11,9 @@ import typer
 
 from remat.config.options import ConfigError
 from remat.config.redact import redact_text
+from remat.config.words import check_picture, split, without_policy
 from remat.machine.cores import share_cores
+from remat.machine.imports import without_garbage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,13 +36,15 @@ def ds_config_command(
     world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
 ) -> None:
     """Print the complete DeepSpeed config of a run, ready for --deepspeed_config."""
-    import torch
-
     from remat.config import compose
-    from remat.planning import strategy
 
     run = compose.from_command_line(ctx.args).run
-    ranks = world_size or (run.hardware.gpus_per_node or 1) * run.hardware.num_nodes
+    ranks = world_size or run.hardware.ranks
+    compose.check_deepspeed(run, ranks)
+    with without_garbage():
+        import torch
+
+        from remat.planning import strategy
     can_pin = torch.cuda.is_available() or run.hardware.gpu is not None
     print(json.dumps(strategy.decide(run, world_size=ranks, can_pin=can_pin).ds, indent=2))
 
@@ -57,10 +61,8 @@ def plan_command(
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit; then the nearest changes that make it fit."""
-    from remat.report import plan_charts
-
     if plot is not None:
-        plan_charts.check(plot)
+        check_picture(plot)
     fits = _plan_sweep(ctx.args, as_json, plot) if swept else _plan_one(ctx.args, as_json, plot)
     if not fits:
         raise typer.Exit(3)
@@ -68,12 +70,16 @@ def plan_command(
 
 def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     from remat.config import compose
-    from remat.planning import advice, recording
-    from remat.planning.plan import make_plan, plan_as_json
-    from remat.report import plan, plan_charts
+
+    run = compose.from_command_line(args).run
+    compose.check_plan(run)
+    with without_garbage():
+        from remat.planning import advice, recording
+        from remat.planning.plan import make_plan, plan_as_json
+        from remat.report import plan
 
     known = recording.Recordings()
-    planned = make_plan(compose.from_command_line(args).run, recordings=known)
+    planned = make_plan(run, recordings=known)
     console = _console()
     if not as_json:
         plan.show(planned, console)
@@ -83,26 +89,35 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:
+        from remat.report import plan_charts
+
         plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
     return planned.plan.fits
 
 
 def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
-    from remat.planning import sweep
-    from remat.report import plan, plan_charts
+    from remat.config import compose
+
+    fixed, points = split(args)
+    compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
+    with without_garbage():
+        from remat.planning import sweep
+        from remat.report import plan
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done}/{total} planned", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
-    points = sweep.run(args, progress)
+    planned = sweep.run(args, progress)
     if as_json:
-        print(json.dumps(sweep.as_json(points), indent=2))
+        print(json.dumps(sweep.as_json(planned), indent=2))
     else:
-        plan.show_sweep(points, _console())
+        plan.show_sweep(planned, _console())
     if plot is not None:
-        plan_charts.draw_sweep(points, plot)
-    return any(point.fits for point in points)
+        from remat.report import plan_charts
+
+        plan_charts.draw_sweep(planned, plot)
+    return any(point.fits for point in planned)
 
 
 def _console() -> Console:
@@ -137,11 +152,17 @@ def compare_command(
         _compare_policies(ctx.args[1:], as_json)
         return
     from remat.config import compose
-    from remat.lab import command
+    from remat.lab import experiment
 
     if show_list:
-        print(command.listed(compose.parse(ctx.args).config_dirs))
+        print(experiment.describe_all(compose.parse(ctx.args).config_dirs))
         return
+    if repeats < 0 or ranks < 0:
+        raise ConfigError("--repeats and --ranks: at least 1")
+    experiment.check(ctx.args, baseline)
+    with without_garbage():
+        from remat.lab import command
+
     raise typer.Exit(
         command.run(ctx.args, command.Options(repeats, ranks, baseline, fresh, as_json, out, publish))
     )
@@ -151,9 +172,12 @@ def _compare_policies(args: list[str], as_json: bool) -> None:
     from dataclasses import asdict
 
     from remat.config import compose
-    from remat.planning import policies
 
-    cfg = compose.from_command_line(policies.without_policy(args)).run
+    cfg = compose.from_command_line(without_policy(args)).run
+    compose.check_deepspeed(cfg, None)
+    with without_garbage():
+        from remat.planning import policies
+
     found = policies.rows(args)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))
@@ -173,7 +197,17 @@ def launch(ctx: typer.Context) -> None:
     """
     from remat.launch import arguments, supervisor
 
-    raise typer.Exit(supervisor.launch(arguments.parse(ctx.args)))
+    words = arguments.parse(ctx.args)
+    if words.trains:
+        _check_run(words.words, words.ranks)
+    raise typer.Exit(supervisor.launch(words))
+
+
+def _check_run(args: list[str], ranks: int | None) -> None:
+    """Refuse what every rank would refuse, before one is started."""
+    from remat.config import compose
+
+    compose.check_launch(compose.from_command_line(args).run, ranks)
 
 
 @app.command()
@@ -231,9 +265,7 @@ def doctor(
     With recipe=NAME option=value ...: able to hold that run, needed against found.
     """
     from remat.config import compose
-    from remat.machine import doctor as examining
     from remat.machine import ops
-    from remat.planning import launch_plan
 
     ops.use_environment_folder()
     unknown = set(build or []) - set(ops.BUILDERS)
@@ -242,12 +274,19 @@ def doctor(
             f"--build {', '.join(sorted(unknown))}: no such op; choose from {', '.join(ops.BUILDERS)}"
         )
 
+    run = compose.from_command_line(ctx.args).run if ctx.args else None
+    if run is not None:
+        compose.check_deepspeed(run, ranks or None)
+    with without_garbage():
+        from remat.machine import doctor as examining
+        from remat.planning import launch_plan
+
     def say(text: str) -> None:
         print(text, flush=True)
 
     table = ""
-    if ctx.args:
-        findings, table = launch_plan.examine_for(compose.from_command_line(ctx.args).run, ranks, say)
+    if run is not None:
+        findings, table = launch_plan.examine_for(run, ranks, say)
     else:
         findings = examining.examine(build or examining.available_ops(), say)
     width = max(len(finding.what) for finding in findings)

@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,9 +23,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from remat.config import validation
+from remat.config import ds_config, validation
 from remat.config.options import ConfigError, RunConfig
 from remat.config.redact import redact_text
 
@@ -147,12 +149,43 @@ def compose_run(overrides: list[str], config_dirs: list[Path] | None = None) -> 
     search = [*_search_path(config_dirs or []), *overrides]
     try:
         run, yaml = _compose(search)
+    except _RefusedValues as refused:
+        raise ConfigError("\n".join(_explain(word, why) for word, why in refused.found)) from refused
     except (
         Exception
     ) as error:  # for odd values hydra also raises ValueError, TypeError, AssertionError and others
         raise ConfigError("\n".join(_explain_each(overrides, config_dirs or [], error))) from error
     validation.check(run)
     return Composed(run=run, yaml=yaml, words=words)
+
+
+def check_deepspeed(run: RunConfig, ranks: int | None) -> None:
+    """Raise ConfigError for what is wrong in DeepSpeed's config whatever the model. `ranks` None: not known yet."""
+    ds_config.check(run, DS_CONFIG_DIR, ranks)
+
+
+def check_plan(run: RunConfig) -> None:
+    """The same for a run that is to be planned on the machine its options name."""
+    validation.check_plan(run)
+    check_deepspeed(run, run.hardware.ranks)
+
+
+def check_launch(run: RunConfig, ranks: int | None) -> None:
+    """The same for a run that is to be launched, which needs more than a plan."""
+    validation.check_launch(run)
+    check_deepspeed(run, ranks)
+
+
+def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None:
+    """Raise ConfigError, `refusal` and the reasons, unless one of the command lines asks for a possible run."""
+    reasons: list[str] = []
+    for argv in command_lines:
+        try:
+            check_deepspeed(from_command_line(list(argv)).run, None)
+            return
+        except ConfigError as error:
+            reasons.append(str(error))
+    raise ConfigError("\n".join([refusal, *dict.fromkeys(reasons)]))
 
 
 def recipe_names() -> list[str]:
@@ -196,7 +229,8 @@ def _loaded(overrides: Sequence[str]) -> DictConfig:
 def _with_values(overrides: list[str]) -> DictConfig | None:
     """The same by setting values in what Hydra made of the same choices before, as Hydra itself does after merging.
 
-    None where an override is more than a choice of a known group or one value, or is wrong: Hydra itself explains it.
+    None where an override is more than a choice of a known group or one value: that is left to Hydra. Raises
+    `_RefusedValues`, with what Hydra would raise, where values cannot be set.
     """
     groups = {*group_choices(), "recipe"}
     chosen, values = [], []
@@ -211,18 +245,43 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
             ):
                 return None
             if key not in groups:
-                values.append(override)
+                values.append((str(override.input_line), key, override.value(), not plain))
             elif plain and isinstance(override.value(), str):
                 chosen.append(str(override.input_line))
             else:
                 return None
         cfg = copy.deepcopy(_of_choices(tuple(chosen), _files()))
-        for override in values:
-            add = override.is_force_add()
-            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True, force_add=add)
     except Exception:  # as varied as in compose_run
         return None
+    refused = []
+    for word, option, value, add in values:
+        try:
+            _set(cfg, option, value, add=add)
+        except Exception as error:
+            refused.append((word, error))
+    if refused:
+        _finished(cfg)  # where something else is wrong too, Hydra explains it all
+        raise _RefusedValues(refused)
     return cfg
+
+
+class _RefusedValues(Exception):
+    """Each word that cannot be set, and why."""
+
+    def __init__(self, found: list[tuple[str, Exception]]) -> None:
+        super().__init__()
+        self.found = found
+        self.__cause__ = found[0][1]
+
+
+def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
+    """Set one value as Hydra does, with its words for an option that does not exist."""
+    try:
+        OmegaConf.update(cfg, option, value, merge=True, force_add=add)
+    except (ConfigAttributeError, ConfigKeyError) as error:
+        if add:
+            raise
+        raise ConfigCompositionException(f"Could not override '{option}'.") from error
 
 
 @functools.lru_cache(maxsize=64)

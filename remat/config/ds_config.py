@@ -19,7 +19,7 @@ from typing import Any
 
 from remat.config import ds_defaults
 from remat.config.ds_defaults import OFFLOADS, ZERO
-from remat.config.options import ConfigError, Precision
+from remat.config.options import ConfigError, Precision, RunConfig
 from remat.config.redact import is_secret
 
 DEVICES = ("none", "cpu", "nvme")
@@ -30,11 +30,12 @@ OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-gr
 class RunValues:
     """What the run decides and a memory strategy does not. Sizes in blocks, ranks and elements.
 
+    `world_size` None: not known yet; then what depends on it is neither checked nor filled in.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
     """
 
-    world_size: int
+    world_size: int | None
     micro_batch_size: int
     global_batch_size: int
     gradient_clipping: float
@@ -43,6 +44,45 @@ class RunValues:
     nvme_path: str | None = None
     pin_memory_possible: bool = True
     largest_param: int | None = None
+
+
+def values_of(
+    cfg: RunConfig,
+    *,
+    world_size: int | None,
+    hidden_size: int,
+    can_pin: bool = True,
+    largest_param: int | None = None,
+) -> RunValues:
+    """Of `world_size` ranks, of which those that share their layers count as one. Raises ConfigError."""
+    shared_by = cfg.train.tensor_parallel_size
+    return RunValues(
+        world_size=None if world_size is None else count_data_ranks(shared_by, world_size),
+        micro_batch_size=cfg.train.micro_batch_size,
+        global_batch_size=cfg.train.global_batch_size,
+        gradient_clipping=cfg.optim.gradient_clipping,
+        precision=cfg.train.precision,
+        hidden_size=hidden_size,
+        nvme_path=cfg.hardware.nvme_path,
+        pin_memory_possible=can_pin,
+        largest_param=largest_param,
+    )
+
+
+def count_data_ranks(shared_by: int, world_size: int) -> int:
+    """Groups of ranks, each of which reads data of its own. Raises ConfigError when ranks are left over."""
+    if world_size % shared_by:
+        raise ConfigError(
+            f"train.tensor_parallel_size={shared_by}: {world_size} ranks do not divide into groups of {shared_by}; "
+            f"start a multiple of {shared_by}"
+        )
+    return world_size // shared_by
+
+
+def check(cfg: RunConfig, folder: Path, world_size: int | None) -> None:
+    """Raise one ConfigError with every problem that needs no model to be seen. `world_size` None: not known yet."""
+    values = values_of(cfg, world_size=world_size, hidden_size=1)
+    render(load(cfg.deepspeed.config, folder), cfg.deepspeed.overrides, values)
 
 
 def load(name_or_path: str, folder: Path) -> dict[str, Any]:
@@ -91,12 +131,14 @@ def problems(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunVa
     return _render(raw, overrides, values)[1]
 
 
-def gradient_accumulation(values: RunValues) -> int:
-    """Micro-batches per optimizer step: global batch / (micro batch * ranks).
+def gradient_accumulation(values: RunValues) -> int | None:
+    """Micro-batches per optimizer step: global batch / (micro batch * ranks); None when the ranks are not known.
 
     Raises ConfigError with all three values and the nearest valid ones when that is not a whole number.
     """
     micro, batch, ranks = values.micro_batch_size, values.global_batch_size, values.world_size
+    if ranks is None:
+        return None
     step = micro * ranks
     if batch % step == 0 and batch >= step:
         return batch // step
@@ -226,7 +268,7 @@ def _fill_owned(ds: dict[str, Any], values: RunValues) -> list[str]:
     owned: dict[str, Any] = {
         "train_batch_size": values.global_batch_size,
         "train_micro_batch_size_per_gpu": values.micro_batch_size,
-        "gradient_accumulation_steps": "auto" if found else gradient_accumulation(values),
+        "gradient_accumulation_steps": None if found else gradient_accumulation(values),
         "gradient_clipping": values.gradient_clipping,
         "bf16.enabled": values.precision is Precision.bf16,
         "fp16.enabled": values.precision is Precision.fp16,
@@ -236,11 +278,11 @@ def _fill_owned(ds: dict[str, Any], values: RunValues) -> list[str]:
         ds["bf16"]["enabled"] = ds["fp16"]["enabled"] = "auto"
     for path, value in owned.items():
         given = get(ds, path)
-        if given is not None and given != "auto" and value != "auto":
+        if given not in (None, "auto") and value is not None:
             found += contradiction(path, given, value, values.precision)
         section, _, key = path.rpartition(".")
         (ds[section] if section else ds)[key] = value
-    if owned["gradient_accumulation_steps"] == "auto":
+    if owned["gradient_accumulation_steps"] is None:
         del ds["gradient_accumulation_steps"]  # its problem is reported once, and nothing is rendered
     return found
 
@@ -334,7 +376,7 @@ def sections(merged: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
 
 
 def offload(
-    zero: Mapping[str, Any], *, nvme_path: str | None, largest_param: int | None, world_size: int
+    zero: Mapping[str, Any], *, nvme_path: str | None, largest_param: int | None, world_size: int | None
 ) -> list[str]:
     found = []
     lowest = {"offload_optimizer": 1, "offload_param": 3}
@@ -380,11 +422,11 @@ def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[s
 
 
 def _param_buffer(
-    path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int
+    path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int | None
 ) -> list[str]:
     """A parameter's shard must fit one swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
     size = inside.get("buffer_size", ds_defaults.OFFLOAD_PARAM_NVME["buffer_size"])
-    if largest_param is None or not isinstance(size, (int, float)):
+    if largest_param is None or world_size is None or not isinstance(size, (int, float)):
         return []
     shard = math.ceil(largest_param / world_size)
     if shard <= size:

@@ -314,6 +314,11 @@ class HardwareConfig:
     gpu_rates: dict[str, float] = field(default_factory=dict)  # measured ones, instead of remat.hardware's
     sources: dict[str, str] = field(default_factory=dict)  # where each figure above is from
 
+    @property
+    def ranks(self) -> int:
+        """One for each GPU; a machine of which no number is known counts as one GPU a node."""
+        return (self.gpus_per_node or 1) * self.num_nodes
+
 
 @dataclass(kw_only=True)
 class ProfileConfig:

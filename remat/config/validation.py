@@ -52,6 +52,15 @@ def problems(cfg: RunConfig) -> list[str]:
     ]
 
 
+def check_plan(cfg: RunConfig) -> None:
+    """Raise ConfigError for a run that no plan can be made of."""
+    if cfg.train.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
+            "plan with 1"
+        )
+
+
 def check_launch(cfg: RunConfig) -> None:
     """What a plan can do without, but a run cannot. Raises ConfigError."""
     if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from remat.config import compose
-from remat.config.options import ConfigError
 from remat.lab import cache_key, charts, experiment, figures, launch, page, schedule, table
 from remat.lab import publish as publishing
 from remat.lab.cache_key import Place
@@ -42,8 +40,6 @@ def run(args: Sequence[str], options: Options) -> int:
 
     Raises ConfigError for what cannot be compared, before anything is launched.
     """
-    if options.repeats < 0 or options.ranks < 0:
-        raise ConfigError("--repeats and --ranks: at least 1")
     place = cache_key.here(options.ranks or 1)
     chosen = choose(args, options, place.device)
     place = cache_key.here(chosen.ranks)
@@ -70,15 +66,7 @@ def run(args: Sequence[str], options: Options) -> int:
 
 def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
     """The experiment that the words ask for. Raises ConfigError."""
-    asked = compose.parse(list(args))
-    labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
-    rest = [word for word in asked.overrides if not word.startswith("lab=")]
-    if len(labs) > 1:
-        raise ConfigError(f"lab={labs[1]}: one experiment at a time")
-    if labs:
-        found = experiment.named(labs[0], rest, device, asked.config_dirs, options.baseline)
-    else:
-        found = experiment.written(rest, device, asked.config_dirs, options.baseline)
+    found = experiment.choose(args, device, options.baseline)
     return replace(found, repeats=options.repeats or found.repeats, ranks=options.ranks or found.ranks)
 
 
@@ -112,15 +100,3 @@ def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Seque
         console.print(f"{outcome.launched} launched now, {known} from before (--fresh runs them again)")
     for path in paths:
         console.print(str(launch.from_here(path)), highlight=False, soft_wrap=True)
-
-
-def listed(config_dirs: Sequence[Path] = ()) -> str:
-    """A line for each named experiment: its name, the claims it answers, its question."""
-    lines = []
-    known = experiment.names(config_dirs)
-    width = max((len(name) for name in known), default=0)
-    for name, path in sorted(known.items()):
-        content = experiment.read(path)
-        claims = f"  [{', '.join(content.claims)}]" if content.claims else ""
-        lines.append(f"{name:{width}}  {content.question}{claims}")
-    return "\n".join(lines)

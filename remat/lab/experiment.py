@@ -14,7 +14,7 @@ import yaml
 
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.planning import sweep
+from remat.config.words import read_values, split
 
 FOLDER = compose.CONF_DIR / "lab"
 MOST_POINTS = 64
@@ -128,6 +128,37 @@ def read(path: Path) -> ExperimentFile:
     return made
 
 
+def describe_all(folders: Sequence[Path] = ()) -> str:
+    """Write a line for each named experiment: its name, its question, the claims it answers."""
+    lines = []
+    known = names(folders)
+    width = max((len(name) for name in known), default=0)
+    for name, path in sorted(known.items()):
+        content = read(path)
+        claims = f"  [{', '.join(content.claims)}]" if content.claims else ""
+        lines.append(f"{name:{width}}  {content.question}{claims}")
+    return "\n".join(lines)
+
+
+def check(args: Sequence[str], baseline: str = "") -> None:
+    """Raise ConfigError for words that ask for no experiment, and for one of which no machine could launch a point."""
+    chosen = {device: choose(args, device, baseline) for device in ("cpu", "cuda")}
+    words = dict.fromkeys(point.words for found in chosen.values() for point in found.points)
+    compose.refuse_if_none(words, "remat compare: every point is refused")
+
+
+def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
+    """The experiment that the words of a command line ask for. Raises ConfigError."""
+    asked = compose.parse(list(args))
+    labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
+    rest = [word for word in asked.overrides if not word.startswith("lab=")]
+    if len(labs) > 1:
+        raise ConfigError(f"lab={labs[1]}: one experiment at a time")
+    if labs:
+        return named(labs[0], rest, device, asked.config_dirs, baseline)
+    return written(rest, device, asked.config_dirs, baseline)
+
+
 def named(
     name: str, more: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = ""
 ) -> Experiment:
@@ -162,7 +193,7 @@ def named(
 
 def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = "") -> Experiment:
     """The experiment of a command line: words with commas are axes, the rest holds for all points."""
-    fixed, swept = sweep.split(args, asker="remat compare")
+    fixed, swept = split(args, asker="remat compare")
     expanded = [(_label(words), list(words), list[str]()) for words in swept]
     options = list(dict.fromkeys(word.partition("=")[0] for words in swept for word in words))
     recipe = next((word.partition("=")[2] for word in fixed if word.startswith("recipe=")), "train")
@@ -183,7 +214,7 @@ def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), base
 def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(label, words) of every combination of the values that words with commas list; the label names the values."""
     lists = [
-        [f"{word.partition('=')[0]}={value}" for value in sweep.values(word)] if "=" in word else [word]
+        [f"{word.partition('=')[0]}={value}" for value in read_values(word)] if "=" in word else [word]
         for word in words
     ]
     swept = [len(values) > 1 for values in lists]

@@ -24,6 +24,8 @@ REFUSED = {
     "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
     "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",
 }
+OWN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
+USUAL_HOSTFILE = Path("/job/hostfile")  # which the deepspeed runner reads unasked
 GRACE_S = 600.0  # a save of a large state to a shared disk
 
 
@@ -47,6 +49,20 @@ class LaunchWords:
         if self.runner_has("--force_multi"):
             return True
         return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the ranks run this package's own train.py."""
+        return self.kind == "script" and Path(self.target).resolve() == OWN_SCRIPT
+
+    @property
+    def ranks(self) -> int | None:
+        """How many there will be; None where only the runner finds out."""
+        elsewhere = self.runner_has("-H", "--hostfile", "--num_nodes", "--node_rank", "-i", "--include")
+        if elsewhere or "--num_gpus" not in self.runner or USUAL_HOSTFILE.exists():
+            return None
+        count = self.runner[self.runner.index("--num_gpus") + 1]
+        return int(count) if count.isdigit() and int(count) else None
 
     @property
     def asks_help(self) -> bool:
@@ -105,4 +121,4 @@ def _unknown(name: str) -> str:
 def _train_py() -> Path:
     """train.py of this folder, or of the repository this package was installed from."""
     here = Path("train.py")
-    return here if here.exists() else Path(__file__).resolve().parents[2] / "train.py"
+    return here if here.exists() else OWN_SCRIPT

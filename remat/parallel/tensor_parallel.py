@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from remat.config import ds_config
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
 
@@ -28,15 +29,6 @@ def check(size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: 
     found = [] if size == 1 else [*_run(size, world_size, zero_stage), *_model(size, skeleton)]
     if found:
         raise ConfigError("\n".join(found))
-
-
-def data_ranks(size: int, world_size: int) -> int:
-    """Groups, each of which reads data of its own. Raises ConfigError when the ranks do not divide into groups."""
-    if world_size % size:
-        raise ConfigError(
-            f"{OPTION}={size}: {world_size} ranks do not divide into groups of {size}; start a multiple of {size}"
-        )
-    return world_size // size
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -97,7 +89,7 @@ def join(world: World, size: int) -> tuple[World, Any | None]:
 
 
 def _run(size: int, world_size: int, zero_stage: int) -> list[str]:
-    data_ranks(size, world_size)
+    ds_config.count_data_ranks(size, world_size)
     if zero_stage == 0:
         return [
             f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed=zero1 or higher"

@@ -22,7 +22,6 @@ from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
-from remat.parallel import tensor_parallel
 from remat.planning import preflight, strategy
 from remat.planning.model_states import Item
 from remat.planning.plan import Capacity, Planned, make_plan, plan_as_json
@@ -134,7 +133,7 @@ def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[l
 def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
     """The model states of one rank."""
     return strategy.model_states(
-        data_ranks=tensor_parallel.data_ranks(cfg.train.tensor_parallel_size, world.size),
+        data_ranks=ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size),
         ranks_per_node=world.local_size,
         can_pin=world.device.type == "cuda",
     )

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from remat.config import ds_config
-from remat.config.options import ConfigError, RunConfig
+from remat.config import ds_config, validation
+from remat.config.options import RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
@@ -229,21 +229,12 @@ def make_plan(
     `decided` saves deciding it again; `on_gpu` false: ranks that compute on CPUs, whose only memory is the host's.
     `recordings` is what earlier plans recorded: one that differs only in ZeRO's settings or machine records nothing.
     """
-    ranks = world_size or ranks_of(cfg)
-    if cfg.train.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
-            "plan with 1"
-        )
+    ranks = world_size or cfg.hardware.ranks
+    validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     recording = (recordings or Recordings()).get(cfg, decided, on_gpu=on_gpu)
     simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
     return estimate(cfg, decided, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
-
-
-def ranks_of(cfg: RunConfig) -> int:
-    """One per GPU of the machine that the options name."""
-    return (cfg.hardware.gpus_per_node or 1) * cfg.hardware.num_nodes
 
 
 def estimate(

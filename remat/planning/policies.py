@@ -12,6 +12,7 @@ from remat.activation_checkpointing.policy import without_engine
 from remat.config import compose, validation
 from remat.config.options import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.config.units import MIB
+from remat.config.words import without_policy
 from remat.model import hf_model, layers, meta_kernels, packing
 from remat.planning import strategy
 from remat.planning.simulation import simulate, zero3
@@ -52,12 +53,6 @@ def rows(overrides: list[str]) -> Iterator[PolicyRow]:
             yield count(cfg, name)
         except ConfigError as error:
             yield PolicyRow(name, refused=" ".join(str(error).split()))
-
-
-def without_policy(overrides: list[str]) -> list[str]:
-    """Without the choice of a policy and without what only some policies read."""
-    prefixes = ("checkpointing=", *(f"checkpointing.{name}" for name in validation.OPTIONS_OF))
-    return [word for word in overrides if not word.startswith(prefixes)]
 
 
 def _belongs(word: str, chosen: CheckpointingConfig) -> bool:

@@ -37,7 +37,7 @@ class Screen:
         `even_if_states_do_not_fit`.
         """
         low, high = _depths(cfg)
-        ranks = plan.ranks_of(cfg)
+        ranks = cfg.hardware.ranks
         try:
             large = _with_depth(cfg, high) if high else cfg
             decided = strategy.decide(large, world_size=ranks, can_pin=True)
@@ -63,7 +63,7 @@ class Screen:
     def _whole(self, cfg: RunConfig) -> ModelFacts:
         key = repr((cfg.model, cfg.peft))
         if key not in self._facts:
-            ranks = plan.ranks_of(cfg)
+            ranks = cfg.hardware.ranks
             self._facts[key] = strategy.decide(cfg, world_size=ranks, can_pin=True).facts
         return self._facts[key]
 

@@ -66,15 +66,11 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     rendered = ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
         cfg.deepspeed.overrides,
-        ds_config.RunValues(
-            world_size=tensor_parallel.data_ranks(shared_by, world_size),
-            micro_batch_size=cfg.train.micro_batch_size,
-            global_batch_size=cfg.train.global_batch_size,
-            gradient_clipping=cfg.optim.gradient_clipping,
-            precision=cfg.train.precision,
+        ds_config.values_of(
+            cfg,
+            world_size=world_size,
             hidden_size=hf_model.hidden_size(config),
-            nvme_path=cfg.hardware.nvme_path,
-            pin_memory_possible=can_pin,
+            can_pin=can_pin,
             largest_param=facts.largest_param,
         ),
     )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from remat.config import compose
 from remat.config.options import ConfigError
+from remat.config.words import split
 from remat.planning import plan
 from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
-
-MOST_POINTS = 500
-OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
 
 
 @dataclass(frozen=True)
@@ -32,50 +29,6 @@ class Point:
     @property
     def fits(self) -> bool:
         return self.planned is not None and self.planned.plan.fits
-
-
-def values(word: str) -> list[str]:
-    """`a=1,2` -> [1, 2]. Commas inside brackets, braces, parentheses or quotes belong to one value."""
-    found, depth, quote, start = list[str](), 0, "", word.find("=") + 1
-    for place, letter in enumerate(word):
-        if place < start:
-            continue
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in QUOTES:
-            quote = letter
-        elif letter in OPENING:
-            depth += 1
-        elif letter in CLOSING:
-            depth -= 1
-        elif letter == "," and not depth:
-            found.append(word[start:place])
-            start = place + 1
-    return [*found, word[start:]]
-
-
-def split(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
-    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept.
-
-    Errors begin with the name of the command, `asker`.
-    """
-    fixed: list[str] = []
-    axes: list[list[str]] = []
-    for word in args:
-        option, sign, _ = word.partition("=")
-        if sign and len(values(word)) > 1:
-            axes.append([f"{option}={value}" for value in values(word)])
-        else:
-            fixed.append(word)
-    if not axes:
-        raise ConfigError(f"{asker}: no word lists values; write for example train.micro_batch_size=1,2,4")
-    empty = [word for axis in axes for word in axis if word.endswith("=")]
-    if empty:
-        raise ConfigError(f"{asker}: {empty[0]} has an empty value between commas; leave the comma out")
-    points = list(itertools.product(*axes))
-    if len(points) > MOST_POINTS:
-        raise ConfigError(f"{asker}: {len(points)} combinations; sweep fewer values, at most {MOST_POINTS}")
-    return fixed, points
 
 
 def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:

@@ -20,7 +20,6 @@ from remat.planning.simulation.types import Category, Phase, ZeroSettings
 from remat.planning.sweep import Point, is_timed
 from remat.report.charts import DPI, LIGHT, WIDTH_IN, style
 
-SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = ("#2f6fc4", "#e6a93a", "#1f8a70", "#7a55b3", "#d9691f", "#7fb2e5", "#c8323c", "#8a6d3b", "#c9d1da")
 COLOR_OF = dict(zip(Category, COLORS, strict=True))
 TIMES = ("compute", "recompute", "pcie", "optimizer", "collectives", "nvme")
@@ -38,14 +37,6 @@ class Bar:
     @property
     def total_gib(self) -> float:
         return sum(size for _, size in self.parts)
-
-
-def check(path: Path) -> None:
-    """Raises ConfigError before any work when `path` cannot be drawn to."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: give a file that ends in {', '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
 
 
 def bars(planned: Planned) -> list[Bar]:

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import ds_config, validation
+from remat.config import ds_config
 from remat.config.options import ConfigError, LossKind, PeftMethod, Precision, RunConfig
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks
@@ -158,7 +158,6 @@ def _build(
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
     plan = launch_plan.plan_launch(cfg, strategy, world, words=words, warn=console.warning)
-    validation.check_launch(cfg)
     hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))

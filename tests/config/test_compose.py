@@ -184,15 +184,8 @@ VALUES = [
     "optim.lr=1e-2",
     "tracking.tags=[a,b]",
 ]
-NOT_ONE_VALUE = [
-    "train.stepz=3",
-    "train.steps=1,2",
-    "~train.steps",
-    "+train.more=1",
-    "model=nothing",
-    "train.steps=x",
-    "a b",
-]
+NOT_ONE_VALUE = ["train.steps=1,2", "~train.steps", "+train.more=1", "model=nothing", "a b"]
+WRONG_VALUES = ["train.stepz=3", "train.steps=x", "a.b.c=1", "train.deadlines.x=3", "train.precision=int4"]
 CHOICES = ["checkpointing=offload", "data=alpaca", "data.path=/d.jsonl", "++model.architecture.n_layer=3"]
 
 
@@ -206,8 +199,14 @@ def test_values_set_in_what_was_composed_before_are_what_hydra_composes(recipe: 
         assert compose._finished(quick) == compose._finished(compose._loaded(asked))
 
 
+def test_a_value_that_cannot_be_set_is_explained_as_after_hydra_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [message(word) for word in WRONG_VALUES]
+    monkeypatch.setattr(compose, "_with_values", lambda overrides: None)
+    assert quick == [message(word) for word in WRONG_VALUES]
+
+
 @pytest.mark.parametrize("word", NOT_ONE_VALUE)
-def test_what_is_wrong_or_more_than_a_value_is_left_to_hydra(word: str) -> None:
+def test_what_is_more_than_a_value_is_left_to_hydra(word: str) -> None:
     assert compose._with_values([word]) is None
 
 

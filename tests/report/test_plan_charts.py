@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
+from remat.config.words import check_picture
 from remat.planning import plan, recording, sweep
 from remat.planning.simulation.types import Phase
 from remat.report import plan_charts
@@ -57,4 +58,4 @@ def test_the_scatter_has_each_point_that_was_planned() -> None:
 @pytest.mark.parametrize("path", ["plan.txt", "nowhere/plan.png"])
 def test_a_file_that_cannot_be_drawn_is_refused_first(path: str) -> None:
     with pytest.raises(ConfigError, match="--plot"):
-        plan_charts.check(Path(path))
+        check_picture(Path(path))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from remat.config import compose
-from remat.planning import sweep
+from remat.config.words import split
 from scripts import granularity_table
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -42,7 +42,7 @@ def test_every_plan_in_the_docs_composes(command: str) -> None:
     words = shlex.split(command.partition(" --plot")[0])
     if "--sweep" in words:
         words.remove("--sweep")
-        fixed, points = sweep.split(words)
+        fixed, points = split(words)
         words = [*fixed, *points[0]]
     compose.from_command_line(words)
 

@@ -1,0 +1,127 @@
+"""What is imported before a bad option is told: nothing that is heavy, by no command; and no launcher starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets", "peft", "wandb")
+BAD = "train.stepz=3"
+EXPLAINED = "train.stepz=3: no such option (did you mean train.steps?)"
+SHARED = "save.every=0 save.at_end=false save.export=false train.tensor_parallel_size=2"
+RUNS = [
+    ["plan"],
+    ["plan", "--sweep", "train.steps=1,2"],
+    ["ds-config"],
+    ["doctor"],
+    ["compare", "policies"],
+    ["compare", "checkpointing=none,full"],
+    ["launch", "--num_gpus", "2", "train.py"],
+]
+REFUSED = {  # command lines of remat, and what each is told
+    **{" ".join([*words, BAD]): EXPLAINED for words in RUNS},
+    "plan recipe=nothing": "recipe=nothing: no such choice",
+    "plan --plot plan.txt": "--plot plan.txt: give a file",
+    "plan optim.schedule=wsd": "optim.schedule=wsd needs optim.decay_steps",
+    "plan deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
+    "plan deepspeed.overrides.zero_optimisation.stage=2": "zero_optimisation is no DeepSpeed key",
+    "plan deepspeed.config=zero3_nvme": "needs hardware.nvme_path",
+    f"plan {SHARED}": "remat plan does not know shared layers yet",
+    "doctor --build nothing": "--build nothing: no such op",
+    "compare --repeats=-1 train.steps=1,2": "--repeats and --ranks: at least 1",
+    "compare lab=nothing": "lab=nothing: no such experiment",
+    "compare train.steps=3": "no word lists values",
+    "launch train.py data=jsonl": "data.path is missing",
+    "launch --num_gpus 3 train.py train.global_batch_size=8": "is not a multiple of",
+    f"launch --num_gpus 3 train.py {SHARED}": "3 ranks do not divide",
+}
+REFUSED_BY_RANKS = {  # of three ranks
+    BAD: EXPLAINED,
+    "deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
+    "data=jsonl": "data.path is missing",
+    "train.global_batch_size=8": "is not a multiple of",
+}
+WATCH = """
+import contextlib, io, json, subprocess, sys
+import train
+from remat import cli
+
+class NothingStarts:
+    def __init__(self, *args, **more):
+        raise AssertionError("a process was started")
+
+def ended(words):
+    said, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+        try:
+            code = cli.main() if words[0] == "remat" else train.main(words[1:])
+        except SystemExit as leaving:
+            code = leaving.code
+    return [code or 0, said.getvalue(), told.getvalue(), list(sys.modules)]
+
+subprocess.Popen = NothingStarts
+for sys.argv in json.load(sys.stdin):
+    print(json.dumps(ended(sys.argv)))
+"""
+Ended = tuple[int, str, str, list[str]]
+
+
+def run_each(lines: Iterable[str]) -> dict[str, Ended]:
+    """One after the other in a new process: exit code, stdout, stderr and the modules imported by then."""
+    asked = {line: line.split() for line in lines}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH],
+        input=json.dumps([*asked.values()]),
+        env=os.environ | {"WORLD_SIZE": "3"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: list[Any] = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(asked, map(tuple, answers), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, Ended]:
+    ours = [f"remat {line}" for line in (*REFUSED, "compare --list")]
+    return run_each([*ours, *(f"train.py {line}" for line in REFUSED_BY_RANKS)])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        *((f"remat {line}", told) for line, told in REFUSED.items()),
+        *((f"train.py {line}", told) for line, told in REFUSED_BY_RANKS.items()),
+    ],
+)
+def test_a_bad_option_is_told_before_anything_heavy_is_imported(
+    ended: dict[str, Ended], line: str, expected: str
+) -> None:
+    code, _, told, modules = ended[line]
+    assert code == 2
+    assert expected in told
+    assert not {*modules} & {*HEAVY}
+
+
+def test_named_experiments_are_listed_without_anything_heavy(ended: dict[str, Ended]) -> None:
+    code, said, _, modules = ended["remat compare --list"]
+    assert code == 0
+    assert "seed_b8" in said
+    assert not {*modules} & {*HEAVY}
+
+
+def test_a_plan_imports_no_library_that_it_does_not_need() -> None:
+    [(code, _, _, modules)] = run_each(["remat plan recipe=tiny_zero3_offload"]).values()
+    assert code == 0
+    assert "torch" in modules
+    assert not {*modules} & {"deepspeed", "matplotlib", "datasets", "peft", "wandb", "bitsandbytes"}
