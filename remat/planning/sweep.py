@@ -1,4 +1,4 @@
-"""`remat plan --sweep`: every combination of the values that words with commas list, each planned."""
+"""Plan every combination of the values that words with commas list, for `remat plan --sweep`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
 
 @dataclass(frozen=True)
 class Point:
-    """One combination: its plan, or why it is refused.
+    """A combination of values: its plan, or why it is refused.
 
-    `on_pareto_front`: no other one that fits is better in memory and in time.
+    `on_pareto_front`: no other point that fits is better in memory and in time.
     """
 
     overrides: tuple[str, ...]
@@ -35,7 +35,10 @@ class Point:
 
 
 def values(word: str) -> list[str]:
-    """`a=1,2` -> [1, 2]. Commas inside brackets, braces, parentheses or quotes belong to one value."""
+    """Return the values of a word: `a=1,2` gives [1, 2].
+
+    Commas inside brackets, braces, parentheses or quotes belong to one value.
+    """
     found, depth, quote, start = list[str](), 0, "", word.find("=") + 1
     for place, letter in enumerate(word):
         if place < start:
@@ -55,7 +58,9 @@ def values(word: str) -> list[str]:
 
 
 def split(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
-    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept.
+    """Return the words without a list, and for each combination the words it adds.
+
+    Raises ConfigError if nothing is swept.
 
     Errors begin with the name of the command, `asker`.
     """
@@ -79,7 +84,10 @@ def split(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[
 
 
 def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
-    """Plan every combination. One that is refused is a point with the reason. Raises ConfigError when all are."""
+    """Plan every combination; a refused one becomes a point with the reason.
+
+    Raises ConfigError when all are refused.
+    """
     fixed, points = split(args)
     recordings = Recordings()
     found = []
@@ -102,12 +110,15 @@ def gpu_bytes(planned: Planned) -> int:
 
 
 def is_timed(planned: Planned) -> bool:
-    """Whether its time may be compared."""
+    """Return whether the plan's time is complete and may be compared."""
     return planned.time.total_s > 0 and not planned.time.unknown
 
 
 def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
-    """Of those that fit: no other needs less GPU memory and less time for a token."""
+    """Yield the points with the Pareto front marked.
+
+    A point that fits is on it when no other such point dominates it in GPU memory and time for a token.
+    """
     costs = {
         index: (gpu_bytes(p.planned), 1 / p.planned.time.tokens_per_s)
         for index, p in enumerate(points)
@@ -120,12 +131,12 @@ def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
 
 
 def is_dominated(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    """Whether one of `others` costs no more in memory and in time, and less in one of them."""
+    """Return whether one of `others` costs no more in memory and in time, and less in one of them."""
     return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in others)
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One entry per point, in the order of the command line."""
+    """Return one entry per point, in the order of the command line."""
     return [
         {
             "overrides": list(point.overrides),
