@@ -1,7 +1,7 @@
-"""The nearest changes that make a run fit, each planned again: advice from the plan, not from folklore.
+"""Find the nearest changes that make a run fit, each planned again: advice from the plan, not from folklore.
 
-Candidates are single options and combinations of up to three. All are screened on a few layers (remat.screening); what
-is listed was planned whole, as the command line with its overrides would be.
+Candidates are single options and combinations of up to three. All are screened on a few layers
+(remat.planning.screening). What is listed was planned whole, as the command line with its overrides would be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from remat.planning.plan import Planned, make_plan, needed_bytes
 from remat.planning.recording import Recordings
 from remat.planning.screening import NO_ACTIVATIONS, Screen
 
-FITS_BELOW, MAY_FIT_BELOW = 0.97, 1.03  # of what the machine has: how far an estimate is trusted
+# Up to these shares of the machine an estimate surely fits, and perhaps fits.
+FITS_BELOW, MAY_FIT_BELOW = 0.97, 1.03
 LARGEST = 3  # options in one combination
 TRIED_FOR_CLOSEST = 3
 Candidate = tuple[Option, ...]
@@ -27,7 +28,7 @@ Candidate = tuple[Option, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides to add to the command line, and the plan of the run with them."""
+    """A change to a run: overrides to add to the command line, and the plan of the run with them."""
 
     overrides: list[str]
     planned: Planned
@@ -36,7 +37,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """`changes` all fit. When none keeps the machine, `closest` is what lacks least on it."""
+    """Changes to a run that does not fit.
+
+    All `changes` fit. If none of them keeps the machine, `closest` is the candidate that lacks least on it.
+    """
 
     changes: list[Change]
     closest: Change | None
@@ -45,12 +49,14 @@ class Advice:
 def advise(
     args: Sequence[str], planned: Planned, *, limit: int = 3, recordings: Recordings | None = None
 ) -> Advice:
-    """Empty when `planned`, the plan of `args`, fits. In this order:
+    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
 
-    Up to `limit` changes that leave alone what is trained, cheapest in step time first (by bytes where times are not
-    known), none of which a part would do: different sets of options before other values of the same. Then the smallest
-    change of the sequence length and of the adapters that would do, then the smallest machine of conf/hardware that
-    holds the run unchanged.
+    The changes come in this order:
+
+    Up to `limit` changes that leave alone what is trained, cheapest in step time first (by bytes where times
+    are not known). None of them contains a smaller change that would do. Different sets of options come before
+    other values of the same set. Then the smallest change of the sequence length and of the adapters that would
+    do. Then the smallest machine of conf/hardware that holds the run unchanged.
     """
     if planned.plan.fits:
         return Advice([], None)
@@ -61,7 +67,10 @@ def advise(
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """The two keys that a plan's plain data gets: `advice`, a list, and `closest`, null or as one of the list."""
+    """Return the two keys that a plan's JSON gets.
+
+    They are `advice`, a list, and `closest`, null or an entry like those of the list.
+    """
     return {
         "advice": [change_as_json(change) for change in advice.changes],
         "closest": change_as_json(advice.closest) if advice.closest else None,
@@ -69,7 +78,10 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def change_as_json(change: Change) -> dict[str, Any]:
-    """Bytes of one GPU and of one node, seconds of a step; `unknown_times` are not part of the seconds."""
+    """Return a change as plain data: bytes of one GPU and of one node, seconds of a step.
+
+    `unknown_times` are not part of the seconds.
+    """
     planned = change.planned
     return {
         "overrides": change.overrides,
@@ -85,7 +97,7 @@ def change_as_json(change: Change) -> dict[str, Any]:
 
 
 def missing_bytes(planned: Planned) -> dict[str, int]:
-    """By resource, of those that are too small."""
+    """Return the bytes missing of each resource that is too small."""
     return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}
 
 
@@ -110,7 +122,7 @@ class _Search:
         return self._changes(found)
 
     def training(self) -> list[Change]:
-        """One for each of the options that change what is trained: the smallest change, alone or with few others."""
+        """Return a change for each option that changes what is trained: the smallest one, alone or with few others."""
         found: list[Candidate] = []
         parts = self._useful(o for o in self._options if o.kind is Kind.same_training)
         for axis in dict.fromkeys(o.axis for o in self._options if o.kind is Kind.training):
@@ -131,7 +143,10 @@ class _Search:
         return []
 
     def closest(self) -> Change:
-        """Of all that was screened, what exceeds the machine by the smallest factor; the run itself if nothing is."""
+        """Return the screened candidate that exceeds the machine by the smallest factor.
+
+        Without any candidate, return the run itself.
+        """
         tried = [c for c, estimate in self._estimates.items() if estimate is not None]
         tried.sort(key=self._shortage)
         planned = [(c, p) for c in tried[:TRIED_FOR_CLOSEST] if (p := self._plan(c)) is not None]
@@ -139,12 +154,12 @@ class _Search:
         return _change(least, plan)
 
     def _shortage(self, candidate: Candidate) -> tuple[bool, float]:
-        """What was only bounded from below comes last."""
+        """Return a sort key by how much the candidate lacks. Candidates that are only bounded from below come last."""
         estimate = self._estimate(candidate) or self._present
         return estimate.simulation is NO_ACTIVATIONS, _excess(estimate)
 
     def _combinations(self, parts: list[Option], size: int) -> Iterator[Candidate]:
-        """Of options that do not suffice alone, one of each axis."""
+        """Yield combinations of options that do not suffice alone, with at most one option of each axis."""
         for combination in itertools.combinations(parts, size):
             if len({option.axis for option in combination}) < size:
                 continue
@@ -152,9 +167,10 @@ class _Search:
                 yield combination
 
     def _useful(self, options: Iterable[Option]) -> list[Option]:
-        """What may be part of a combination: not enough alone, but it lowers something that is too large.
+        """Return the options worth combining: not enough alone, but lowering something that is too large.
 
-        Of one axis, only those that no other one beats in bytes and time alike. Sizes count in combinations only.
+        Of one axis, only those that no other one beats in bytes and time alike. Options of DeepSpeed's sizes
+        are always kept: they count in combinations only.
         """
         short = set(missing_bytes(self._present))
         kept: list[tuple[Option, Planned | None]] = []
@@ -178,7 +194,10 @@ class _Search:
         ]
 
     def _most_saving(self, parts: list[Option]) -> list[Option]:
-        """The two of each axis that need least of what is short: combinations of three are many."""
+        """Return the two options of each axis that need least of what is short.
+
+        The rest are dropped because combinations of three are many.
+        """
         short = missing_bytes(self._present)
 
         def need(option: Option) -> float:
@@ -195,9 +214,10 @@ class _Search:
         return kept
 
     def _pick(self, candidates: Iterable[Candidate], limit: int) -> list[Candidate]:
-        """`limit` of those that fit, in their order, without those of which a part fits.
+        """Return up to `limit` fitting candidates, skipping any with a subset that already fits.
 
-        The first of each set of options, then others, until there are enough.
+        The first candidate of each set of options is taken first, then others until there are enough. The
+        result is sorted by the cost of the whole plans.
         """
         possible = [candidate for candidate in candidates if self._possibly(candidate)]
         found: set[Candidate] = set()
@@ -213,18 +233,18 @@ class _Search:
         return sorted(found, key=self._planned_cost)
 
     def _planned_cost(self, candidate: Candidate) -> tuple[float, ...]:
-        """By the whole plan, where the order of the search is by estimates."""
+        """Return the cost by the whole plan; the search itself is ordered by estimates."""
         plan = self._plan(candidate)
         return (3.0,) if plan is None else _cost_of(plan, candidate)
 
     def _is_least(self, candidate: Candidate) -> bool:
-        """It fits, and no part of it does."""
+        """Return whether the candidate fits and no part of it does."""
         if any(self._surely(part) or self._plan_fits(part) for part in _proper_parts(candidate)):
             return False
         return self._plan_fits(candidate)
 
     def _estimate(self, candidate: Candidate, *, even_if_states_do_not_fit: bool = False) -> Planned | None:
-        """None: refused."""
+        """Return the screened estimate of a candidate; None if it is refused."""
         known = self._estimates.get(candidate)
         if candidate not in self._estimates or (
             even_if_states_do_not_fit and known and known.simulation is NO_ACTIVATIONS
@@ -241,7 +261,7 @@ class _Search:
         return self._estimates[candidate]
 
     def _plan(self, candidate: Candidate) -> Planned | None:
-        """As the command line with its words: None when that is refused."""
+        """Return the plan of the command line with the candidate's words; None if it is refused."""
         if candidate not in self._plans:
             try:
                 cfg = compose.from_command_line([*self._args, *_words(candidate)]).run
@@ -265,7 +285,10 @@ class _Search:
         return estimate is not None and _excess(estimate) <= FITS_BELOW
 
     def _cost(self, candidate: Candidate) -> tuple[float, ...]:
-        """Seconds per step where all of them are known; else those with few changes and bytes, after the others."""
+        """Return a sort key: seconds per step where all times are known.
+
+        Candidates with unknown times come after, by number of changes and bytes.
+        """
         estimate = self._estimate(candidate)
         return (2.0,) if estimate is None else _cost_of(estimate, candidate)
 
@@ -294,7 +317,7 @@ def _proper_parts(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _excess(plan: Planned) -> float:
-    """Needed over found, of the resource that is shortest."""
+    """Return bytes needed over bytes found, of the resource that is shortest."""
     return max(
         (r.needed_bytes / max(1, r.found_bytes) for r in plan.plan.resources if r.found_bytes is not None),
         default=0.0,
@@ -306,7 +329,7 @@ def _lower(plan: Planned, than: Planned, resources: set[str]) -> bool:
 
 
 def _beats(plan: Planned, other: Planned, *, first: bool) -> bool:
-    """No worse in any byte and in time; of two that are alike the first does."""
+    """Return whether `plan` is no worse than `other` in any byte and in time. Of two equal plans, the first beats."""
     left, right = (
         [*(r.needed_bytes for r in p.plan.resources), 0 if p.time.unknown else p.time.total_s]
         for p in (plan, other)

@@ -1,4 +1,4 @@
-"""Single changes to a run that may make it need less memory: what to write, and the options it leads to."""
+"""List single changes to a run that may make it need less memory: the overrides, and the options they lead to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ZERO = "deepspeed.overrides.zero_optimization"
 
 
 class Kind(IntEnum):
-    """What a change costs beside time; the first leave what is trained alone."""
+    """The cost of a change beside time. `same_training` leaves alone what is trained."""
 
     same_training = 0
     training = 1
@@ -24,7 +24,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """Of the options with one `axis` a run has one. `words` are overrides, `apply` does the same to a composed run."""
+    """One change to a run. Options with the same `axis` exclude each other.
+
+    `words` are overrides; `apply` makes the same change to a composed run.
+    """
 
     axis: str
     words: tuple[str, ...]
@@ -33,7 +36,7 @@ class Option:
 
 
 def of(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    """Everything that could be changed of the run of `cfg`, which `args` ask for, but the machine."""
+    """Return every possible change to the run of `cfg`, which `args` ask for, except another machine."""
     return [
         *_policies(args, cfg),
         *_loss(cfg),
@@ -46,7 +49,7 @@ def of(args: Sequence[str], cfg: RunConfig) -> list[Option]:
 
 
 def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    """The machines of conf/hardware, smallest first; none where `args` describe the machine by its figures."""
+    """Return the machines of conf/hardware, smallest first; none where `args` describe the machine by its figures."""
     if any(word.lstrip("+").startswith("hardware.") for word in args):
         return []
     found: list[tuple[tuple[float, float, float], Option]] = []
@@ -62,7 +65,7 @@ def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
 
 
 class _Put:
-    """Replaces sections of a run; `train__seq_len` replaces one option of a section."""
+    """Replacement of sections of a run; `train__seq_len` replaces one option of a section."""
 
     def __init__(self, **values: Any) -> None:
         self._values = values
@@ -85,7 +88,7 @@ def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option]:
         words = (f"checkpointing={name}",)
         try:
             chosen = _composed(args, words).checkpointing
-        except ConfigError:  # options of the present policy are set by name, and no other reads them
+        except ConfigError:  # `args` set an option that only the present policy reads
             continue
         if chosen != cfg.checkpointing:
             found.append(Option("checkpointing", words, _Put(checkpointing=chosen)))
@@ -99,7 +102,10 @@ def _loss(cfg: RunConfig) -> list[Option]:
 
 
 def _micro_batches(cfg: RunConfig) -> list[Option]:
-    """Divisors: the global batch stays, and more of them are accumulated."""
+    """Return smaller micro-batches that divide the present one.
+
+    The global batch stays, and more micro-batches are accumulated.
+    """
     now = cfg.train.micro_batch_size
     return [
         Option(
@@ -120,7 +126,10 @@ def _strategies(cfg: RunConfig) -> list[Option]:
 
 
 def _zero_sizes() -> list[Option]:
-    """What ZeRO-3 keeps gathered, and the rounding of pinned host memory. Without effect elsewhere."""
+    """Return changes to what ZeRO-3 keeps gathered, and to the rounding of pinned host memory.
+
+    They have no effect elsewhere.
+    """
     changes: list[tuple[str, dict[str, Any]]] = [
         ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
         ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
@@ -143,7 +152,7 @@ class _ZeroSizes:
         self._values = values
 
     def __call__(self, cfg: RunConfig) -> RunConfig:
-        """Raises ConfigError where the value would mean nothing."""
+        """Return `cfg` with the sizes replaced. Raises ConfigError where a value would have no effect."""
         zero = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR).get("zero_optimization", {})
         for name in self._values:
             if name not in zero:
@@ -160,7 +169,7 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seq_lens(cfg: RunConfig) -> list[Option]:
-    """Halves, quarters and eighths."""
+    """Return changes to half, a quarter and an eighth of the sequence length."""
     lengths = [cfg.train.seq_len // part for part in (2, 4, 8)]
     return [
         Option("train.seq_len", (f"train.seq_len={n}",), _Put(train__seq_len=n), Kind.training)
@@ -170,7 +179,7 @@ def _seq_lens(cfg: RunConfig) -> list[Option]:
 
 
 def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    """Each method of conf/peft that trains less than the present one."""
+    """Return a change to each other method of conf/peft that trains adapters."""
     found = []
     for name in compose.group_choices()["peft"]:
         words = (f"peft={name}",)

@@ -1,7 +1,7 @@
-"""The plan of a launch: made by rank 0 for the machine that is really there, before any weight is read.
+"""Plan a launch on rank 0 for the machine that is really there, before any weight is read.
 
-A run that the plan says cannot fit is refused. A model that cannot be planned goes on without a plan; what the model
-states alone need is still held against the machine.
+A run that cannot fit by its plan is refused. A model that cannot be planned goes on without a plan; the memory
+of its model states alone is still compared with the machine.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WITHOUT_A_PLAN = (
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What this launch is planned to hold; the same on every rank.
+    """The plan of this launch; the same on every rank.
 
-    `planned` is None when `reason` says why there is no plan. `states` are the model states of one rank. `command` asks
-    `remat plan` about this run on this machine.
+    `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
+    `command` is the `remat plan` command for this run on this machine.
     """
 
     device: str  # cuda or cpu: where the model computes
@@ -50,7 +50,7 @@ class LaunchPlan:
     command: list[str]
 
     def record(self) -> dict[str, Any]:
-        """The content of plan.json: `remat plan --json`, and what the ledger needs besides."""
+        """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""
         return {
             "planned": None if self.planned is None else _as_record(self.planned),
             "reason": self.reason,
@@ -60,7 +60,7 @@ class LaunchPlan:
         }
 
     def line(self) -> str:
-        """For the header: the peak, where it is, and what is to spare."""
+        """Return the line for the header: the peak, where it is, and what is left over."""
         if self.planned is None:
             return f"no plan: {self.reason}"
         per = "GPU" if self.device == "cuda" else "rank, in host memory"
@@ -72,7 +72,7 @@ class LaunchPlan:
         return f"peak {peak} per {per}, {self.where()}; {verdict}"
 
     def where(self) -> str:
-        """`in backward, layer 31 (mul.Tensor)`."""
+        """Return the place of the peak, for example `in backward, layer 31 (mul.Tensor)`."""
         if self.planned is None:
             return ""
         peak = self.planned.plan.peak
@@ -80,7 +80,7 @@ class LaunchPlan:
         return f"in {peak.phase}, {layer} ({peak.operation})"
 
     def metrics(self) -> dict[str, float]:
-        """`plan/gpu_peak_gib`, to stand beside memory/gpu_allocated_peak_gib; like that one absent without a GPU."""
+        """Return `plan/gpu_peak_gib`, to compare with memory/gpu_allocated_peak_gib; empty without a plan or a GPU."""
         if self.planned is None or self.device != "cuda":
             return {}
         return {PLANNED_GPU_PEAK_GIB: self.planned.plan.peak_bytes / GIB}
@@ -89,9 +89,10 @@ class LaunchPlan:
 def plan_launch(
     cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
 ) -> LaunchPlan:
-    """Plan on rank 0, tell all ranks. All ranks must call it.
+    """Plan on rank 0 and send the plan to all ranks. Collective: all ranks must call it.
 
-    Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a warning.
+    Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a
+    warning.
     """
     items = model_states(cfg, strategy, world)
     needs = _needs(cfg, strategy, items, world)
@@ -120,7 +121,10 @@ def plan_launch(
 
 
 def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
-    """What `make` compares, asked of this node alone and without refusing; and why there is no plan, if so."""
+    """Compare needed and available resources on this node only. Never raises DoesNotFit.
+
+    Returns the rows and, without a plan, the reason.
+    """
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
     nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
     machine = node.found(
@@ -131,7 +135,7 @@ def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[l
 
 
 def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
-    """The model states of one rank."""
+    """Return the model states of one rank."""
     return strategy.model_states(
         data_ranks=ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size),
         ranks_per_node=world.local_size,
@@ -140,7 +144,7 @@ def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]
 
 
 def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
-    """Whether the run tries its save and export after the first step."""
+    """Return whether the run tries its save and export after the first step."""
     shared = cfg.train.tensor_parallel_size
     return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
 
@@ -169,7 +173,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
 def _planned(
     cfg: RunConfig, strategy: Strategy, machine: Machine, world: World
 ) -> tuple[Planned | None, str | None]:
-    """The plan, or why there is none: whatever goes wrong here must not end a run that would work."""
+    """Return the plan, or why there is none. An error here must not end a run that would work."""
     check_this_node = replace(cfg, hardware=_hardware(cfg.hardware, world))
     try:
         made = make_plan(
@@ -184,7 +188,7 @@ def _planned(
     except Exception as error:
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
-    without_ops = replace(made.simulation, ops=[])  # they are many, and all ranks are sent the plan
+    without_ops = replace(made.simulation, ops=[])  # there are many, and the plan is sent to all ranks
     return replace(made, simulation=without_ops), None
 
 
@@ -198,7 +202,7 @@ def _as_record(planned: Planned) -> dict[str, Any]:
 
 
 def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
-    """The machine that is there. The recipe's links and rates count where it has the GPU that is there."""
+    """Return the machine that is there. Links and rates come from the recipe if it names the same GPU."""
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     kind = gpus.find_gpu(gpu) if gpu else None
     named = gpus.find_gpu(cfg.gpu) if cfg.gpu else None
@@ -213,7 +217,7 @@ def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
 
 
 def _host_bytes(machine: Machine) -> int:
-    """What the ranks of a node can have in all: what is free, and what they already have."""
+    """Return the host memory that the ranks of a node can use in all: what is free, and what they already have."""
     return machine.host_available_bytes + machine.local_size * machine.resident_bytes
 
 
@@ -239,7 +243,7 @@ def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
 
 
 def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
-    """`remat plan` for this run with the machine that is there."""
+    """Return the `remat plan` command for this run on the machine that is there."""
     found = [
         f"hardware.gpus_per_node={world.local_size}",
         f"hardware.num_nodes={max(1, world.size // world.local_size)}",
@@ -254,9 +258,10 @@ def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
 
 
 def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
-    """Can this machine hold this run with `ranks` ranks here? Its ops are built and run; the table is needed, found.
+    """Check whether this machine can hold this run with `ranks` ranks here. Reads no weight.
 
-    `ranks` 0: one for each GPU that is here, else as many as the recipe's machine has. Reads no weight.
+    Builds and runs the ops that the run needs. Returns the findings and a table of needed and found. `ranks` 0:
+    one for each GPU that is here, else as many as the recipe's machine has.
     """
     has_gpu = torch.cuda.is_available()
     local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)

@@ -1,7 +1,8 @@
 """Model states that DeepSpeed 0.19.8 allocates: parameters, gradients, master copy, moments, buckets, host buffers.
 
-A lower bound of a run, taken at the end of backward: activations, gathered weights, kernel workspaces and the
-optimizer step's temporaries come on top. Each term carries the line of DeepSpeed that allocates it.
+They are a lower bound of a run's memory, taken at the end of backward. Activations, gathered weights, kernel
+workspaces and the optimizer step's temporaries come on top. Each term carries the line of DeepSpeed that
+allocates it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from remat.config import ds_config, ds_defaults
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
 PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
-MASTER, MOMENTS, MASTER_GRADIENT = 4, 8, 4  # bytes per parameter: fp32, two of them, fp32
+MASTER, MOMENTS, MASTER_GRADIENT = 4, 8, 4  # bytes per parameter: one fp32, two fp32, one fp32
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
@@ -33,11 +34,11 @@ BLOCK, BLOCK_OF_CONSTANTS = (
 
 @dataclass(frozen=True)
 class Item:
-    """One allocation of one rank, and of all ranks of a node.
+    """An allocation: its bytes on one rank, and on all ranks of a node together.
 
     `pinned` is page-locked host memory. torch rounds it up to a power of two; `raw_bytes_per_rank` is the size
-    before. `mlocked` marks what DeepSpeed locks itself, within RLIMIT_MEMLOCK. `source` is a line of the deepspeed
-    package or of bitsandbytes, or who else allocates.
+    before rounding. `mlocked` marks memory that DeepSpeed locks itself, within RLIMIT_MEMLOCK. `source` is a
+    line of the deepspeed package or of bitsandbytes, or names who else allocates.
     """
 
     name: str
@@ -62,12 +63,13 @@ def model_states(
     largest_trainable_param: int | None = None,
     quantised_weights: Sequence[int] = (),
 ) -> list[Item]:
-    """The model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
+    """Return the model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
 
-    Frozen parameters have no gradient, master copy or moments; both trainable counts are None when all are trained.
-    `quantised_weights` are the elements of each frozen matrix that is held in 4 bits, whole on every rank.
-    `gas` is the number of micro-batches per optimizer step; `can_pin` is false without CUDA, where a pinned
-    allocation is an ordinary one. Padding (a few elements per parameter) is left out.
+    Frozen parameters have no gradient, master copy or moments. Both trainable counts are None when all
+    parameters are trained. `quantised_weights` are the element counts of the frozen matrices held in 4 bits;
+    each rank holds them whole. `gas` is the number of micro-batches per optimizer step. `can_pin` is false
+    without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per parameter) is left
+    out.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param
@@ -81,11 +83,12 @@ def model_states(
 def update_bytes(
     *, num_trainable_params: int, largest_trainable_param: int, ds: Mapping[str, Any], world_size: int
 ) -> int:
-    """Copies of gradients that lie on the GPU beside the model states while the optimizer updates, at their most.
+    """Return the peak bytes of gradient copies on the GPU during the optimizer's update.
 
-    Gradients are made flat, then fp32: under stages 1 and 2 this rank's share (stage_1_and_2.py:3110-3119; not with
-    gradients that are fp32 and flat already, :1259), under stage 3 one sub-group after another (stage3.py:2686).
-    Without ZeRO all are made fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy).
+    The copies lie beside the model states: gradients are flattened, then converted to fp32. Under stages 1 and
+    2 this is done for this rank's share (stage_1_and_2.py:3110-3119; not with gradients that are fp32 and flat
+    already, :1259), under stage 3 for one sub-group after another (stage3.py:2686). Without ZeRO all gradients
+    are converted to fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy).
     """
     s = _Sizes(num_trainable_params, 0, largest_trainable_param, ds, world_size, 1, 1, False)
     if s.optimizer_device:
@@ -99,7 +102,7 @@ def update_bytes(
 
 
 def by_place(items: Iterable[Item]) -> dict[Place, int]:
-    """Bytes per rank in each place; every place is there."""
+    """Return the bytes per rank in each place; every place is a key."""
     totals: dict[Place, int] = dict.fromkeys(PLACES, 0)
     for item in items:
         totals[item.place] += item.bytes_per_rank
@@ -107,7 +110,10 @@ def by_place(items: Iterable[Item]) -> dict[Place, int]:
 
 
 class _Sizes:
-    """What the tables below are written in: elements, and bytes per element. All but `frozen` are of trained ones."""
+    """Element counts and bytes per element that the functions below use.
+
+    All but the frozen counts are of trained ones.
+    """
 
     def __init__(
         self,
@@ -138,7 +144,10 @@ class _Sizes:
         return Item(name, place, size, size * self.ranks_per_node, size, source)
 
     def pinned(self, name: str, sizes: list[int], pin: bool, source: str) -> Item:
-        """Host buffers of `sizes` bytes, each page-locked by torch when `pin` holds and the machine can."""
+        """Return the item of host buffers of `sizes` bytes.
+
+        torch page-locks each buffer when `pin` holds and the machine can.
+        """
         raw = sum(sizes)
         if not (pin and self.can_pin):
             return self.item(name, "host", raw, source)
@@ -146,14 +155,15 @@ class _Sizes:
         return Item(name, "pinned", rounded, rounded * self.ranks_per_node, raw, source)
 
     def mlocked(self, name: str, size: int, source: str) -> Item:
-        """A buffer of DeepSpeed's own asynchronous I/O: page-aligned and locked, not rounded."""
+        """Return the item of a buffer of DeepSpeed's own asynchronous I/O: page-aligned and locked, not rounded."""
         return Item(name, "pinned", size, size * self.ranks_per_node, size, source, mlocked=True)
 
 
 def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
-    """NF4 with double quantisation: an 8-bit constant per block of weights, and an fp32 one per 256 of those.
+    """Return the items of weights in NF4 with double quantisation.
 
-    Each matrix has besides one fp32 mean of its constants and both tables of values, of 16 and 256 fp32 numbers.
+    Each block of weights has an 8-bit constant, and each 256 of those constants have an fp32 one. Each matrix
+    also has one fp32 mean of its constants, and two tables of values, of 16 and 256 fp32 numbers.
     """
     constants = [math.ceil(elements / BLOCK) for elements in weights]
     of_constants = sum(math.ceil(count / BLOCK_OF_CONSTANTS) for count in constants)
@@ -183,7 +193,10 @@ def _stage_0(s: _Sizes) -> list[Item]:
 
 
 def _stage_1_2(s: _Sizes) -> list[Item]:
-    """The 16-bit (or fp32) parameters whole on each GPU, optimizer state by shard. A fp32 run keeps a master too."""
+    """Return the items of stages 1 and 2: parameters whole on each GPU, optimizer state sharded.
+
+    The parameters are 16-bit or fp32. An fp32 run keeps a master copy too.
+    """
     items = [
         s.item("parameters", "gpu", s.width * s.params, f"{S12}:505"),
         s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
@@ -205,14 +218,14 @@ def _stage_1_2(s: _Sizes) -> list[Item]:
         s.pinned("gradient staging", [s.width * s.largest], pin, f"{S12}:653"),
     ]
     if s.stage == 2 and s.gas > 1 and s.grad_width == s.width:
-        # One buffer per parameter, rounded one by one: their sizes are not known here, so the raw sum stands.
+        # One buffer per parameter, each rounded. Their sizes are not known here, so the sum is not rounded.
         place: Place = "pinned" if pin and s.can_pin else "host"
         items.append(s.item("accumulated gradients", place, s.width * s.shard, f"{S12}:1824"))
     return items
 
 
 def _gradients_1_2(s: _Sizes) -> list[Item]:
-    """Gradients at the end of backward and the reduction buckets, on the GPU."""
+    """Return the gradients at the end of backward and the reduction buckets, on the GPU."""
     buckets = (2 if s.zero["overlap_comm"] else 1) * s.zero["reduce_bucket_size"]
     offloaded, separate = s.optimizer_device is not None, s.grad_width > s.width
     bucket_width, full = s.width, s.gas > 1
@@ -238,7 +251,10 @@ def _gradients_1_2(s: _Sizes) -> list[Item]:
 
 
 def _stage_3(s: _Sizes) -> list[Item]:
-    """Everything by shard. A fp32 run keeps a master copy too: DeepSpeed compares a device with its name."""
+    """Return the items of stage 3: everything is sharded.
+
+    An fp32 run keeps a master copy too, because DeepSpeed compares a device with its name.
+    """
     items = _params_3(s)
     if s.zero["contiguous_gradients"]:
         width = ds_defaults.BYTES[s.ds["communication_data_type"]]
@@ -268,7 +284,7 @@ def _params_3(s: _Sizes) -> list[Item]:
         ]
     section = s.zero["offload_param"]
     if s.param_device == "cpu":
-        # One buffer per frozen parameter, rounded one by one: their sizes are not known here, so the raw sum stands.
+        # One buffer per frozen parameter, each rounded. Their sizes are not known here, so the sum is not rounded.
         place: Place = "pinned" if section["pin_memory"] and s.can_pin else "host"
         return [
             # pinned whatever offload_param.pin_memory says
@@ -290,7 +306,10 @@ def _params_3(s: _Sizes) -> list[Item]:
 
 
 def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
-    """Sub-groups on the host; with offload_optimizer.ratio below 1 the first ones stay on the GPU."""
+    """Return the optimizer's items with sub-groups on the host.
+
+    With offload_optimizer.ratio below 1 the first sub-groups stay on the GPU.
+    """
     on_gpu = int((1 - s.zero["offload_optimizer"]["ratio"]) * len(groups))
     kept, moved = sum(groups[:on_gpu]), groups[on_gpu:]
     return [
@@ -304,7 +323,10 @@ def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
 
 
 def _optimizer_nvme(s: _Sizes, groups: list[int]) -> list[Item]:
-    """Sub-groups on NVMe, four tensors of one group at a time in host memory; tiny groups stay in host memory."""
+    """Return the optimizer's items with sub-groups on NVMe.
+
+    Four tensors of one group at a time are in host memory. Tiny groups always stay in host memory.
+    """
     smallest = max(MIN_SWAPPED_BYTES, s.ds["aio"]["block_size"])
     swapped = [n for n in groups if MASTER * n >= smallest]
     kept = [n for n in groups if MASTER * n < smallest]
@@ -322,9 +344,10 @@ def _optimizer_nvme(s: _Sizes, groups: list[int]) -> list[Item]:
 
 
 def _sub_groups(s: _Sizes) -> list[int]:
-    """Elements of each sub-group of one rank (stage3.py:1210): closed by the parameter that reaches the size.
+    """Return the elements of each sub-group of one rank (stage3.py:1210).
 
-    The overshoot is unknown; a group is at least as large as the largest parameter's shard that it must hold.
+    The parameter that reaches sub_group_size closes a sub-group. By how much it exceeds the size is unknown
+    here. A group is at least as large as the largest parameter's shard that it must hold.
     """
     size = s.zero["sub_group_size"]
     if size <= 0 or size >= s.shard:
@@ -335,5 +358,8 @@ def _sub_groups(s: _Sizes) -> list[int]:
 
 
 def _power_of_two(size: int) -> int:
-    """torch's CachingHostAllocator rounds every pinned allocation so (ATen/core/CachingHostAllocator.h:305)."""
+    """Round `size` up as torch's CachingHostAllocator does for every pinned allocation.
+
+    See ATen/core/CachingHostAllocator.h:305.
+    """
     return 1 << (size - 1).bit_length() if size > 0 else 0

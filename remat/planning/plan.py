@@ -1,7 +1,7 @@
 """Make a plan: every byte of a run by place and category, the moment of the peak, and whether it all fits.
 
-It needs no GPU, no weights and no network, and asks the code that the run itself uses. The peak of a GPU is what
-persists plus the largest sum of what is there at one instant.
+Planning needs no GPU, no weights and no network, and calls the code that the run itself uses. The peak of a GPU
+is what persists plus the largest total of temporary bytes at one instant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measur
 
 COLLECTIVES_BYTES = int(0.5 * GIB)  # NCCL's channels, per communicator, when there is more than one rank
 FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching allocator: 1.06 to 1.12
-CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/states.py
+CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
     "parameters": Category.weights,
     "frozen parameters": Category.weights,
     "4-bit weights": Category.weights,
@@ -48,7 +48,7 @@ CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/stat
 
 @dataclass(frozen=True)
 class Resource:
-    """Something a machine has so much of: `needed` and `found` in bytes; found None: not known."""
+    """A limited resource of a machine: bytes needed and bytes found (None if unknown)."""
 
     name: str
     needed_bytes: int
@@ -65,7 +65,7 @@ class Resource:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the machine has: the GPU of one rank, host memory and NVMe of one node. None: unknown."""
+    """The memory of a machine: the GPU of one rank, host memory and NVMe of one node. None: unknown."""
 
     gpu_bytes: int | None
     host_bytes: int | None
@@ -74,11 +74,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one rank, and of one node where a name says so.
+    """The memory a run needs. Bytes are of one rank, or of one node where a name says so.
 
-    `gpu` is by category at the moment of the peak; `peak_bytes` is what torch would report as
-    max_memory_allocated; `resources` begins with what the GPU must have for it, if there is one. `host`, `pinned` and
-    `nvme` are by item. `states` is what the model states have on the GPU after a backward, whenever the peak is.
+    `gpu` is by category at the moment of the peak. `peak_bytes` is what torch would report as
+    max_memory_allocated. `resources` begins with the GPU memory needed, if there is a GPU. `host`, `pinned` and
+    `nvme` are by item. `states` is what the model states take on the GPU after a backward, whenever the peak
+    is.
     """
 
     gpu: Mapping[Category, int]
@@ -112,13 +113,13 @@ def assemble(
     extra_host_bytes: int,
     on_gpu: bool = True,
 ) -> Plan:
-    """Put the model states and one simulated micro-batch together.
+    """Combine the model states and one simulated micro-batch into a plan.
 
-    `update_bytes` is what the optimizer's update adds on the GPU, `extra_host_bytes` what each process has in host
-    memory besides (libraries, the data's page cache). Without a GPU (`on_gpu=False`) the bytes of `gpu` are
-    host memory too, with no allocator or context around them.
+    `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is what each process needs
+    in host memory besides (libraries, the data's page cache). Without a GPU (`on_gpu=False`) the bytes of `gpu`
+    are host memory too, with no allocator or context around them.
     """
-    simulated = IN_BACKWARD if zero.stage < 3 else ()  # counted from moment to moment there
+    simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
     states = _persistent(item for item in items if item.name not in simulated)
     moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
     moments.append(_optimizer_step(_persistent(items), update_bytes))
@@ -160,7 +161,7 @@ def assemble(
 
 
 def overhead_bytes(peak_bytes: int, world_size: int) -> int:
-    """What a GPU has besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
+    """Return what a GPU holds besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
     return int(FRAGMENTATION * peak_bytes) + CONTEXT_BYTES + (COLLECTIVES_BYTES if world_size > 1 else 0)
 
 
@@ -171,7 +172,7 @@ def _overhead_in_words(world_size: int) -> str:
 
 
 def _persistent(items: Iterable[Item]) -> dict[Category, int]:
-    """Model states on the GPU at the end of a backward."""
+    """Return the model states on the GPU at the end of a backward, by category."""
     found: dict[Category, int] = {}
     for item in items:
         if item.place == "gpu":
@@ -181,7 +182,7 @@ def _persistent(items: Iterable[Item]) -> dict[Category, int]:
 
 
 def _with_states(moment: Moment, persistent: Mapping[Category, int]) -> Moment:
-    """A moment of a micro-batch on top of what persists."""
+    """Return `moment` with the persistent bytes added."""
     total = dict(persistent)
     for category, size in moment.by_category.items():
         total[category] = total.get(category, 0) + size
@@ -189,7 +190,7 @@ def _with_states(moment: Moment, persistent: Mapping[Category, int]) -> Moment:
 
 
 def _optimizer_step(persistent: Mapping[Category, int], copies_bytes: int) -> Moment:
-    """The update itself: copies of the gradients lie beside the states."""
+    """Return the moment of the optimizer's update, when copies of the gradients lie beside the model states."""
     total = dict(persistent)
     total[Category.gradients] = total.get(Category.gradients, 0) + copies_bytes
     return Moment(sum(total.values()), total, Phase.step, None, "optimizer")
@@ -205,7 +206,7 @@ def _by_name(items: Iterable[Item], place: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what it was made from."""
+    """A plan and what it was made from."""
 
     cfg: RunConfig
     strategy: strategy.Strategy
@@ -226,8 +227,9 @@ def make_plan(
 ) -> Planned:
     """Plan the run of `cfg` on its own machine (or `world_size` ranks and `capacity`). Raises ConfigError.
 
-    `decided` saves deciding it again; `on_gpu` false: ranks that compute on CPUs, whose only memory is the host's.
-    `recordings` is what earlier plans recorded: one that differs only in ZeRO's settings or machine records nothing.
+    A `decided` strategy is used as it is instead of being resolved again. `on_gpu` is false for ranks that
+    compute on CPUs, whose only memory is the host's. `recordings` holds what earlier plans recorded: a plan
+    that differs from one of them only in ZeRO's settings or machine records nothing.
     """
     ranks = world_size or cfg.hardware.ranks
     validation.check_plan(cfg)
@@ -246,7 +248,7 @@ def estimate(
     capacity: Capacity | None = None,
     on_gpu: bool = True,
 ) -> Planned:
-    """The plan that follows from a simulated micro-batch."""
+    """Make the plan that follows from a simulated micro-batch."""
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
     zero = ZeroSettings.of(decided.ds, world_size)
     items = decided.model_states(data_ranks=world_size, ranks_per_node=per_node, can_pin=on_gpu)
@@ -291,7 +293,7 @@ def _time(
 
 
 def _capacity(cfg: RunConfig) -> Capacity:
-    """Of the machine that the options name; what they do not name is unknown."""
+    """Return the capacity of the machine that the options name; what they do not name is unknown."""
     gpu = cfg.hardware.gpu_memory_gib
     if gpu is None and cfg.hardware.gpu and (known := gpus.find_gpu(cfg.hardware.gpu)):
         gpu = known.memory_gib
@@ -307,12 +309,12 @@ def _bytes(gib: float | None) -> int | None:
 
 
 def needed_bytes(planned: Planned, resource: str) -> int:
-    """Of one resource by its name; 0 where the plan has none such."""
+    """Return the bytes needed of the resource with this name; 0 if the plan does not list it."""
     return next((r.needed_bytes for r in planned.plan.resources if r.name == resource), 0)
 
 
 def plan_as_json(planned: Planned) -> dict[str, Any]:
-    """Everything of a plan as plain data, for plan.json and --json. Bytes and seconds."""
+    """Return everything of a plan as plain data, in bytes and seconds, for plan.json and --json."""
     plan, time = planned.plan, planned.time
     return {
         "name": planned.cfg.name,

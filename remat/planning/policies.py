@@ -1,4 +1,4 @@
-"""`remat compare policies`: every policy on one model, counted op by op on meta tensors, without weights."""
+"""Compare every policy on one model for `remat compare policies`, counted op by op on meta tensors, without weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One policy on one micro-batch. Bytes are means per layer; FLOPs are matrix products and attention.
+    """The counts of one policy on one micro-batch.
 
-    `hidden_states` is kept bytes in units of one hidden state [micro batch, seq, hidden]; `zero3_gathers` the volume
-    that ZeRO-3 gathers in units of the model, without reuse (0: not known, with adapters). A policy that cannot work
-    here has only `refused`.
+    Bytes are means per layer; FLOPs are matrix products and attention. `hidden_states` is kept bytes in units
+    of one hidden state [micro batch, seq, hidden]. `zero3_gathers` is the volume that ZeRO-3 gathers, in units
+    of the model's size, without reuse (0: not known, with adapters). A policy that cannot work here has only
+    `refused`.
     """
 
     name: str
@@ -41,7 +42,7 @@ class PolicyRow:
 
 
 def rows(overrides: list[str]) -> Iterator[PolicyRow]:
-    """One row per choice of `conf/checkpointing`, over the run that `overrides` ask for. Raises ConfigError."""
+    """Yield one row per choice of `conf/checkpointing`, for the run that `overrides` ask for. Raises ConfigError."""
     compose.compose_run(without_policy(overrides))  # a bad override is one message, not one per policy
     for name in compose.group_choices()["checkpointing"]:
         try:
@@ -63,12 +64,15 @@ def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
 
 
 def on_gpu(cfg: RunConfig) -> bool:
-    """Whether figures are those of a GPU: the options name one, or this machine has one. Else they are a CPU's."""
+    """Return whether the figures are for a GPU; else they are for a CPU.
+
+    They are for a GPU when the options name one, or when this machine has one.
+    """
     return cfg.hardware.gpu is not None or torch.cuda.is_available()
 
 
 def count(cfg: RunConfig, name: str) -> PolicyRow:
-    """Carry the policy of `cfg` out on a model of meta tensors and count. Raises ConfigError when it cannot work."""
+    """Apply the policy of `cfg` to a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = hf_model.shape_config(cfg.model)
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
@@ -125,7 +129,7 @@ HEADINGS = [
 
 
 def cells(row: PolicyRow) -> list[str]:
-    """The figures of a row under HEADINGS; a policy that is refused has its reason instead."""
+    """Return the figures of a row under HEADINGS; for a refused policy, its name and the reason."""
     if row.refused:
         return [row.name, f"refused: {row.refused}"]
     return [
@@ -140,7 +144,7 @@ def cells(row: PolicyRow) -> list[str]:
 
 
 def lines(found: Iterator[PolicyRow]) -> Iterator[str]:
-    """A table that grows as policies are counted."""
+    """Yield the lines of the table, each as soon as its policy is counted."""
     widths = [max(20, len(HEADINGS[0])), *(len(heading) for heading in HEADINGS[1:])]
     yield "  ".join(
         h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(HEADINGS, widths, strict=True))
@@ -156,7 +160,7 @@ def _ranks(cfg: RunConfig) -> int:
 
 
 def caption(cfg: RunConfig) -> str:
-    """What the figures are of."""
+    """Return the caption of the table: model, batch, precision and machine that the figures belong to."""
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     train = cfg.train
     adapters = {PeftMethod.none: "", PeftMethod.lora: ", LoRA", PeftMethod.qlora: ", QLoRA"}[cfg.peft.method]

@@ -1,7 +1,7 @@
-"""Can this machine hold the run? Asked before any weight is read, answered with needed against found.
+"""Check whether this machine can hold the run, before any weight is read: resources needed against found.
 
-Here: disks, locked memory, the number of GPUs, and a lower bound of memory from the model states alone. Where the run
-has a plan, `remat.launch_plan` puts the plan's memory in the place of that bound.
+This module checks disks, locked memory, the number of GPUs, and a lower bound of memory from the model states
+alone. Where the run has a plan, `remat.planning.launch_plan` replaces that bound with the plan's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat.machine.node import Disk, Machine
 from remat.planning.model_states import Item
 from remat.saving import disk_space
 
-REHEARSED_FROM = 1e9  # parameters: where hours are at stake, and a save takes long enough to be found out late
+REHEARSED_FROM = 1e9  # parameters: a failed save of so large a model would be found late and cost hours
 SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
 LOWER_BOUND = (
     "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
@@ -27,14 +27,17 @@ LOWER_BOUND = (
 
 
 class DoesNotFit(Exception):
-    """The machine lacks something the run needs. The text is a table of needed and found, and a remedy for each."""
+    """The error raised when the machine lacks something the run needs.
+
+    The text is a table of needed and found, and a remedy for each.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the run allocates at least. Host, pinned and NVMe bytes are per node, GPU and locked bytes per rank.
+    """The least that a run allocates. Host, pinned and NVMe bytes are per node, GPU and locked bytes per rank.
 
-    `rounding_bytes` is the part of the host bytes that pinning the optimizer's buffers adds by rounding.
+    `rounding_bytes` is the part of the host bytes that comes from rounding the optimizer's pinned buffers.
     """
 
     ranks_per_node: int
@@ -45,22 +48,26 @@ class Needs:
     nvme_bytes: int
     saved_bytes: int
     export_bytes: int
-    rehearsal_bytes: int  # of one state and one export, gone before the first of the saved ones
+    rehearsal_bytes: int  # one trial saved state and export, deleted before the first real one
     download_bytes: int
-    reading_bytes: int  # of host memory while weights are read, before the model states are there
+    reading_bytes: int  # host memory while weights are read, before the model states exist
     gpu_remedy: str
 
 
 def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
-    """Whether pretrained weights go from their files right onto the GPU. Layers that are shared are cut on the host."""
+    """Return whether pretrained weights go from their files straight onto the GPU.
+
+    Shared layers are cut on the host.
+    """
     return device_type == "cuda" and cfg.train.tensor_parallel_size == 1
 
 
 def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: int, ranks_per_node: int) -> int:
-    """Host memory of a node while the weights are read: below ZeRO-3 each rank that shares layers has the whole model.
+    """Return the host memory of a node while the weights are read.
 
-    Else there is nothing to add: a GPU's rank hands on one weight after another, a CPU's rank keeps what it reads.
-    `num_params` are those of the whole model, `width` their bytes.
+    Below ZeRO-3 each rank that shares layers has the whole model. Else there is nothing to add: a GPU's rank
+    hands on one weight after another, a CPU's rank keeps what it reads. `num_params` counts the whole model,
+    `width` is bytes per parameter.
     """
     whole = cfg.model.init is ModelInit.pretrained and zero_stage < 3 and cfg.train.tensor_parallel_size > 1
     return ranks_per_node * num_params * width if whole else 0
@@ -68,7 +75,7 @@ def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: in
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a resource, what is needed and found of it, and what to do when it is too little."""
+    """A line of the table: a resource, what is needed and found of it, and what to do when it is too little."""
 
     name: str
     needed_bytes: int
@@ -81,7 +88,7 @@ class Row:
 
 
 def too_few_gpus(*, needed: int, found: int) -> str | None:
-    """What to say when a node has GPUs, but not one for each of its ranks."""
+    """Return the error when a node has GPUs but fewer than ranks; else None."""
     if not 0 < found < needed:
         return None
     return (
@@ -102,9 +109,9 @@ def required(
     download_bytes: int = 0,
     reading_bytes: int = 0,
 ) -> Needs:
-    """What a run with these model states needs of one node, and of the disk that all nodes share.
+    """Return what a run with these model states needs of one node, and of the disk that all nodes share.
 
-    `num_params` are those that are saved and exported: the trained ones.
+    `num_params` counts the parameters that are saved and exported: the trained ones.
     """
     width = ds_defaults.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]
     per_node = {
@@ -132,13 +139,13 @@ def required(
 
 
 def saved_state_bytes(num_params: int, ds: Mapping[str, Any]) -> int:
-    """One saved state of all ranks: master and moments, and below stage 3 the module once more."""
+    """Return the size of one saved state of all ranks: master and moments, and below stage 3 the module once more."""
     half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
     return num_params * disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
 
 
 def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:
-    """Whether the run tries its save and export after the first step; `num_params` are those of the whole model."""
+    """Return whether the run tries its save and export after the first step. `num_params` counts the whole model."""
     if save.rehearse is not None:
         return save.rehearse
     keeps = save.every > 0 or save.at_end or save.export
@@ -146,14 +153,17 @@ def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -
 
 
 def states_on_disk(save: SaveConfig, steps: int) -> int:
-    """How many saved states exist at once at most: the kept ones, and the next, which is complete before one goes."""
+    """Return how many saved states exist at once at most.
+
+    These are the kept ones and the next one, which is complete before one of them is deleted.
+    """
     regular = steps // save.every if save.every else 0
     last = 1 if save.at_end and not (save.every and steps % save.every == 0) else 0
     return min(regular + last, save.keep + 1)
 
 
 def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
-    """What fetching the weights takes in the hub's cache, at 2 bytes per parameter; 0 when nothing is fetched."""
+    """Return the bytes that fetching the weights takes in the hub's cache: 2 per parameter, 0 if nothing is fetched."""
     if model.init is not ModelInit.pretrained or not model.path or Path(model.path).expanduser().exists():
         return 0
     snapshots = cache / f"models--{model.path.replace('/', '--')}" / "snapshots"
@@ -163,7 +173,10 @@ def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
 
 
 def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
-    """Needed against found for each resource the run uses; `memory` are a plan's, else the model states stand there."""
+    """Return needed against found for each resource the run uses.
+
+    `memory` are the rows of a plan. Without them the model states are compared.
+    """
     lines = list(memory) or lower_bound(needs, machine)
     if needs.reading_bytes:
         remedy = "start fewer ranks on each node, or train.tensor_parallel_size=1, which reads onto the GPU"
@@ -181,7 +194,7 @@ def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row
 
 
 def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
-    """Memory for the model states. Without a GPU its bytes are host bytes."""
+    """Return the rows of memory for the model states. Without a GPU its bytes are host bytes."""
     host, ranks = needs.host_bytes, needs.ranks_per_node
     if machine.gpu_bytes is None:
         host += needs.gpu_bytes * ranks
@@ -206,7 +219,7 @@ def gpu_row(needs: Needs, machine: Machine, needed_bytes: int) -> Row:
 
 
 def problems(lines: Sequence[Row]) -> list[str]:
-    """What is too small; each line names the resource, needed and found, and the remedy."""
+    """Return one line for each resource that is too small: its name, needed and found, and the remedy."""
     return [
         f"{row.name}: needed {_gib(row.needed_bytes)} GiB, found {_gib(row.found_bytes)} GiB; {row.remedy}"
         for row in lines
@@ -215,7 +228,7 @@ def problems(lines: Sequence[Row]) -> list[str]:
 
 
 def refusal(lines: Sequence[Row]) -> str | None:
-    """The whole table and every problem, when anything is too small."""
+    """Return the whole table and every problem when anything is too small; else None."""
     found = problems(lines)
     if not found:
         return None
@@ -224,7 +237,7 @@ def refusal(lines: Sequence[Row]) -> str | None:
 
 
 def table(lines: Sequence[Row]) -> str:
-    """The rows in aligned columns, GiB."""
+    """Return the rows in aligned columns, in GiB."""
     width = max(len(row.name) for row in lines)
     head = f"{'GiB':<{width}}  {'needed':>10}  {'found':>10}"
     body = [
@@ -248,7 +261,10 @@ def _host_remedy(needs: Needs, machine: Machine) -> str:
 
 
 def _shared_memory_rows(needs: Needs, machine: Machine) -> list[Row]:
-    """NCCL's segments between the GPUs of a node; 10 MB each, several per rank. CPU ranks use none (gloo)."""
+    """Return the row of NCCL's segments between the GPUs of a node: 10 MB each, several per rank.
+
+    CPU ranks use none (gloo).
+    """
     if machine.gpu_bytes is None or machine.shm_bytes is None or needs.ranks_per_node < 2:
         return []
     remedy = (
@@ -258,7 +274,7 @@ def _shared_memory_rows(needs: Needs, machine: Machine) -> list[Row]:
 
 
 def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
-    """One row per filesystem that the run writes to."""
+    """Return one row per filesystem that the run writes to."""
     writes: list[tuple[Disk, int, str, str]] = [
         (
             machine.output,
@@ -281,7 +297,7 @@ def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
 
 
 def _gpu_remedy(ds: Mapping[str, Any]) -> str:
-    """The next strategy that keeps less on the GPU."""
+    """Return advice to use the next strategy that keeps less on the GPU."""
     stage, optimizer = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
     if ds_config.param_offload_device(ds):
         return "a smaller deepspeed.overrides.zero_optimization.reduce_bucket_size, or a GPU with more memory"

@@ -1,4 +1,4 @@
-"""Micro-batches recorded on meta tensors, each once: many plans that differ only in ZeRO's settings share one."""
+"""Record micro-batches on meta tensors, each once. Plans that differ only in ZeRO's settings share a recording."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ META = torch.device("meta")
 
 
 class Recordings:
-    """Hand the same one to every `planner.make` of a search; `made` counts what was really recorded."""
+    """A cache of recorded micro-batches. Pass the same one to every `make_plan` of a search.
+
+    `made` counts the recordings that were really made.
+    """
 
     def __init__(self) -> None:
         self.made = 0
         self._found: dict[str, simulate.Recording] = {}
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
-        """One micro-batch of the run of `cfg`, whatever machine and ZeRO settings (but: stage 3, or not)."""
+        """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
+
+        It does not depend on the machine, nor on ZeRO settings, except whether the stage is 3.
+        """
         train = cfg.train
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
@@ -39,7 +45,7 @@ class Recordings:
 
 
 def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simulate.Recording:
-    """One micro-batch of the real model on meta tensors with the policies of the run on it."""
+    """Record one micro-batch of the real model on meta tensors, with the run's policies applied."""
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
         raise ConfigError(

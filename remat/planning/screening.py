@@ -1,6 +1,6 @@
-"""What a plan would say, at a fraction of its cost: a few layers are simulated, and the rest are taken to be alike.
+"""Estimate a plan at a fraction of its cost: a few layers are simulated, and the rest are assumed to be alike.
 
-For a search among many candidates. What is shown to anyone is planned whole (remat.planning.planner).
+A search among many candidates uses this. What is shown to anyone is planned whole (remat.planning.plan).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 
-FEW_LAYERS = 8  # a model of so many is simulated whole
+FEW_LAYERS = 8  # a model of at most so many is simulated whole
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer")
 LOW_LAYERS = 4
 
 
 class Screen:
-    """Estimates of plans. One object serves one search and remembers what it simulated."""
+    """An estimator of plans. One object serves one search and remembers what it simulated."""
 
     def __init__(self, recordings: Recordings) -> None:
         self._recordings = recordings
@@ -33,8 +33,8 @@ class Screen:
     def estimate(self, cfg: RunConfig, *, even_if_states_do_not_fit: bool = False) -> Planned:
         """Estimate the plan of `cfg`. Raises ConfigError.
 
-        When the model states alone do not fit, the plan is of those alone (its simulation is NO_ACTIVATIONS), unless
-        `even_if_states_do_not_fit`.
+        When the model states alone do not fit, the plan contains only those (its simulation is NO_ACTIVATIONS),
+        unless `even_if_states_do_not_fit`.
         """
         low, high = _depths(cfg)
         ranks = cfg.hardware.ranks
@@ -53,7 +53,7 @@ class Screen:
                 return plan.estimate(cfg, decided, whole, world_size=ranks)
         except ConfigError:
             if not high:
-                raise  # else it may be that only the few layers are refused: layer ranges
+                raise  # else perhaps only the few layers are refused, because of layer ranges
         return plan.make_plan(cfg, recordings=self._recordings)
 
     def _simulation(self, cfg: RunConfig, ranks: int) -> Simulation:
@@ -69,7 +69,7 @@ class Screen:
 
 
 def _depth(cfg: RunConfig) -> int:
-    """Decoder layers as the options name them; 0: a folder does, and is planned whole."""
+    """Return the number of decoder layers that the options name; 0 if a folder does, whose model is planned whole."""
     return next(
         (int(cfg.model.architecture[name]) for name in DEPTH_FIELDS if name in cfg.model.architecture), 0
     )
@@ -96,7 +96,7 @@ def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
 
 
 def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
-    """`high` with its difference from `low` added `repeats` times more."""
+    """Return `high` with its difference from `low` added `repeats` times more."""
 
     def grown(few: float, more: float) -> int:
         return max(0, round(more + (more - few) * repeats))

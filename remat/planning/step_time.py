@@ -1,4 +1,4 @@
-"""How long one optimizer step takes: a roofline of the simulated operations, plus what of the traffic is not hidden.
+"""Estimate the time of one optimizer step: a roofline of the simulated operations, plus traffic that is not hidden.
 
 A term whose rate is not known is left out and named in `StepTime.unknown`: the total is then a lower bound.
 """
@@ -41,7 +41,7 @@ AFTER = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on each rank: what it waits for, by cause. They add up to `total_s`.
+    """Seconds of one optimizer step on each rank, by cause. They add up to `total_s`.
 
     `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing.
     """
@@ -59,13 +59,16 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """A lower bound when something is unknown."""
+        """Return the seconds of the step; a lower bound when something is unknown."""
         exposed = self.pcie_s + self.optimizer_s + self.collectives_s + self.nvme_s
         return self.compute_s + self.recompute_s + exposed
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together; an upper bound when something is unknown, None when no time is known."""
+        """Return the tokens per second of all ranks together.
+
+        It is an upper bound when something is unknown, and None when no time is known.
+        """
         return self.tokens / self.total_s if self.total_s > 0 else None
 
 
@@ -84,11 +87,12 @@ def step_time(
     optimizer_on_nvme: bool = False,
     params_on_nvme: bool = False,
 ) -> StepTime:
-    """Time of an optimizer step of `accumulation` micro-batches like the simulated one, of `tokens` tokens a rank.
+    """Return the time of an optimizer step of `accumulation` micro-batches like the simulated one.
 
-    `moved_bytes` is what activation offload takes to the host in one micro-batch (and brings back); `attention_share`
-    the part of the counted square that the attention kernel computes. `num_params` may hold frozen ones. The optimizer
-    is Adam. Sources of the formulas stand with the terms.
+    Each micro-batch has `tokens` tokens a rank. `moved_bytes` is what activation offload takes to the host in
+    one micro-batch (and brings back). `attention_share` is the part of the counted square that the attention
+    kernel computes. `num_params` may include frozen ones. The optimizer is Adam. Sources of the formulas stand
+    with the terms.
     """
     terms = _Terms(machine, zero, precision, num_params, num_trained)
     times = dict.fromkeys(Phase, 0.0)
@@ -101,7 +105,7 @@ def step_time(
     can_hide = zero.overlap_comm
     copied, exposed_copies = terms.copies(simulation.gathered_elements, early, moved_bytes, forward, backward)
     exposed_inside = inside
-    if can_hide:  # links of their own: the slower of the two is waited for, the other runs beside it
+    if can_hide:  # each has its own links: the step waits for the slower, and the other runs beside it
         exposed_inside = max(0.0, inside - forward - backward)
         if exposed_inside > exposed_copies:
             exposed_copies = 0.0
@@ -131,7 +135,7 @@ def step_time(
 
 
 class _Terms:
-    """The single terms, in seconds. A rate that is needed and not known is put into `unknown` and costs nothing."""
+    """The single terms, in seconds. A rate that is needed but not known goes into `unknown` and its term is 0."""
 
     def __init__(
         self, machine: Machine, zero: ZeroSettings, precision: Precision, num_params: int, num_trained: int
@@ -147,7 +151,10 @@ class _Terms:
         self.param_shard = num_params / (self.ranks if zero.stage == 3 else 1)
 
     def op(self, op: OpCost, attention_share: float) -> float:
-        """Roofline (Williams et al. 2009): the longer of arithmetic and traffic. The step's operations count apart."""
+        """Return the roofline time of an operation (Williams et al. 2009): the longer of arithmetic and traffic.
+
+        Operations of the optimizer step are timed elsewhere and return 0.
+        """
         if op.phase is Phase.step or not (op.flops or op.bytes):
             return 0.0
         flops = op.flops * (attention_share if op.kind == "attention" else 1.0)
@@ -159,11 +166,11 @@ class _Terms:
         return seconds + self._launch()
 
     def collectives(self, gathered_elements: int) -> tuple[float, float]:
-        """Seconds inside a micro-batch, and at the boundary of the accumulation.
+        """Return the seconds of collectives inside a micro-batch, and at the boundary of the accumulation.
 
-        ZeRO-3: its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. ZeRO-2: the
-        reduce-scatter in every micro-batch, an all-gather of the new weights after the step (Rajbhandari et al. 2020,
-        ZeRO, section 7). ZeRO-1 and 0 reduce once; 0 all-reduces.
+        ZeRO-3 does its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. ZeRO-2
+        does the reduce-scatter in every micro-batch, and an all-gather of the new weights after the step
+        (Rajbhandari et al. 2020, ZeRO, section 7). ZeRO-1 and 0 reduce once; 0 all-reduces.
         """
         if self.ranks == 1:
             return 0.0, 0.0
@@ -177,10 +184,10 @@ class _Terms:
     def copies(
         self, gathered: int, early: float, moved_bytes: int, forward: float, backward: float
     ) -> tuple[float, float]:
-        """Seconds of PCIe traffic in one micro-batch, and those of them that compute does not cover.
+        """Return the seconds of PCIe traffic in one micro-batch, and how many of them compute does not cover.
 
-        Offloaded weights come with every gather, each rank its part, and the share `early` of them in forward;
-        gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
+        Offloaded weights are copied with every gather, each rank its part, and the share `early` of them in
+        forward. Gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
         """
         weights = self._host_to_gpu(self.width * gathered / self.ranks if self.zero.offload_param else 0)
         gradients = self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
@@ -190,20 +197,25 @@ class _Terms:
         return first + second, max(0.0, first - forward) + max(0.0, second - backward)
 
     def weights_back(self) -> float:
-        """After a CPU step the new 16-bit weights return to the GPU, unless they stay on the host."""
+        """Return the time to copy the new 16-bit weights to the GPU after a CPU step; 0 if they stay on the host."""
         if not self.zero.offload_optimizer or self.zero.offload_param:
             return 0.0
         return self._host_to_gpu(self.width * self.shard)
 
     def optimizer(self) -> float:
-        """Adam streams its state: on the CPU at the node's rate, shared by its ranks; on the GPU through memory."""
+        """Return the time of Adam, which streams its state.
+
+        On the CPU it runs at the node's rate, shared by its ranks; on the GPU at the rate of its memory.
+        """
         if self.zero.offload_optimizer:
             return self._over(self.shard * self.per_node, "cpu_adam_gparams_s", GB)
         return self._over(self.shard * (ADAM_BYTES + self.width), "memory_gbs", GB)
 
     def nvme(self, gathered: int, optimizer: bool, params: bool, accumulation: int) -> float:
-        """State read and written once per step, weights read with every gather; read, then computed, then written
-        (pipeline_read and pipeline_write are off). Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
+        """Return the time of NVMe traffic: state read and written once per step, weights read with every gather.
+
+        Reading, computing and writing follow one another (pipeline_read and pipeline_write are off).
+        Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
         """
         read = STATE_BYTES * self.shard if optimizer else 0.0
         written = read
@@ -214,10 +226,10 @@ class _Terms:
         return reading + self._over(self.per_node * written, "nvme_write_gbs", GB)
 
     def _ring(self, size: float) -> float:
-        """Reduce-scatter or all-gather of `size` bytes over n ranks: (n - 1) / n of them at the bus bandwidth.
+        """Return the time of a reduce-scatter or all-gather of `size` bytes over n ranks.
 
-        NCCL tests, doc/PERFORMANCE.md. Between nodes all ports work together, so the slower of a GPU's link and a
-        node's network is the bus.
+        (n - 1) / n of the bytes move at the bus bandwidth: NCCL tests, doc/PERFORMANCE.md. Between nodes all
+        ports work together, so the bus is the slower of a GPU's link and a node's network.
         """
         rates = [self._rate("gpu_link_gbs")] if self.per_node > 1 else []
         if self.nodes > 1:
@@ -247,7 +259,7 @@ class _Terms:
         return 0.0 if rate is None else rate / 1e6
 
     def _over(self, amount: float, name: str, unit: float) -> float:
-        """`amount` at the machine's rate `name`."""
+        """Return the time of `amount` at the machine's rate `name`."""
         if not amount:
             return 0.0
         rate = self._rate(name)

@@ -1,4 +1,4 @@
-"""What a run will be, known before any weight is read: its size, its DeepSpeed config, and whether it can fit."""
+"""Resolve a run before any weight is read: its size, its DeepSpeed config, and what becomes of each layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from remat.planning import model_states as states
 
 @dataclass(frozen=True)
 class Strategy:
-    """`facts` is the whole model, `held` what one rank has of it before ZeRO shards that.
+    """A run's options, resolved against its model.
 
-    `ds` is the complete DeepSpeed dict; `decisions` has one entry per decoder layer (none for a model without).
-    `stacks` says which layers these are, and which are not treated; empty for a model that is one stack.
+    `facts` describes the whole model, `held` the part of it that one rank has before ZeRO shards it. `ds` is
+    the complete DeepSpeed dict. `decisions` has one entry per decoder layer (none for a model without layers).
+    `stacks` says which layers these are, and which are left alone; it is empty for a model that is one stack.
     """
 
     facts: hf_model.ModelFacts
@@ -33,10 +34,10 @@ class Strategy:
     decisions: list[LayerDecision]
     packed: Packed
     stacks: str = ""  # the stacks of layers in words, where there is more than one
-    decided_because: str = ""  # where the decisions are not the usual ones of the policy
+    decided_because: str = ""  # why, where the decisions are not the policy's usual ones
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
-        """Of one rank; `data_ranks` share them."""
+        """Return the model states of one rank, sharded over `data_ranks` ranks."""
         return states.model_states(
             num_params=self.held.num_params,
             largest_param=self.held.largest_param,
@@ -52,9 +53,10 @@ class Strategy:
 
 
 def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
-    """From options alone: no weight, no GPU, no network where the recipe names the model's shape.
+    """Resolve the options of `cfg` against the shape of its model. Raises ConfigError.
 
-    `can_pin`: the run will have CUDA, without which torch pins no host memory. Raises ConfigError.
+    Needs no weight and no GPU, and no network where the recipe names the model's shape. `can_pin` says that the
+    run will have CUDA; without it torch pins no host memory.
     """
     config = hf_model.shape_config(cfg.model)
     skeleton = hf_model.skeleton(config, cfg.model)
@@ -97,7 +99,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
 def _decisions(
     cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
 ) -> tuple[list[LayerDecision], str, str]:
-    """What becomes of each layer, the stacks in words, and why the decisions are not the usual ones of the policy.
+    """Return the decision for each layer, the stacks in words, and why decisions are not the policy's usual ones.
 
     Raises ConfigError with everything that cannot work.
     """
@@ -136,7 +138,7 @@ def _decisions(
 
 
 def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
-    """Sizes with the adapters, if any. The skeleton gets them too, still without storage."""
+    """Return the model's sizes, adapters included. The skeleton gets the adapters too, still without storage."""
     quantised: tuple[int, ...] = ()
     if cfg.peft.method is PeftMethod.qlora:
         quantised = adapters.find_quantised(layers.decoder_layers(skeleton))
@@ -145,7 +147,7 @@ def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
 
 
 def meta_model(cfg: RunConfig) -> Any:
-    """The model as it will be trained, adapters, precision and quantisation included, on the meta device."""
+    """Build the model on the meta device as it will be trained, with adapters, precision and quantisation."""
     dtype = hf_model.DTYPES[cfg.train.precision]
     net: Any = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
     net = net.to(dtype).train()
@@ -162,7 +164,10 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
 
 
 def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model.ModelFacts:
-    """Where layers are shared, every parameter is trained: no adapters."""
+    """Return the sizes of the part of the model that one rank holds.
+
+    Layers are never shared between ranks in a run with adapters, so every parameter is trained.
+    """
     if shared_by == 1:
         return facts
     sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
@@ -177,6 +182,6 @@ def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model
 
 
 def counted_model(cfg: RunConfig) -> Any:
-    """The model whose FLOPs are counted: with its adapters, weights that are held in 4 bits in their own shapes."""
+    """Build the model whose FLOPs are counted: with its adapters, 4-bit weights in their unquantised shapes."""
     plain = replace(cfg.model, attention=Attention.eager)
     return _with_adapters(cfg, hf_model.skeleton(hf_model.shape_config(cfg.model), plain))

@@ -1,4 +1,4 @@
-"""`remat plan --sweep`: every combination of the values that words with commas list, each planned."""
+"""Plan every combination of the values that words with commas list, for `remat plan --sweep`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from remat.planning.recording import Recordings
 
 @dataclass(frozen=True)
 class Point:
-    """One combination: its plan, or why it is refused.
+    """A combination of values: its plan, or why it is refused.
 
-    `on_pareto_front`: no other one that fits is better in memory and in time.
+    `on_pareto_front`: no other point that fits is better in memory and in time.
     """
 
     overrides: tuple[str, ...]
@@ -32,7 +32,10 @@ class Point:
 
 
 def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
-    """Plan every combination. One that is refused is a point with the reason. Raises ConfigError when all are."""
+    """Plan every combination; a refused one becomes a point with the reason.
+
+    Raises ConfigError when all are refused.
+    """
     fixed, points = split(args)
     recordings = Recordings()
     found = []
@@ -55,12 +58,15 @@ def gpu_bytes(planned: Planned) -> int:
 
 
 def is_timed(planned: Planned) -> bool:
-    """Whether its time may be compared."""
+    """Return whether the plan's time is complete and may be compared."""
     return planned.time.total_s > 0 and not planned.time.unknown
 
 
 def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
-    """Of those that fit: no other needs less GPU memory and less time for a token."""
+    """Yield the points with the Pareto front marked.
+
+    A point that fits is on it when no other such point dominates it in GPU memory and time for a token.
+    """
     costs = {
         index: (gpu_bytes(p.planned), 1 / p.planned.time.tokens_per_s)
         for index, p in enumerate(points)
@@ -73,12 +79,12 @@ def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
 
 
 def is_dominated(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    """Whether one of `others` costs no more in memory and in time, and less in one of them."""
+    """Return whether one of `others` costs no more in memory and in time, and less in one of them."""
     return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in others)
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One entry per point, in the order of the command line."""
+    """Return one entry per point, in the order of the command line."""
     return [
         {
             "overrides": list(point.overrides),

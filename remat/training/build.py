@@ -1,4 +1,4 @@
-"""Build everything a run needs, in the order in which it can fail cheapest: options, machine, data, model, engine.
+"""Build everything a run needs, cheapest failures first: options, machine, data, model, engine.
 
 A saved state to resume from is found and checked against the launch and its data before a model exists.
 """
@@ -54,11 +54,11 @@ def find_resume_point(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
 ) -> load.ResumePoint | None:
-    """The saved state to go on from, if one was asked for, checked against this launch. Collective.
+    """Return the saved state to resume from, if one was asked for, checked against this launch. Collective.
 
-    `own` takes the run directory for this launch before states are looked for; `progress` is called while the files
-    of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room to cut it
-    for other ranks.
+    `own` takes the run directory for this launch before states are looked for. `progress` is called while the
+    files of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room
+    to reshard it.
     """
     _check_shared(cfg)
     found = load.resolve_resume(
@@ -78,7 +78,10 @@ def find_resume_point(
 
 
 def _check_shared(cfg: RunConfig) -> None:
-    """Every node sees the states that rank 0 sees: else half of a state would count as damaged."""
+    """Check that every node sees the states that rank 0 sees. Collective.
+
+    Otherwise half of a state would count as damaged.
+    """
     if cfg.resume == "none":
         return
     state = f"{STEP}*/{FILE}"
@@ -92,7 +95,7 @@ def _check_shared(cfg: RunConfig) -> None:
 
 
 def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
-    """A data position means something only over the same blocks in the same order."""
+    """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
     now = Path(splits.report["folder"]).name
     found = check_same_order(saved["data"], batches)
     if saved["data_key"] != now:
@@ -107,7 +110,7 @@ def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatche
 
 
 def _check_reshard(state: SavedState, world: World, console: Console) -> None:
-    """Refuse a disk without room for the copy that is cut for other ranks; else say that it will be made."""
+    """Raise DoesNotFit if the disk has no room for the resharded copy; else say that it will be made."""
     needed, free = reshard.room(state, world.size)
     place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
     size = disk_space.describe_size(needed)
@@ -123,9 +126,10 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
 
 
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
-    """Everything up to the first step. `words` are those that asked for the run, for advice to repeat.
+    """Build everything up to the first step. Collective.
 
-    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
+    `words` are those that asked for the run, for advice to repeat. Raises ConfigError (exit 2) or DoesNotFit
+    (exit 3) before any weight is read, OutOfMemory after that.
     """
     console = Console(is_main=distributed.rank_from_env() == 0)
     ownership = Ownership(console.note)
@@ -143,7 +147,7 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
         ownership.release()
         watchdog.close()
         raise
-    watchdog.enter("built")  # what comes next is the caller's
+    watchdog.enter("built")  # a phase without a deadline: what comes next is the caller's
     return run
 
 
@@ -210,7 +214,7 @@ def _build(
 def _instruments(
     cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
-    """What measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
+    """Return what measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
@@ -226,7 +230,7 @@ def _instruments(
 def _run_folder(
     cfg: RunConfig, point: load.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
-    """Owned by this launch, and shared by all nodes; reports of a hang go there."""
+    """Open the run directory, owned by this launch and shared by all nodes. Reports of a hang go there."""
     owned = point.run_dir if point else None
     folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
     shared_folder.check(folder, f"output_dir={cfg.output_dir}")
@@ -235,7 +239,10 @@ def _run_folder(
 
 
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
-    """The ranks, started alike. A collective may wait longer than any deadline, whose report says more."""
+    """Join the ranks, after checking that they were started alike. Collective.
+
+    A collective may wait longer than any deadline, because the watchdog's report says more.
+    """
     watchdog.enter("join")  # it has a limit of its own, and says who is missing
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
     watchdog.enter("build")
@@ -245,7 +252,7 @@ def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World
 
 
 def _say(text: str) -> None:
-    """By the first rank of each node, whose words are seen there."""
+    """Print a line on the first rank of each node, whose output is seen there."""
     if distributed.local_rank_from_env() == 0:
         print(f"remat (rank {distributed.rank_from_env()}): {text}", file=sys.stderr, flush=True)
 
@@ -253,7 +260,7 @@ def _say(text: str) -> None:
 def _data(
     cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
-    """The tokenizer, fit for the model, and the blocks; a rank that builds their cache is waited for."""
+    """Return the tokenizer, checked against the model, and the blocks. Waits for a rank that builds their cache."""
     watchdog.enter("data")
     tokenizer = load_tokenizer(
         cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
@@ -267,9 +274,7 @@ def _data(
         show_progress=True,
         on_progress=lambda: watchdog.enter("data"),
     )
-    watchdog.enter(
-        "wait"
-    )  # for a node that still builds: without a deadline, and no collective's patience ends
+    watchdog.enter("wait")  # a node may still build: no deadline, no collective that times out
     if (others := peers.present()) is not None:
         others.meet("data", _say)
     watchdog.enter("build")
@@ -302,7 +307,7 @@ def _engine(
     group: Any | None,
     resuming: bool,
 ) -> tuple[Any, Applied]:
-    """The DeepSpeed engine around the model, with the checkpointing policy in place.
+    """Return the DeepSpeed engine around the model, with the checkpointing policy in place.
 
     `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do.
     """
@@ -336,7 +341,7 @@ def _engine(
 def _model(
     cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, world: World, *, resuming: bool
 ) -> torch.nn.Module:
-    """The model of this rank, with adapters where it is fine-tuned through them; under ZeRO-3 proven to be shards."""
+    """Build the model of this rank, with LoRA adapters if any; under ZeRO-3 assert that its parameters are sharded."""
     net = hf_model.build(
         cfg.model,
         hf_config,
@@ -344,7 +349,7 @@ def _model(
         ds_config=tensor_parallel.for_creation(strategy.ds),
         zero_stage=strategy.zero_stage,
         seed=cfg.train.seed,
-        resuming=resuming and cfg.peft.method is PeftMethod.none,  # frozen weights are not in a saved state
+        resuming=resuming and cfg.peft.method is PeftMethod.none,  # a saved state has no frozen weights
         loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
         onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
     )
@@ -367,7 +372,7 @@ def _model(
 
 
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
-    """How a pretrained base is quantised while it is read."""
+    """Return how a pretrained base is quantised while it is read."""
     skeleton = hf_model.skeleton(hf_config, cfg.model)
     found: dict[str, Any] = adapters.loading_quantised(
         skeleton, layers.decoder_layers(skeleton), hf_model.DTYPES[cfg.train.precision], world.device
@@ -398,7 +403,7 @@ def _tracker(
 
 
 def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World, plan: LaunchPlan) -> None:
-    """What runs, and what it is planned to hold."""
+    """Write what runs and its plan."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml)
     run_dir.write_json(folder / "ds_config.json", rendered)
@@ -407,11 +412,10 @@ def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: Wor
 
 
 def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
-    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` a warning).
+    """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` the latter is a warning).
 
-    Raises ConfigError for a precision that the machine has not.
-
-    Memory and disks are looked at with the plan, when the ranks can speak to each other.
+    Raises ConfigError for a precision that the machine does not support. Memory and disks are checked with the
+    plan, when the ranks can speak to each other.
     """
     if old := versions.too_old():
         raise preflight.DoesNotFit("\n".join(old))
@@ -424,12 +428,15 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
 
 
 def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
-    """FLOPs per token and the GPU's peak, for `Window`; empty on a CPU, no peak for a GPU that is not in the table."""
+    """Return FLOPs per token and the GPU's peak, for `Window`.
+
+    Returns {} on a CPU, and no peak for a GPU that is not in the table.
+    """
     if not torch.cuda.is_available():
         return {}
     try:
         counted = flops.count(counted_model(cfg), cfg.train.seq_len)
-    except Exception as error:  # a figure that cannot be had must not end a run that would work
+    except Exception as error:  # a missing figure must not end a run that would work
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}
     again = 0.0
@@ -446,7 +453,10 @@ def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str,
 
 
 def _check_precision(precision: Precision) -> None:
-    """DeepSpeed's own refusal comes after the model is built, so ask first."""
+    """Raise ConfigError for a precision that the machine does not support.
+
+    DeepSpeed refuses it too, but only after the model is built.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

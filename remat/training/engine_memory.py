@@ -1,7 +1,7 @@
-"""What a DeepSpeed engine holds between operations, and where: counted from its tensors' storages, on this rank.
+"""Count what a DeepSpeed engine holds between operations, and where, from its tensors' storages on this rank.
 
-Two moments together show every model state: gradients and reduction buffers when a backward is over, weights and
-optimizer state when a step was applied.
+Two moments together show every model state: gradients and reduction buffers when a backward is over, weights
+and optimizer state when a step was applied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on
 
 
 def measure_after_backward(engine: Any) -> Held:
-    """Gradients and communication buckets; call it after the last backward of a step, before the step."""
+    """Measure gradients and communication buckets. Call it after the last backward of a step, before the step."""
     seen = _Storages()
     seen.take(_weights(engine))
     seen.take(_optimizer_state(engine))
@@ -39,14 +39,14 @@ def measure_after_backward(engine: Any) -> Held:
 
 
 def measure_after_step(engine: Any) -> Held:
-    """Weights and optimizer state (master copy, its gradient, moments); call it after an applied step."""
+    """Measure weights and optimizer state (master copy, its gradient, moments). Call it after an applied step."""
     seen = _Storages()
     weights = seen.take(_weights(engine))
     return {"weights": weights, "optimizer state": seen.take(_optimizer_state(engine))}
 
 
 def take_largest(ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> Held:
-    """Of each category and device the most that a rank holds."""
+    """Return the maximum over ranks of each category and device."""
     found: Held = {}
     for rank in ranks:
         for category, places in rank.items():
@@ -57,13 +57,13 @@ def take_largest(ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> Held:
 
 
 class _Storages:
-    """Counts each storage once, however many tensors look at it."""
+    """A counter of bytes that counts each storage once, however many tensors share it."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def take(self, tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-        """Bytes by device of what was not seen before."""
+        """Return the bytes by device of the storages that were not seen before."""
         sizes: dict[str, int] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -114,9 +114,10 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def shard_placement(engine: Any) -> dict[str, Any]:
-    """Bytes by device kind (cpu, cuda, nvme), of this rank; call it after a step was applied.
+    """Return this rank's bytes by device kind (cpu, cuda, nvme). Call it after a step was applied.
 
-    `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped tensors.
+    `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped
+    tensors.
     """
     parameters = list(engine.module.parameters())
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
@@ -143,9 +144,9 @@ def shard_placement(engine: Any) -> dict[str, Any]:
 def broken_promises(
     found: Mapping[str, Any], ds: Mapping[str, Any], *, ranks: int, device_type: str
 ) -> list[str]:
-    """What the DeepSpeed config promised and the engine does not do.
+    """Return what the DeepSpeed config promised and the engine does not do.
 
-    `ranks` share the optimizer state, `device_type` is where the model computes.
+    `ranks` share the optimizer state; `device_type` is where the model computes.
     """
     parameters, state = found["parameters"], found["optimizer_state"]
     stage = ds_config.zero_stage(ds)
@@ -167,7 +168,7 @@ def broken_promises(
         "offload_param": (ds_config.param_offload_device(ds) if stage == 3 else None, parameters["bytes_on"]),
     }
     for section, (wanted, bytes_on) in places.items():
-        # NVMe keeps what is too small to be swapped in host memory
+        # with NVMe offload, what is too small to be swapped stays in host memory
         allowed = {wanted or device_type} | ({"cpu"} if wanted == NVME else set())
         if section == "offload_optimizer" and _keeps_part_on_device(ds):
             allowed.add(device_type)
@@ -181,7 +182,10 @@ def broken_promises(
 
 
 def describe_placement(found: Mapping[str, Any]) -> str:
-    """`12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`."""
+    """Return the placement in words.
+
+    Example: `12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`.
+    """
     parameters, state = found["parameters"], found["optimizer_state"]
     return (
         f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
@@ -190,7 +194,10 @@ def describe_placement(found: Mapping[str, Any]) -> str:
 
 
 def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
-    """Twin-Flow: the first (1 - ratio) of the sub-groups are updated where the model computes."""
+    """Return whether part of the optimizer's state stays on the device.
+
+    With Twin-Flow the first (1 - ratio) of the sub-groups are updated where the model computes.
+    """
     return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
 
 
@@ -208,7 +215,10 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 def _swapped_numel(engine: Any) -> int:
-    """Elements of the master weights whose moments are on NVMe; DeepSpeed keeps empty tensors in their place."""
+    """Return the number of elements of the master weights whose moments are on NVMe.
+
+    DeepSpeed keeps empty tensors in their place.
+    """
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is None:
         return 0

@@ -1,6 +1,7 @@
-"""ledger.json: planned against measured, by category, with how each figure was measured; or why it was not.
+"""Write ledger.json: planned against measured, by category, with how each figure was measured, or why it was not.
 
-Everything was counted in the run's first step or is a mean that is logged anyway: the ledger costs no step anything.
+Everything was counted in the run's first step or is a mean that is logged anyway: the ledger costs no step
+anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from remat.planning.simulation.types import Category, Phase
 from remat.training.proof import FirstStep
 from remat.training.run import Run
 
-OFF_GPU = {  # the names of planning/states.py that a GPU never holds, by category; what is left are buffers
+OFF_GPU = {  # the names of planning/model_states.py that a GPU never holds, by category; the rest are buffers
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,
     "master parameters, moments, gradients": Category.optimizer_state,
@@ -43,7 +44,10 @@ SETTLED = "counted op by op in a micro-batch after three others, when ZeRO-3 has
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a rank unless the category says otherwise. None: not planned or not measured, `how` says why."""
+    """A planned and a measured figure, of one rank unless the category says otherwise.
+
+    None: not planned or not measured; `how` says why.
+    """
 
     category: str
     planned: float | None
@@ -53,7 +57,7 @@ class Row:
 
 
 def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
-    """Every row; `summary` are the run's means by metric name, {} when it did not come so far."""
+    """Return every row; `summary` are the run's means by metric name, {} when it failed before its end."""
     found = [
         *_peaks(run, first),
         *_states(run, first),
@@ -65,7 +69,7 @@ def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
 
 
 def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> dict[str, Any]:
-    """The content of ledger.json. Bytes of activations also by layer."""
+    """Return the content of ledger.json. Bytes of activations are also given by layer."""
     planned, watch = run.plan.planned, first.trace
     layers = range(len(run.applied.decisions))
     return {
@@ -81,7 +85,7 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
 
 
 def metrics(lines: list[Row]) -> dict[str, float]:
-    """The rows for W&B: `ledger/weights, GiB/planned`."""
+    """Return the rows for W&B, under names like `ledger/weights, GiB/planned`."""
     return {
         f"ledger/{line.category}, {line.unit}/{side}": value
         for line in lines
@@ -91,7 +95,7 @@ def metrics(lines: list[Row]) -> dict[str, float]:
 
 
 def in_words(lines: list[Row]) -> dict[str, str]:
-    """The few of them that the final table shows, each only where it has both figures."""
+    """Return the few rows that the final table shows, each only where it has both figures."""
     return {
         f"{SHORT[line.category]}": f"planned {line.planned:,.4g} {line.unit}, measured {line.measured:,.4g} "
         f"({line.measured / line.planned - 1:+.1%})"
@@ -135,7 +139,10 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
 
 
 def _states(run: Run, first: FirstStep) -> list[Row]:
-    """Model states by where they are. Ranks on CPUs have one kind of memory for what would be on a GPU and off it."""
+    """Return the rows of the model states by place.
+
+    Ranks on CPUs have one kind of memory for what would be on a GPU and off it.
+    """
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:
         category = str((CATEGORY_OF | OFF_GPU).get(item.name, Category.buckets))
@@ -272,7 +279,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _scaled(row: Row) -> Row:
-    """Bytes in GiB, or in MiB where both figures are small."""
+    """Return the row with bytes in GiB, or in MiB where both figures are small."""
     if row.unit != "bytes":
         return row
     unit, name = (GIB, "GiB") if max(row.planned or 0, row.measured or 0) >= GIB else (MIB, "MiB")

@@ -1,6 +1,7 @@
 """Train: read `train` first, it is the table of contents. Also here: evaluation, skipped steps, the end of a run.
 
-A step whose loss or gradient is not finite on any rank is applied by none, recorded with its samples, and bounded.
+A step whose loss or gradient is not finite on any rank is applied by no rank. Its samples are recorded, and the
+number of such steps in a row is limited.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from remat.training.run import Progress, Run
 
 
 def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
-    """Export when the run reached its end; write the ledger; close the record; print the table."""
+    """Export if the run reached its end, write the ledger, close the record, print the table. Collective."""
     run.watchdog.enter("export", step)
     if finished and run.cfg.save.export:
         _export(run, step)
@@ -57,8 +58,11 @@ def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], 
 
 
 def failed(run: Run, first: FirstStep, error: BaseException) -> None:
-    """What is known when a run fails: the allocator's history if memory ran out and `profile.memory` is on; the
-    ledger, once there was a first step. No collectives; raises nothing."""
+    """Write what is known when a run fails. No collectives; raises nothing.
+
+    That is the allocator's history if memory ran out and `profile.memory` is on, and the ledger once there was
+    a first step.
+    """
     if isinstance(error, out_of_memory.OutOfMemory) and (path := run.profiler.out_of_memory()):
         run.console.warning(f"the allocator's history: {path} (pytorch.org/memory_viz)")
     if not first.verified:
@@ -94,9 +98,10 @@ def _write_ledger(
 
 
 def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
-    """Mean loss per trained token over the held-out blocks; the same number of forwards on every rank.
+    """Return the mean loss per trained token over the held-out blocks. Collective.
 
-    {} without held-out blocks, or when the ranks agree to stop before it is done.
+    Every rank runs the same number of forwards. Returns {} without held-out blocks, or when the ranks agree to
+    stop before it is done.
     """
     if run.held_out is None or run.stop.reason is not None:
         return {}
@@ -128,7 +133,7 @@ def _mean_loss(run: Run, step: int) -> float:
         max_batches=cfg.eval_batches,
     ):
         run.watchdog.enter("evaluate", step)
-        if run.stop.finish():  # asked a micro-batch ago: there is nothing to wait for
+        if run.stop.finish():  # the vote began a micro-batch ago: there is nothing to wait for
             break
         run.stop.start()
         inputs = run.inputs(micro_batch)
@@ -142,21 +147,24 @@ def _mean_loss(run: Run, step: int) -> float:
 
 
 class TrainingFailed(RuntimeError):
-    """The run cannot go on (exit 70). Saved states are as they were."""
+    """The error raised when the run cannot go on (exit 70). Saved states are as they were."""
 
 
 def poison_gradients(loss: torch.Tensor) -> torch.Tensor:
-    """1, or NaN where `loss` is not finite: a factor that makes its gradients so as well, wherever it went wrong.
+    """Return 1, or NaN where `loss` is not finite: a factor that makes all its gradients non-finite too.
 
-    The gradients are summed over the ranks, so all of them see it and skip the step.
+    The gradients are summed over the ranks, so all ranks see it and skip the step.
     """
     return 1 + 0 * loss.detach()
 
 
 def skipped(run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None) -> None:
-    """Write a row to `nonfinite.jsonl`. `losses` [micro-batches] are this rank's of step `step`, counted from 0."""
+    """Write a row to `nonfinite.jsonl`. Collective.
+
+    `losses` [micro-batches] are this rank's of step `step`, counted from 0.
+    """
     own = [index for index, finite in enumerate(losses.isfinite().tolist()) if not finite]
-    everyone = distributed.gather(own)  # a skipped step may take its time
+    everyone = distributed.gather(own)  # slow, but only skipped steps come here
     if not run.world.is_main:
         return
     scale = loss_scale(run)
@@ -186,7 +194,10 @@ def skipped(run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_no
 
 
 def raise_if_nonfinite(run: Run, batch: StepBatch, step: int, losses: torch.Tensor) -> None:
-    """ZeRO-0 in fp32 applies any gradient, so a bad one must stop the run before it reaches the weights."""
+    """Raise TrainingFailed when the gradient is not finite, before it reaches the weights.
+
+    ZeRO-0 in fp32 applies any gradient and cannot skip the step.
+    """
     grads = [p.grad for p in run.engine.module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     run.engine._global_grad_norm = norm
@@ -217,26 +228,25 @@ FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run
 
 @dataclass
 class Outcome:
-    """How a run ended. `finished` is false when `train.stop_at` or a stop ended it early."""
+    """The end of a run. `finished` is false when `train.stop_at` or a stop ended it early."""
 
     finished: bool
     progress: Progress
-    metrics: StepMetrics = field(default_factory=dict)  # the last of each name
+    metrics: StepMetrics = field(default_factory=dict)  # the last value of each
 
 
 def train(run: Run) -> Outcome:
     """Train to `train.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
 
-    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran, OutOfMemory,
-    LostPeer when another rank is gone.
-    The record is closed however the run ends.
+    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran,
+    OutOfMemory, and LostPeer when another rank is gone. The record is closed however the run ends.
     """
     first = FirstStep()
     try:
         with lost_peer.named(run.watchdog):
             return _train(run, first)
     except BaseException as error:
-        # raised by all ranks: what they are saving can still be completed
+        # all ranks raise it, so the pending save can still be completed
         if isinstance(error, TrainingFailed):
             _complete_last(run)
         failed(run, first, error)
@@ -253,7 +263,7 @@ def train(run: Run) -> Outcome:
 
 
 def _complete_last(run: Run) -> None:
-    """The state on its way; whatever happens to it does not hide why the run failed."""
+    """Complete the pending save. A failure here is only a warning, so that it does not hide why the run failed."""
     try:
         saves.wait_for_save(run, may_fail=True)
     except Exception as error:
@@ -266,7 +276,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     progress = start(run)
     metrics: StepMetrics = {}
     stop = run.stop
-    stop.poll()  # it may have been asked for while all was built
+    stop.poll()  # a stop may have been asked for while the run was built
     if progress.to_evaluate:
         metrics |= _evaluate(run, first, progress)
     while progress.step < last and stop.reason is None:
@@ -279,12 +289,12 @@ def _train(run: Run, first: FirstStep) -> Outcome:
             and stop.reason is None
         ):
             saves.make_trial_save(run, progress)
-            stop.poll()  # it may have been asked for within the rehearsal
+            stop.poll()  # a stop may have been asked for during the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(run, first, progress)
         if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
             saves.save_state(run, progress, must=progress.step == last)
-            stop.poll()  # it may have been asked for within the save
+            stop.poll()  # a stop may have been asked for during the save
     if stop.reason is not None:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
@@ -294,7 +304,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
 
 
 def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetrics:
-    """One optimizer step; its metrics when it is one that is logged, else nothing."""
+    """Run one optimizer step; return its metrics if the step is logged, else {}. Collective."""
     run.watchdog.enter("step", progress.step + 1)
     with run.timer.phase("data"):
         batch = run.batches.next_step()
@@ -309,13 +319,13 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
     if progress.step % run.cfg.train.log_every == 0:
         return _log(run, progress, run.losses.take())
     if stopping or progress.step == last:
-        return _log(run, progress, run.losses.mean())  # a row more, which a resumed run does not know of
+        return _log(run, progress, run.losses.mean())  # an extra row, which a resumed run does not know of
     return {}
 
 
 def start(run: Run) -> Progress:
-    """Fresh or resumed progress; on resume the record is cut back to the saved step."""
-    progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # where it starts from
+    """Return fresh or resumed progress. On resume, cut the record back to the saved step."""
+    progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # before its first step
     if run.resumed is not None:
         known = {item.name for item in fields(Progress)}
         progress = Progress(**{name: value for name, value in run.resumed.items() if name in known})
@@ -333,11 +343,11 @@ def start(run: Run) -> Progress:
 
 
 def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step: int) -> torch.Tensor:
-    """One optimizer step; returns this rank's summed loss of each micro-batch, on the device.
+    """Run one optimizer step; return this rank's summed loss of each micro-batch, on the device.
 
-    Each token of the global batch weighs the same: DeepSpeed averages gradients over the ranks that read data of
-    their own, so a rank's summed loss is multiplied by their number / trained tokens of the global batch, and
-    DeepSpeed's own division by the accumulation steps is switched off.
+    Each token of the global batch has the same weight. DeepSpeed averages gradients over the ranks that read
+    data of their own, so a rank's summed loss is multiplied by their number / trained tokens of the global
+    batch. DeepSpeed's own division by the accumulation steps is switched off.
     """
     engine, timer = run.engine, run.timer
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.cfg.train.steps))
@@ -385,7 +395,7 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
 
 
 def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
-    """One row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
+    """Write one row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
     times = run.window.close()
     lr = optimizer.lr_at(progress.step - 1, run.cfg.optim, run.cfg.train.steps)
     metrics: StepMetrics = {LOSS_TRAIN: mean_loss, LEARNING_RATE: lr}
@@ -406,14 +416,14 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
 
 
 def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
-    """The evaluation of this step, or a note to do it after the resume when a stop comes first."""
+    """Evaluate at this step. If a stop comes first, note that it must be done after the resume."""
     metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.reason is not None and not metrics
     return metrics
 
 
 def _stop(run: Run, progress: Progress) -> None:
-    """Obey a stop: the state of this step is saved, unless it is already."""
+    """Stop as asked: save the state of this step, unless it is saved already."""
     if run.world.tensor_parallel_size > 1:
         run.stop.clear()
         raise TrainingFailed(
@@ -424,7 +434,7 @@ def _stop(run: Run, progress: Progress) -> None:
         f"stopping after step {progress.step} ({run.stop.reason})"
         + (": saving" if run.saves.last != progress.step else "")
     )
-    run.tracker.finish_wandb_soon()  # a save may take longer than whoever asked to stop waits
+    run.tracker.finish_wandb_soon()  # the save may take longer than the sender of the stop waits
     saves.wait_for_save(run, progress.step, may_fail=True)  # then this step's state is saved instead
     if run.saves.last != progress.step:
         saves.save_state(run, progress, must=True)
@@ -437,6 +447,6 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _grad_norm(run: Run) -> float | None:
-    """DeepSpeed's norm of the last step before clipping; it has been read on the host already."""
+    """Return DeepSpeed's norm of the last step before clipping; it has been read on the host already."""
     norm = run.engine.get_global_grad_norm()
     return None if norm is None else float(norm)

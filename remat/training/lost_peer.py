@@ -1,6 +1,6 @@
-"""A rank that is lost while others wait for it: recognised by the errors of their collectives, named in one sentence.
+"""Find the rank that is lost while others wait for it, by the errors of their collectives, and name it in one sentence.
 
-A roll call over the ranks' store (remat/machine/peers.py) finds which one it is: every rank that lives answers there,
+A roll call over the ranks' store (remat/machine/peers.py) finds which one it is: every live rank answers there,
 from its watchdog's thread or when its own collective has failed.
 """
 
@@ -20,7 +20,7 @@ from remat.machine import distributed, peers
 from remat.machine.peers import LostPeer, Peers
 from remat.training.watchdog import Watchdog
 
-ROLL_S = 10.0  # what ranks get to answer; their watchdogs listen every 2 s
+ROLL_S = 10.0  # how long ranks may take to answer; their watchdogs listen every 2 s
 FOLDER = "errors"  # in the run directory: the traceback of each rank
 KINDS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # of NCCL, sockets, the store
 WORDS = re.compile(  # of gloo, whose errors are plain RuntimeErrors
@@ -32,7 +32,10 @@ WORDS = re.compile(  # of gloo, whose errors are plain RuntimeErrors
 
 @contextmanager
 def named(watchdog: Watchdog | None = None) -> Iterator[None]:
-    """What fails in here because another rank is gone raises LostPeer; any other failure is told to the others."""
+    """Raise LostPeer when something inside fails because another rank is gone.
+
+    Any other failure is reported to the other ranks and raised as it is.
+    """
     try:
         yield
     except Exception as error:
@@ -43,13 +46,13 @@ def named(watchdog: Watchdog | None = None) -> Iterator[None]:
 
 
 def leave_together() -> None:
-    """The end of a launch: no rank leaves before all have come here."""
+    """End a launch: no rank leaves before all have come here. Collective."""
     with named():
         distributed.shut_down()
 
 
 def recognised(error: BaseException) -> bool:
-    """Whether a collective or the store failed because the other end is gone."""
+    """Return whether a collective or the store failed because the other end is gone."""
     return isinstance(error, KINDS) or (isinstance(error, RuntimeError) and bool(WORDS.search(str(error))))
 
 
@@ -69,7 +72,10 @@ def _explained(error: Exception, watchdog: Watchdog | None) -> LostPeer:
 
 
 def _verdict(found: Peers, place: tuple[str, int], cause: str) -> tuple[str, list[int]]:
-    """(Who is gone, in words; their ranks), the same on every rank: the first to ask tells the others."""
+    """Return who is gone, in words, and their ranks.
+
+    The answer is the same on every rank: the first to ask tells the others.
+    """
     try:
         found.put_own("alive", place)
         asks = found.add("roll_call") == 1
@@ -103,7 +109,7 @@ def _who(found: Peers, cause: str) -> tuple[str, list[int]]:
 
 
 def _keep(error: Exception, run_dir: Path | None) -> Path:
-    """The traceback in a file of this rank, in the run directory if there is one."""
+    """Write the traceback to a file of this rank, in the run directory if there is one, and return its path."""
     folder = run_dir / FOLDER if run_dir is not None else Path(tempfile.mkdtemp(prefix="remat-errors-"))
     path = folder / f"rank-{distributed.rank_from_env()}.txt"
     text = "".join(traceback.format_exception(error))

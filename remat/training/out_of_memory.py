@@ -1,7 +1,7 @@
-"""When memory runs out: in which phase, on which rank, planned against measured, and the cheapest ways out.
+"""Explain that memory ran out: in which phase, on which rank, planned against measured, and the cheapest remedies.
 
-The ways out are `remat plan`'s own advice for a machine that is smaller by what was missing, asked for in a process of
-its own when the run has failed.
+The remedies are `remat plan`'s own advice for a machine that is smaller by what was missing. It is asked for in
+a process of its own after the run has failed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from remat.planning.plan import needed_bytes, overhead_bytes
 ADVICE_S = 120  # the longest that advice may take
 NUM_ADVICE = 3
 ROOM_BYTES = 1 << 28  # a GPU with more than this free has not run out
-MARGIN = 0.05  # of what was planned: the least that advice is asked to save, for more may be missing later on
-KEY = "remat/out_of_memory"  # in the store of the process group: how many ranks said so
-PHASES = {"optimizer": "optimizer step"}  # where the timer's name of a phase is not the one to tell
+MARGIN = 0.05  # share of the plan that advice must save at least: more may be missing later on
+KEY = "remat/out_of_memory"  # in the process group's store: how many ranks ran out of memory
+PHASES = {"optimizer": "optimizer step"}  # phases that are told under another name than the timer's
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB}
 ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|B|KiB|MiB|GiB|TiB)\b")
 WORDS = re.compile(
@@ -46,7 +46,10 @@ WORDS = re.compile(
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank when memory ran out. GPU figures are None without a GPU, `asked` where the error does not say."""
+    """The memory of one rank when memory ran out.
+
+    GPU figures are None without a GPU. `asked_bytes` is None where the error does not say.
+    """
 
     asked_bytes: int | None
     resident_bytes: int
@@ -57,7 +60,10 @@ class Measured:
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out (exit 70). `place` is "GPU" or "host"; `layer` is None outside of the decoder layers."""
+    """The error raised when memory ran out (exit 70).
+
+    `place` is "GPU" or "host"; `layer` is None outside of the decoder layers.
+    """
 
     def __init__(
         self, phase: str, plan: LaunchPlan, *, place: str, layer: int | None, measured: Measured, cause: str
@@ -71,7 +77,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
-    """What runs out of memory in here raises OutOfMemory with this phase; the innermost name counts."""
+    """Raise OutOfMemory with this phase when memory runs out inside. The innermost name counts."""
     try:
         yield
     except OutOfMemory:
@@ -79,7 +85,7 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
     except Exception as error:
         cause = find(error) or (
             error if _told() else None
-        )  # it ran out elsewhere, and its leaving broke this rank
+        )  # another rank ran out, and this one broke when it left
         if cause is None:
             raise
         layer, recomputing = getattr(cause, PLACE, (None, False))
@@ -95,7 +101,7 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """The exception in this one's chain of causes that says that memory ran out, of a GPU or of the host."""
+    """Return the exception in the chain of causes that says that memory ran out, of a GPU or of the host; else None."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or WORDS.search(str(error)):
             return error
@@ -104,7 +110,7 @@ def find(error: BaseException | None) -> BaseException | None:
 
 
 def measure(text: str) -> Measured:
-    """This rank's memory now; `text` is what the allocator said."""
+    """Measure this rank's memory now; `text` is what the allocator said."""
     asked = ASKED.search(text)
     resident, available = psutil.Process().memory_info().rss, host_memory().available_bytes
     asked_bytes = int(float(asked[1]) * UNITS[asked[2]]) if asked else None
@@ -121,9 +127,12 @@ def measure(text: str) -> Measured:
 
 
 def tell(error: OutOfMemory, exit_code: int) -> int:
-    """Print what happened and what helps. Of several ranks the first to come here does; the others wait for the end."""
+    """Print what happened and what helps, and return `exit_code`.
+
+    Of several ranks only the first to come here prints; the others wait for the end.
+    """
     if not _is_first():
-        time.sleep(ADVICE_S + 30)  # the launcher ends all ranks when the one that tells has left
+        time.sleep(ADVICE_S + 30)  # the launcher ends all ranks when the printing one has left
         return exit_code
     _let_go(error)
     print(f"\nremat: {message(error, *ask(error))}\n", file=sys.stderr, flush=True)
@@ -131,7 +140,7 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
 
 
 def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
-    """The whole text; `advice` as in `remat plan --json`, `command` what asked for it."""
+    """Return the whole text; `advice` is as in `remat plan --json`, `command` is what asked for it."""
     lines = [str(error), "", *_table(error), ""]
     if error.plan.planned is not None:
         lines.append(f"the plan's peak is {error.plan.where()}")
@@ -148,7 +157,10 @@ def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]
 
 
 def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
-    """`remat plan`'s advice for a machine without what was missing, and the command that gives it. [] when it fails."""
+    """Return `remat plan`'s advice for a machine without what was missing, and the command that gives it.
+
+    The advice is [] when the command fails.
+    """
     command = _smaller(error)
     if error.plan.planned is None:
         return [], command
@@ -170,13 +182,13 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _smaller(error: OutOfMemory) -> list[str]:
-    """The plan's command for a machine that has so much less than the plan needs as was missing, and a margin."""
+    """Return the `remat plan` command for a smaller machine than the plan needs: by what was missing and a margin."""
     planned = error.plan.planned
     if planned is None:
         return error.plan.command
     option, needed = _needed(error)
     whole = needed if option == "hardware.host_memory_gib" else planned.plan.peak_bytes
-    at_most = needed - whole // 2  # what is left for advice to stay possible
+    at_most = needed - whole // 2  # the smallest target for which advice stays possible
     free = error.measured.gpu_free_bytes if error.place == "GPU" else error.measured.available_bytes
     missing = (error.measured.asked_bytes or 0) - (free or 0)
     target = max(needed - max(missing, int(MARGIN * whole)), at_most)
@@ -185,9 +197,9 @@ def _smaller(error: OutOfMemory) -> list[str]:
 
 
 def _needed(error: OutOfMemory) -> tuple[str, int]:
-    """The option of the capacity that was too small, and what the plan needs of it.
+    """Return the option of the capacity that was too small, and what the plan needs of it.
 
-    Ranks on CPUs have what a GPU would hold in host memory: advice is about that part, as if it were a GPU's.
+    Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, as if it were a GPU's.
     """
     planned = error.plan.planned
     assert planned is not None
@@ -239,17 +251,20 @@ def _advice_line(item: dict[str, Any], device: str) -> str:
 
 
 def _is_first() -> bool:
-    """Whether this rank is the first of those that fail. The store answers while other ranks hang in a collective."""
+    """Return whether this rank is the first of those that fail.
+
+    The process group's store answers even while other ranks hang in a collective.
+    """
     if not dist.is_initialized():
         return distributed.rank_from_env() == 0
     try:
         return int(_store().add(KEY, 1)) == 1
-    except RuntimeError:  # the store left with its rank: nobody can be asked, so two may tell
+    except RuntimeError:  # the store left with its rank: nobody can be asked, so two ranks may print
         return True
 
 
 def _told() -> bool:
-    """Whether a rank has told that its memory ran out."""
+    """Return whether a rank has reported that its memory ran out."""
     try:
         return dist.is_initialized() and bool(_store().check([KEY]))
     except RuntimeError:  # the store left with its rank
@@ -269,7 +284,11 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _on_gpu(error: BaseException) -> bool:
-    """A failed cudaHostAlloc says "CUDA error: out of memory" too: then the GPU has room, and pinned memory none."""
+    """Return whether the memory that ran out is a GPU's.
+
+    A failed cudaHostAlloc says "CUDA error: out of memory" too. Then the GPU has room left, and pinned memory
+    has none.
+    """
     if isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in str(error):
         return True
     if "CUDA" not in str(error):

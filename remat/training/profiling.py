@@ -1,9 +1,10 @@
 """Profile a few steps (`profile=memory|trace|summary`), and take five labelled memory snapshots of every launch.
 
-Three tools of torch write to RUN_DIR/profile on each rank: the allocator's history (`torch.cuda.memory`, for
-memory_viz), and `torch.profiler`, for a Chrome trace or for tables. None of them changes what is computed. Times of
-profiled steps are not those of other steps. Snapshots are of load, engine, and of the first optimizer step's last
-forward, last backward and update; reading them costs no synchronisation.
+Tools of torch write to RUN_DIR/profile on each rank: the allocator's history (`torch.cuda.memory`, for
+memory_viz), and `torch.profiler`, for a Chrome trace or for tables. None of them changes what is computed.
+Times of profiled steps are not those of other steps. The snapshots are taken after load, after the engine is
+built, and after the last forward, last backward and update of the first optimizer step. Taking them costs no
+synchronisation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 log = logging.getLogger(__name__)
 
-MAX_ENTRIES = 200_000  # allocations and frees that the history keeps; the newest stay
+MAX_ENTRIES = 200_000  # allocations and frees in the history; the oldest are dropped
 TOP = 40  # rows of a table
 FOLDER = "profile"
 
@@ -70,23 +71,29 @@ class Profiler:
             path = self._folder / f"nvml-rank-{rank}.jsonl"
             self._sampler = memory.NvmlSampler(path, memory.find_nvml(device), cfg.nvml_interval_s)
         if cfg.memory:
-            _record(True)  # from now on, so that memory that runs out early is explained too
+            _record(True)  # from the start, so that running out of memory early is explained too
 
     def step_begins(self) -> None:
-        """Before each optimizer step: starts the tools before the first of the chosen ones."""
+        """Start the tools before the first of the chosen steps. Call it before each optimizer step."""
         if self._wanted and self._steps == self._cfg.after:
             with self._window.excluded():
                 self._begin()
 
     def step_ended(self) -> None:
-        """After each: writes after the last of the chosen ones. What that takes is left out of step times."""
+        """Write the results after the last of the chosen steps. Call it after each optimizer step.
+
+        The time this takes is left out of step times.
+        """
         self._steps += 1
         if self._wanted and self._steps == self._cfg.after + self._cfg.steps:
             with self._window.excluded():
                 self._end()
 
     def out_of_memory(self) -> Path | None:
-        """The history up to the failure. None when `profile.memory` is off or it cannot be written."""
+        """Write the history up to the failure and return its path.
+
+        None when `profile.memory` is off or the history cannot be written.
+        """
         if not self._cfg.memory:
             return None
         path = self._path("out-of-memory", "pickle")
@@ -98,7 +105,7 @@ class Profiler:
         return path
 
     def close(self) -> None:
-        """End what is still on: the run was shorter than the chosen steps, or failed in one."""
+        """End the tools that are still on: the run was shorter than the chosen steps, or failed in one."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._profiler = None
@@ -137,7 +144,7 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle")))
 
     def _tables(self, finished: Any) -> str:
-        """By memory, by time, and the allocator's own summary on a GPU."""
+        """Return tables by memory and by time, and the allocator's own summary on a GPU."""
         on_gpu = self._device.type == "cuda"
         place = "device" if on_gpu else "cpu"
         averages = finished.key_averages()
@@ -175,7 +182,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes them in order; a label that comes again replaces the earlier one until `write` has been called."""
+    """The memory snapshots in order.
+
+    A label that comes again replaces the earlier one until `write` has been called.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
@@ -190,12 +200,12 @@ class Snapshots:
         self._taken[label] = Snapshot(label, round(time.time(), 3), resident, *gpu)
 
     def follow(self, timer: PhaseTimer) -> None:
-        """Take one at the end of each phase of the first step, until `write`."""
+        """Take a snapshot at the end of each phase of the first step, until `write`."""
         self._timer = timer
         timer.ended = lambda phase: self.take(OF_PHASE[phase]) if phase in OF_PHASE else None
 
     def write(self, folder: Path, world: World) -> None:
-        """FILE, the largest figures of any rank. Collective; once, after the first step."""
+        """Write the largest figures of any rank to FILE. Collective; call it once, after the first step."""
         if self._timer is None:
             return
         self._timer.ended = None
@@ -206,7 +216,7 @@ class Snapshots:
 
 
 def highest(every: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Of the ranks' lists, one list: each figure's largest value; what is 0 on all ranks (no GPU) is left out."""
+    """Return each figure's largest value over the ranks' lists; what is 0 on all ranks (no GPU) is left out."""
     found = []
     for moment in zip(*every, strict=True):
         sizes = {key: max(rank[key] for rank in moment) for key in moment[0] if key.endswith("_bytes")}

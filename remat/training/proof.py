@@ -1,4 +1,4 @@
-"""proof.json: what was asked of this run, and what its first step shows to be in effect."""
+"""Write proof.json: what was asked of this run, and what its first step shows to be in effect."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from remat.training import engine_memory
 from remat.training.engine_memory import Held
 from remat.training.run import Run
 
-LEARNT = 3  # micro-batches in a row until ZeRO-3 knows in which order to gather; an evaluation makes it forget
+LEARNT = 3  # micro-batches in a row until ZeRO-3 knows its prefetch order; an evaluation makes it forget
 
 
 @dataclass
 class FirstStep:
-    """What the first step of a launch shows. `watching` and `verify_first_step` fill it; the ledger reads it."""
+    """The results of a launch's first step. `watching` and `verify_first_step` fill it; the ledger reads it."""
 
-    trace: OpTracer | None = None  # of the first micro-batch, operation by operation
-    steady_trace: OpTracer | None = None  # of the first micro-batch with the gathers of all that follow
-    replayed: Replayed | None = None  # of the first micro-batch: layers held to the pass that keeps everything
+    trace: OpTracer | None = None  # trace of the first micro-batch, operation by operation
+    steady_trace: OpTracer | None = (
+        None  # trace of the first micro-batch after ZeRO-3's prefetch order is fixed
+    )
+    replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     verified: bool = False
     micro_batches: int = 0  # in a row, since the launch or its last evaluation
@@ -67,7 +69,7 @@ def watching(run: Run, first: FirstStep) -> Iterator[Callable[[torch.Tensor], No
 
 
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
-    """Hold a layer of each kind to the pass that keeps everything; before anything is updated.
+    """Compare a layer of each kind with the pass that keeps everything, before anything is updated. Collective.
 
     Raises NotInEffect on all ranks when something differs on any; proof.json is written then too.
     """
@@ -88,7 +90,7 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
 
 
 def verify_first_step(run: Run, first: FirstStep) -> None:
-    """Check after the first applied step that what was asked is in effect, and write proof.json either way.
+    """Check after the first applied step that what was asked is in effect, and write proof.json either way. Collective.
 
     Raises NotInEffect on all ranks when a promise was not kept on any.
     """
@@ -112,7 +114,7 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
 
 
 def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
-    """What this rank found, and every promise that was not kept on it. No collectives."""
+    """Return what this rank found, and every promise that was not kept on it. No collectives."""
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
     where = engine_memory.shard_placement(run.engine)
@@ -130,7 +132,10 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
 
 
 def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The file: layers, FLOPs and gathers as rank 0 saw them in the first micro-batch, placement of every rank."""
+    """Return the content of proof.json.
+
+    Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch; the placement is of every rank.
+    """
     return {
         "policy": str(run.cfg.checkpointing.policy),
         "in_words": policy.describe(run.strategy.decisions),
@@ -145,7 +150,7 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
 
 
 def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
-    """For the terminal: layers, bytes, placement."""
+    """Return the line for the terminal: layers, bytes, placement."""
     assert first.trace is not None
     return (
         f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found['placement'])}"

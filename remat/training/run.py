@@ -32,30 +32,30 @@ from remat.training.watchdog import Watchdog
 
 @dataclass
 class Saves:
-    """At most one state is on its way at a time."""
+    """The saves of a launch. At most one background save is pending at a time."""
 
-    last: int = -1  # the step of the newest state, complete or on its way
-    begun: int = 0  # in the background, by this launch
-    trial_due: bool = False  # a trial save and export, after the next step that is applied
+    last: int = -1  # the step of the newest state, complete or pending
+    begun: int = 0  # background saves that this launch began
+    trial_due: bool = False  # a trial save and export is due after the next applied step
     pending: PendingSave | None = None
 
     @property
     def flushed(self) -> int:
-        """Of those begun in the background: how many this rank has done its part of."""
+        """Return how many background saves this rank has flushed its part of."""
         waiting = self.pending is not None and not self.pending.flushed
         return self.begun - waiting
 
 
 @dataclass
 class Progress:
-    """What a resumed run must know again; kept in every saved state."""
+    """The counters that a resumed run needs; every saved state has them."""
 
     step: int = 0
     tokens_seen: int = 0
     tokens_trained: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    to_evaluate: bool = False  # a stop came before or within the evaluation of this step
+    to_evaluate: bool = False  # a stop came before or during the evaluation of this step
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def record_folder(self) -> Path:
-        """Where this launch writes what it is and proves: a resume does not overwrite the first launch's."""
+        """Return the folder of this launch's own records. A resume does not overwrite those of the first launch."""
         return record_folder(self.folder, self.resumed)
 
     @property
@@ -100,11 +100,11 @@ class Run:
 
     @property
     def data_key(self) -> str:
-        """Changes with the data, the tokenizer and the block length."""
+        """Return a key that changes with the data, the tokenizer and the block length."""
         return Path(self.splits.report["folder"]).name
 
     def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A micro-batch on the device, with what this model needs to keep its documents apart."""
+        """Return a micro-batch on the device, with what this model needs to keep its documents apart."""
         packed, device = self.strategy.packed, self.world.device
         ends = packing.ends(packed, self.cfg.model.attention, micro_batch)
         found = {
@@ -114,7 +114,10 @@ class Run:
         return packing.given(packed, found, self.engine.module)
 
     def take_memory_peaks(self) -> dict[str, float]:
-        """Memory since the last call, over all ranks; kept for the final table. Each phase starts its own peak."""
+        """Return memory since the last call, over all ranks, and keep the maxima for the final table. Collective.
+
+        Each call starts a new peak.
+        """
         metrics = distributed.max_min(self.memory.sample(), self.world.device)
         for name, value in metrics.items():
             self.peaks[name] = max(value, self.peaks.get(name, value))
@@ -123,5 +126,5 @@ class Run:
 
 
 def record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
-    """The run's folder, or that of one resume in it."""
+    """Return the run's folder, or that of one resume in it."""
     return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder

@@ -1,7 +1,7 @@
-"""Whether all ranks were started alike: the same options, code and library versions, found out before any data is read.
+"""Check that all ranks were started alike, before any data is read: the same options, code and library versions.
 
-A node that computes something else spoils the gradients of all without an error, or breaks a collective of another
-size far from the cause. What may differ from node to node is in MAY_DIFFER.
+A node that computes something else spoils the gradients of all without an error, or breaks a collective of
+another size far from the cause. What may differ from node to node is in MAY_DIFFER.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat.machine import distributed, peers
 from remat.machine.peers import Peers, Wait
 from remat.report import run_dir
 
-MAY_DIFFER = {  # folders of a node's own disks, and what is said on its terminal
+MAY_DIFFER = {  # folders on a node's own disks, and what its terminal shows
     "data.cache_dir",
     "hardware.nvme_path",
     "log_level",
@@ -44,7 +44,10 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 found: hosts by rank, the ranks' addresses towards it, and why the launch is refused, if it is."""
+    """The findings of rank 0.
+
+    They are the hosts by rank, the ranks' addresses towards rank 0, and why the launch is refused, if it is.
+    """
 
     hosts: list[str]
     addresses: list[str]
@@ -54,10 +57,11 @@ class Verdict:
 def join(
     cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any], say: Callable[[str], None]
 ) -> Peers | None:
-    """Meet all ranks, compare, and choose gloo's network interface where nodes differ. None for a single process.
+    """Meet all ranks, compare, and choose gloo's network interface where nodes differ. Collective.
 
-    `rendered` is the DeepSpeed config, `fields` the model's. Raises ConfigError on every rank with the same words,
-    LostPeer when ranks do not come within train.deadlines.build_s.
+    Returns None for a single process. `rendered` is the DeepSpeed config, `fields` the model's. Raises
+    ConfigError on every rank with the same words, LostPeer when ranks do not come within
+    train.deadlines.build_s.
     """
     wait = Wait(cfg.train.deadlines.build_s, f"train.deadlines.build_s={cfg.train.deadlines.build_s:g}", say)
     found = peers.connect(wait)
@@ -78,9 +82,9 @@ def join(
 
 
 def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank was started with; values as (digest, what may be shown of them) by name."""
+    """Return what this rank was started with; values are (digest, what may be shown of them) by name."""
     options = _shown(asdict(cfg))
-    # what files beside the options hold; a folder's name in it was allowed to differ above
+    # contents of files beside the options; nvme_path may differ here as in MAY_DIFFER
     options |= {f"deepspeed.config: {k}": v for k, v in _shown(rendered).items() if "nvme_path" not in k}
     options |= {f"model config: {k}": v for k, v in _shown(fields).items()}
     size, device = str(distributed.world_size_from_env()), "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +103,7 @@ def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]
 
 
 def judge(everyone: list[dict[str, Any]]) -> Verdict:
-    """Hold every rank against rank 0."""
+    """Compare every rank with rank 0."""
     hosts = [each["host"] for each in everyone]
     addresses = [each["address"] for each in everyone if each["address"]]
     lines: list[str] = []
@@ -117,7 +121,10 @@ def judge(everyone: list[dict[str, Any]]) -> Verdict:
 
 
 def _differences(everyone: list[dict[str, Any]], kind: str) -> list[str]:
-    """`train.seq_len=32 on node-2 (rank 1), 64 on node-1 (rank 0)`, for each name that differs."""
+    """Return a line for each name that differs.
+
+    Example: `train.seq_len=32 on node-2 (rank 1), 64 on node-1 (rank 0)`.
+    """
     first, lines = everyone[0][kind], []
     others: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(everyone):
@@ -145,7 +152,10 @@ def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]
 
 
 def code(folder: Path = PACKAGE) -> dict[str, str]:
-    """A digest of each source file of the package by its name: a commit may be missing, or its checkout changed."""
+    """Return a digest of each source file of the package by its name.
+
+    The commit alone is not enough: it may be missing, or its checkout changed.
+    """
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         for path in sorted(folder.rglob("*.py"))
@@ -163,7 +173,7 @@ def _versions() -> dict[str, str]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Leaves by dotted name; a list is a leaf, an empty mapping too."""
+    """Return leaves by dotted name; a list is a leaf, an empty mapping too."""
     if isinstance(value, Mapping) and value:
         found: dict[str, Any] = {}
         for key, item in value.items():
@@ -173,7 +183,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """(digest, what may be shown) of each leaf by its dotted name."""
+    """Return (digest, what may be shown) of each leaf by its dotted name."""
     may_show = _flat(redact(values))
     found = {}
     for name, value in _flat(values).items():

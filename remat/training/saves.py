@@ -1,6 +1,7 @@
 """Save during a run: when, in the background or not, what a failure means, and how long training waited.
 
-A large run saves and exports once after its first step, reads both back and removes them: no surprise at hour 20.
+A large run saves and exports once after its first step, reads both back and removes them. So a broken save
+shows at once and not after hours.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from remat.training.run import Progress, Run
 
 
 def save_state(run: Run, progress: Progress, *, must: bool) -> None:
-    """Save the training state, out of the step time. A pending background save is finished first.
+    """Save the training state, out of the step time. A pending background save is finished first. Collective.
 
-    With save.in_background only the first part is done here, unless it `must` be saved. A failure raises SaveError if
-    it must be saved or save.on_error says so.
+    With save.in_background only the first part is done here, unless the state `must` be saved. Raises SaveError
+    on a failure if it must be saved or save.on_error says so.
     """
     cfg, step = run.cfg.save, progress.step
     wait_for_save(run, step)
@@ -55,7 +56,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 
 def complete_save(run: Run, step: int) -> None:
-    """After step `step`: complete the state on its way once all ranks have agreed that they flushed it."""
+    """Complete the pending save after step `step`, once all ranks have agreed that they flushed it. Collective."""
     if run.saves.pending is not None and run.stop.flushed >= run.saves.begun:
         wait_for_save(run, step)
 
@@ -81,7 +82,7 @@ def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) 
 
 
 def client_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """What is kept of a run beside the engine's state; plain JSON data. Collective."""
+    """Return what is saved of a run beside the engine's state; plain JSON data. Collective."""
     return {
         **asdict(progress),
         "losses": run.losses.state(),
@@ -101,18 +102,18 @@ def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
 
 
 def _tell(run: Run, step: int, result: SaveResult) -> None:
-    """A row of the record, of step `step`, and a line on the terminal. One small collective."""
+    """Log a row of the record, at step `step`, and print a line on the terminal. One small collective."""
     times = {SAVE_S: result.seconds, SAVE_STALL_S: result.stall_s}
     run.tracker.log(step, distributed.max_min(times, run.world.device))
     waited = f", {result.stall_s:.1f} s of them waited for" if result.stall_s < result.seconds else ""
     run.console.note(f"saved {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s{waited})")
 
 
-FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, where no saved state is looked for
+FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, outside the folder searched for saved states
 
 
 def prepare(run: Run, step: int) -> None:
-    """Before the first step: note the state that a resumed run, at `step`, goes on from; plan the trial save.
+    """Prepare for the first step: note the state that a run resumed at `step` goes on from, and plan the trial save.
 
     What a killed launch left of its own trial is removed.
     """
@@ -122,7 +123,7 @@ def prepare(run: Run, step: int) -> None:
 
 
 def make_trial_save(run: Run, progress: Progress) -> None:
-    """Save, export, read both back, remove them: out of the step time, and without a trace in training.
+    """Save, export, read both back, remove them: out of the step time, and without a trace in training. Collective.
 
     Raises SaveError on every rank with what did not come back.
     """
@@ -151,7 +152,7 @@ def _clean(run: Run) -> None:
 
 
 def _save_and_read_back(run: Run, progress: Progress) -> str:
-    """What was saved and exported, in words."""
+    """Save and export, read both back, and return in words what was saved and exported."""
     folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
     run.watchdog.enter("save", step)
     with out_of_memory.named("save", run.plan):

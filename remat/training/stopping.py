@@ -1,8 +1,8 @@
-"""Whether the run shall stop, by the word of all ranks: a signal on any of them, a stop file, or the time it was given.
+"""Decide by a vote of all ranks whether the run stops: a signal on any of them, a stop file, or the time limit.
 
-The ranks agree by the largest of one small number each, over a group of their own on the CPU: it is asked for before
-an optimizer step and read after it, so no step waits for a GPU on its account. Another number goes with it: how many
-background saves every rank has flushed.
+Each rank contributes a small number, and the largest counts. The ranks use a process group of their own on the
+CPU. The vote is started before an optimizer step and read after it, so no step waits for a GPU because of it.
+Another number goes with it: how many background saves every rank has flushed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ TIME_IS_OVER, FILE_IS_THERE, SIGNAL = 1, 2, 16  # codes; a signal's is SIGNAL + 
 
 
 class StopVote:
-    """`start` and `finish` come in pairs, the same number of times on every rank. Rank 0 watches file and clock.
+    """A vote on whether to stop. Collective: call `start` and `finish` in pairs, equally often on every rank.
 
-    `age_s`: seconds since the launch, which count towards `max_minutes` (0: no limit).
+    Rank 0 watches file and clock. `age_s`: seconds since the launch, which count towards `max_minutes` (0: no
+    limit).
     """
 
     def __init__(self, world: World, folder: Path, *, max_minutes: float, age_s: float) -> None:
@@ -60,7 +61,7 @@ class StopVote:
         return self.reason is not None
 
     def poll(self) -> bool:
-        """Start a vote and finish it."""
+        """Start a vote and finish it. Collective."""
         self.start()
         return self.finish()
 

@@ -1,7 +1,7 @@
-"""Where a step's time goes, and tokens and FLOPs per second.
+"""Measure where a step's time goes, and tokens and FLOPs per second.
 
-No step waits for the GPU: phases are bracketed by CUDA events, which are read when a row is logged. That read is the
-only synchronisation here, besides one after the first step and two around each excluded interval.
+No step waits for the GPU: phases are bracketed by CUDA events, which are read when a row is logged. That read
+is the only synchronisation here, besides one after the first step and two around each excluded interval.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remat.config.metrics import (
 PHASES = ("data", "forward", "backward", "optimizer")
 MAX_PAIRS = 4096  # CUDA event pairs held between rows; beyond it, finished ones are read early
 
-FORMULAS = (  # for env.json: a figure without its definition cannot be compared
+FORMULAS = (  # for env.json: figures can be compared only by their definitions
     "tokens_per_s = tokens of all ranks (padding excluded) / wall time; trained_tokens_per_s counts the tokens that "
     "enter the loss; tflops_per_gpu = model FLOPs per token * tokens_per_s / ranks / 1e12; mfu = tflops_per_gpu / "
     "peak dense TFLOP/s of the GPU, without recomputation; hfu = the same with recomputed FLOPs added; wall time "
@@ -52,10 +52,11 @@ class PhaseTimes:
 
 
 class PhaseTimer:
-    """Sums the time of the four phases of a step: `with timer.phase("forward"): ...`, as often as a step needs.
+    """A timer that sums the four phases of a step: `with timer.phase("forward"): ...`, as often as a step needs.
 
-    On a GPU a phase lasts from the moment the GPU reaches its beginning to the moment it reaches its end, so work
-    of the host counts exactly as far as the GPU waits for it. Phases do not nest: their sum is at most the step.
+    On a GPU a phase lasts from the moment the GPU reaches its beginning to the moment it reaches its end, so
+    work of the host counts exactly as far as the GPU waits for it. Phases do not nest: their sum is at most the
+    step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,16 +64,16 @@ class PhaseTimer:
         self._clock = clock
         self._phases = {name: _Phase(name, clock, self) for name in PHASES}
         self.last = PHASES[0]  # the phase that was entered last
-        self.named = False  # each phase is a range of torch's profiler
-        self.ended: Callable[[str], object] | None = None  # told of the end of each phase
+        self.named = False  # whether each phase is a range of torch's profiler
+        self.ended: Callable[[str], object] | None = None  # called at the end of each phase
 
     def phase(self, name: str) -> _Phase:
-        """The context of one of PHASES. Raises KeyError for any other name."""
+        """Return the context of one of PHASES. Raises KeyError for any other name."""
         self.last = name
         return self._phases[name]
 
     def window(self) -> PhaseTimes:
-        """Seconds per phase since the last call. Waits for the GPU."""
+        """Return the seconds per phase since the last call. Waits for the GPU."""
         seconds = self._clock.read()
         return PhaseTimes(**{f"{name}_s": seconds[name] for name in PHASES})
 
@@ -82,8 +83,9 @@ class Window:
 
     Token counts are of one optimizer step over all ranks. FLOPs per token are of the whole model, forward and
     backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what always runs
-    again; `recomputes` adds what the policy does, a share of `layers_forward_flops_per_token`. Without them, or
-    without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and hfu are left out.
+    again. `recomputes` adds what the policy recomputes, a share of `layers_forward_flops_per_token`. Without
+    these figures, or without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and
+    hfu are left out.
     """
 
     def __init__(
@@ -109,13 +111,13 @@ class Window:
         self._since = perf_counter()
 
     def start(self) -> None:
-        """Begin the clock now, right before a step. Forgets what was timed since the last row."""
+        """Start the clock now, right before a step. Forgets what was timed since the last row."""
         self._timer.window()
         self._wait()
         self._since = perf_counter()
 
     def recomputes(self, share: float) -> None:
-        """Of the layers' forward FLOPs, `share` runs again in backward."""
+        """Note that `share` of the layers' forward FLOPs runs again in backward."""
         if self._hardware_flops is not None:
             self._hardware_flops += share * self._layers_forward_flops
 
@@ -130,13 +132,16 @@ class Window:
             self._warm = True
 
     def close(self) -> dict[str, float]:
-        """Means over the steps since the last call, under the metric names; {} when there was no step."""
+        """Return means over the steps since the last call, under the metric names; {} when there was no step."""
         self._collect()
         row, self._row = self._row, _Totals()
         return self._metrics(row)
 
     def summary(self) -> dict[str, float]:
-        """The same over the whole run without its first step, which pays for compilation and first allocations."""
+        """Return the same means over the whole run without its first step.
+
+        The first step pays for compilation and first allocations.
+        """
         self._collect()
         return self._metrics(self._run)
 
@@ -247,7 +252,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Event pairs in the order recorded. Events are reused; making one costs more than recording it."""
+    """Event pairs in the order recorded. Events are reused because making one costs more than recording it."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)

@@ -1,11 +1,14 @@
-"""A run that makes no progress ends with a report of every live rank: phase, step and stack (exit 70).
+"""End a run that makes no progress, with a report of every live rank: phase, step and stack (exit 70).
 
-A thread of each rank looks once a second. It works while the main thread is blocked in a collective, which gives the
-interpreter free. A rank that was stopped, or that holds the interpreter, cannot report: that makes it the suspect.
-Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where that
-does not answer, they report in the run directory, which a network file system may show a minute late.
-A rank whose own deadline is over while another is behind it, lives, and has time left, waits for that one.
-Nothing here waits for a disk or the store for ever: one that no longer answers is a common cause of a hang.
+A thread of each rank looks once a second. It works while the main thread is blocked in a collective, because
+that releases the interpreter lock. A rank that was stopped, or that holds the lock, cannot report: that makes
+it the suspect.
+
+Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where
+the store does not answer, they report in the run directory, which a network file system may show a minute late.
+
+A rank past its own deadline waits for another rank that is behind it, is alive, and has time left. Nothing here
+waits for a disk or the store for ever: one that no longer answers is a common cause of a hang.
 """
 
 from __future__ import annotations
@@ -29,20 +32,20 @@ from remat.machine import peers
 EXIT_FAILED = 70
 FOLDER = "hang"  # in the run directory
 POLL_S = 1.0
-LISTEN_S = 2.0  # between two questions to the store, 20 microseconds each
+LISTEN_S = 2.0  # between two reads of the store, which take 20 microseconds each
 FOLDER_S = 30.0  # between two looks at the folder, where the store does not answer
-BEAT_S = 10.0  # a rank that lives says where it is
-LOST_S = 30.0  # what this rank gets to end by itself once another found that one is lost
-REPORTS_S = 10.0  # what other ranks get to report too
-FIRST_SPEAKS_S = 5.0  # a launcher ends all ranks once one has left: the one that tells is the first
+BEAT_S = 10.0  # between two messages of a live rank that say where it is
+LOST_S = 30.0  # how long this rank may take to end by itself once another found a rank lost
+REPORTS_S = 10.0  # how long other ranks may take to report too
+FIRST_SPEAKS_S = 5.0  # a launcher ends all ranks once one has left, so the others wait for the one that prints
 
 
 class Watchdog(threading.Thread):
-    """`enter` marks progress: a phase that begins, or goes on with its next part. Phases without a deadline never end.
+    """A thread that watches the progress of this rank. `enter` marks progress: a phase that begins or goes on.
 
-    Call `start`, `meet` when the ranks have met, `keep_in` as soon as there is a run directory, which the ranks must
-    share; and `close`. All ranks enter the same phases in the same order. `let_go` is called before this process ends,
-    which then runs nothing else.
+    A phase without a deadline may last for ever. Call `start`, then `meet` when the ranks have met, `keep_in`
+    as soon as there is a run directory, which the ranks must share, and `close`. All ranks enter the same
+    phases in the same order. `let_go` is called before this process ends, which then runs nothing else.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class Watchdog(threading.Thread):
         super().__init__(name="remat-watchdog", daemon=True)
         self._deadlines, self._rank, self._size = deadlines, rank, size
         self._let_go = let_go
-        self._mark = self._seen = ("build", 0)  # as entered, as the thread saw it last
-        self._marks = 0  # phases entered: what orders the ranks
+        self._mark = self._seen = ("build", 0)  # as entered, and as the thread saw it last
+        self._marks = 0  # phases entered: tells which rank is behind
         self._waited_s, self._looked_at = 0.0, 0.0
         self._folder: Path | None = None
         self._before: dict[str, int] = {}
@@ -65,8 +68,8 @@ class Watchdog(threading.Thread):
         self._beats, self._beaten_at, self._beaten = 0, 0.0, ("", 0)
         self._others: dict[
             int, tuple[int, float, dict[str, Any]]
-        ] = {}  # rank: beats, when they last rose, the last
-        self._waiting = self._said = ""  # for whom, in words
+        ] = {}  # rank: count of beats, when it last rose, the last beat
+        self._waiting = self._said = ""  # for which ranks, in words
         self._lost_at = 0.0
         self._closed = threading.Event()
         self._asked = threading.Event()  # another rank reports
@@ -76,14 +79,14 @@ class Watchdog(threading.Thread):
         self._marks += 1
 
     def meet(self, found: peers.Peers | None) -> None:
-        """From now on ranks tell each other where they are."""
+        """Let the ranks tell each other where they are from now on."""
         self._peers = found
         if found is not None:
             self._beat(found)
 
     @property
     def place(self) -> tuple[str, int]:
-        """(phase, step) as last entered."""
+        """Return (phase, step) as last entered."""
         return self._mark
 
     @property
@@ -91,7 +94,7 @@ class Watchdog(threading.Thread):
         return self._folder.parent if self._folder else None
 
     def keep_in(self, run_dir: Path) -> None:
-        """Reports go to `run_dir`/hang. Those of an earlier launch are no sign of this one."""
+        """Write reports to `run_dir`/hang from now on. Reports of an earlier launch there are ignored."""
         folder = run_dir / FOLDER
         self._before = {path.name: path.stat().st_mtime_ns for path in folder.glob("rank-*.json")}
         self._folder = folder
@@ -108,7 +111,7 @@ class Watchdog(threading.Thread):
                 self._end()
 
     def _listen(self) -> None:
-        """In a thread of its own, for the disk or the store may be what hangs."""
+        """Talk to the other ranks, in a thread of its own because the disk or the store may be what hangs."""
         while not self._closed.wait(LISTEN_S):
             if self._peers is not None:
                 try:
@@ -122,7 +125,7 @@ class Watchdog(threading.Thread):
             self._closed.wait(FOLDER_S - LISTEN_S)
 
     def _beat(self, found: peers.Peers) -> None:
-        """Say where this rank is, when that is another phase and every BEAT_S."""
+        """Tell the store where this rank is: whenever the phase changes, and every BEAT_S."""
         now, mark, marks = time.monotonic(), self._mark, self._marks
         if now - self._beaten_at < BEAT_S and mark[0] == self._beaten[0]:
             return
@@ -174,9 +177,9 @@ class Watchdog(threading.Thread):
         self._waiting = waiting
 
     def over(self, now_s: float) -> bool:
-        """Whether the deadline of the present phase is over; `now_s` is time.monotonic(), asked every POLL_S."""
+        """Return whether the deadline of the present phase is over; `now_s` is time.monotonic(), asked every POLL_S."""
         mark = self._mark
-        # a longer gap: the whole run was suspended, or the machine is slow
+        # a longer gap means that the whole run was suspended, or that the machine is slow
         gap_s = min(now_s - self._looked_at, 2 * POLL_S)
         self._waited_s = self._waited_s + gap_s if mark is self._seen else 0.0
         if mark is not self._seen:
@@ -224,7 +227,7 @@ class Watchdog(threading.Thread):
         part.replace(self._folder / f"rank-{self._rank}.json")
 
     def _gather(self, mine: dict[str, Any], told: _Told | None) -> dict[int, dict[str, Any]]:
-        """Reports by rank: all of them, or those that came in time."""
+        """Return the reports by rank: all of them, or those that came in time."""
         deadline = time.monotonic() + REPORTS_S
         found = {self._rank: mine}
         while len(found) < self._size and time.monotonic() < deadline:
@@ -238,7 +241,7 @@ class Watchdog(threading.Thread):
         return found
 
     def _reports(self) -> list[dict[str, Any]]:
-        """What ranks have reported in this launch."""
+        """Return what ranks have reported in this launch in the run directory."""
         if self._folder is None:
             return []
         with contextlib.suppress(OSError):
@@ -275,9 +278,12 @@ class Watchdog(threading.Thread):
 
 
 class _Told(threading.Thread):
-    """This rank's report, told to the others over the store, and theirs; in a thread, for the store may be what hangs.
+    """A thread that exchanges the reports of all ranks over the store.
 
-    Rank 0 speaks for all, or the first to see that it did not report: one of many reads what all have told.
+    It is a thread because the store may be what hangs.
+
+    Rank 0 speaks for all, or else the first rank to see that rank 0 did not report. So only one of many ranks
+    reads and prints all reports.
     """
 
     def __init__(self, found: peers.Peers, mine: dict[str, Any]) -> None:
@@ -292,7 +298,10 @@ class _Told(threading.Thread):
 
     @property
     def speaks(self) -> bool:
-        """Where the store does not answer nobody knows of another that speaks."""
+        """Return whether this rank prints the report.
+
+        Where the store does not answer, every rank prints: none knows whether another does.
+        """
         return self._elected or not self.answered
 
     def run(self) -> None:
@@ -316,7 +325,7 @@ class _Told(threading.Thread):
 
 
 def _leave_alone(mine: dict[str, Any]) -> None:
-    """When the reports cannot be written or read: this rank's own, and the end."""
+    """Print this rank's own report and end, when the reports cannot be written or read."""
     text = f"no progress in {_place(mine)} of rank {mine['rank']}, nor of its report: {mine['where']}"
     os.write(2, f"\nremat: {text}\n".encode())
     os._exit(EXIT_FAILED)
@@ -328,7 +337,7 @@ def _place(report: dict[str, Any]) -> str:
 
 
 def _where() -> str:
-    """The main thread's innermost calls, innermost first."""
+    """Return the main thread's innermost calls, innermost first."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     calls = traceback.extract_stack(frame)[::-1][:4] if frame else []

@@ -1,8 +1,8 @@
-"""Lay what DeepSpeed holds (gathered parameters, gradients, buckets) over a record of live bytes, and find the peaks.
+"""Add what DeepSpeed holds (gathered parameters, gradients, buckets) to a record of live bytes, and find the peaks.
 
-A record is replayed in a fraction of a second, so one simulation answers for any ZeRO setting of the same stage.
-`Gradients` is what DeepSpeed 0.19.8 holds on the GPU during one backward. ZeRO-3's bucket and flat gradients are there
-from the start: they belong to the model states, as does everything on the host.
+A record is replayed in a fraction of a second, so one simulation answers for any ZeRO setting of the same
+stage. `Gradients` is what DeepSpeed 0.19.8 holds on the GPU during one backward. ZeRO-3's bucket and flat
+gradients are there from the start: they belong to the model states, as does everything on the host.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from remat.planning.simulation.timeline import KINDS, Part, Ready, Snapshot
 from remat.planning.simulation.types import Category, Moment, Phase, ZeroSettings
 from remat.planning.simulation.zero3 import Event, Kind, Parameters
 
-IN_BACKWARD = {"gradients", "reduction buckets"}  # items of planning.states below stage 3 that are counted here
+IN_BACKWARD = {"gradients", "reduction buckets"}  # of planning.model_states, counted here below stage 3
 ALLREDUCE_ELEMENTS = 500_000_000  # runtime/engine.py:3921
 
 
 class Gradients:
-    """Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends`.
+    """The gradients and buckets on the GPU during one backward.
 
-    `kept_bytes` and `bucket_bytes` are there after a call. Each returns the same two at the worst instant within it,
-    where `ready` leaves out the gradient itself: it is autograd's until then.
+    Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends` at the end. `kept_bytes`
+    and `bucket_bytes` are what is there after a call. Each call returns the same two at the worst instant
+    within it. `ready` leaves out the gradient itself there: it is autograd's until then.
     """
 
     def __init__(self, parameters: Parameters, settings: ZeroSettings, *, rank: int = 0) -> None:
@@ -36,12 +37,12 @@ class Gradients:
         self._all_bytes = self._bytes(trained)
         self._owned = _owned(parameters, trained, settings.world_size, rank)
         self._shard_bytes = 0 if settings.offload_optimizer else self._bytes(self._owned)
-        # Stage 1 reduces as it goes only where the hooks may and the boundary is this backward.
+        # Stage 1 reduces during backward only with overlap_comm and when no gradients are accumulated.
         stage, accumulating = settings.stage, settings.accumulating
         self._as_it_goes = stage >= 2 or (stage == 1 and settings.overlap_comm and not accumulating)
         self._whole: set[int] = set(trained) if accumulating and not self._as_it_goes else set()
         self._waiting: list[int] = []  # for the next reduction
-        self._too_large: set[int] = set()  # those that did not go into the bucket
+        self._too_large: set[int] = set()  # gradients larger than the bucket
         self._earlier = self._shard_bytes if accumulating and stage == 2 else 0
         self._shards = 0
 
@@ -50,8 +51,12 @@ class Gradients:
         return self._bytes(self._whole | self._too_large) + self._earlier + self._shards
 
     def ready(self, parameter: int) -> tuple[int, int]:
-        """Into the bucket (stage_1_and_2.py:1414, stage3.py:1569), or kept until the last micro-batch is done."""
-        if self._settings.stage in (1, 2):  # with the first gradient: one bucket, two with overlap_comm (:3256)
+        """Put a gradient into the bucket, or keep it until the last micro-batch is done.
+
+        See stage_1_and_2.py:1414, stage3.py:1569.
+        """
+        # The first gradient allocates one bucket, or two with overlap_comm (stage_1_and_2.py:3256).
+        if self._settings.stage in (1, 2):
             buckets = 2 if self._settings.overlap_comm else 1
             self.bucket_bytes = buckets * self._settings.reduce_bucket_size * self._width
         worst = self.kept_bytes, self.bucket_bytes
@@ -68,7 +73,7 @@ class Gradients:
         return worst
 
     def backward_ends(self) -> tuple[int, int]:
-        """Whole gradients are reduced: by stage 0 in copies of up to 500 M elements, by stage 1 through its bucket."""
+        """Reduce whole gradients: stage 0 in copies of up to 500 M elements, stage 1 through its bucket."""
         if self._as_it_goes:
             return self._reduce()
         kept, bucket = self.kept_bytes, self.bucket_bytes
@@ -78,10 +83,12 @@ class Gradients:
         return kept + self._shard_bytes, bucket  # the first rank owns what is reduced first
 
     def _reduce(self) -> tuple[int, int]:
-        """Stages 1 and 2 take memory for all of this rank's gradients when the first of them comes out of the bucket.
+        """Reduce the gradients that wait in the bucket.
 
-        Stage 1 lets a gradient that did not fit lie, unless it is this rank's (stage_1_and_2.py:2184, 2262). Stage 3
-        copies its bucket to cut it by ranks, unless it is one gradient that divides (coalesced_collectives.py:102).
+        Stages 1 and 2 allocate memory for all of this rank's gradients when the first of them comes out of the
+        bucket. Stage 1 does not free a gradient that did not fit, unless it is this rank's
+        (stage_1_and_2.py:2184, 2262). Stage 3 copies its bucket to cut it by ranks, unless it is one gradient
+        that divides (coalesced_collectives.py:102).
         """
         members, self._waiting = self._waiting, []
         if self._settings.stage < 3:
@@ -102,7 +109,7 @@ class Gradients:
 
 
 def _owned(parameters: Parameters, trained: list[int], world_size: int, rank: int) -> set[int]:
-    """Those of which this rank's share of the flat parameters has a part (taken as one group)."""
+    """Return the parameters with a part in this rank's share of the flat parameters (taken as one group)."""
     shard = math.ceil(sum(parameters.elements[p] for p in trained) / world_size)
     found, start = set(), 0
     for p in trained:
@@ -114,7 +121,7 @@ def _owned(parameters: Parameters, trained: list[int], world_size: int, rank: in
 
 
 class Instant(NamedTuple):
-    """Bytes on top of the model states, at one point of a micro-batch."""
+    """The bytes on top of the model states at one point of a micro-batch."""
 
     phase: Phase
     layer: int | None
@@ -123,7 +130,11 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Peaks:
-    """`curve` is the whole micro-batch in order, at every cut of the record and at the most until the next."""
+    """The peaks of a micro-batch.
+
+    `curve` is the whole micro-batch in order: at every cut of the record, and at the highest point until the
+    next cut.
+    """
 
     forward: Moment
     backward: Moment
@@ -132,9 +143,10 @@ class Peaks:
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:
-    """The peaks of forward and of backward under `zero`, on the rank that has the worst; `parts` are a Timeline's.
+    """Return the peaks of forward and of backward under `zero`, on the rank with the highest peak.
 
-    Below stage 3 the last rank owns the gradients that come first, the first rank those that come last.
+    `parts` are a Timeline's. Below stage 3 the last rank owns the gradients that come first, the first rank
+    those that come last.
     """
     ranks = {0, zero.world_size - 1} if zero.stage in (1, 2) else {0}
     found = [_Replay(parts, parameters, zero, rank).run(backward_begins_at) for rank in sorted(ranks)]
@@ -145,7 +157,7 @@ class _Replay:
     def __init__(self, parts: list[Part], parameters: Parameters, zero: ZeroSettings, rank: int) -> None:
         self._parts = parts
         self._gathered = self._gathered_at_most = 0
-        if zero.stage < 3:  # its thresholds mean nothing
+        if zero.stage < 3:  # the threshold has no meaning there
             zero = replace(zero, param_persistence_threshold=-1)
         events = [part.cut for part in parts if isinstance(part.cut, Event)]
         self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._on_change)

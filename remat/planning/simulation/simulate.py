@@ -22,14 +22,17 @@ Given = Callable[[dict[str, Tensor]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recording:
-    """One micro-batch as it happened, whatever the sizes that ZeRO is given: `under` lays them over it."""
+    """One recorded micro-batch. It does not depend on ZeRO's sizes: `under` applies them to it."""
 
     timeline: Timeline
     parameters: Parameters
     assumptions: list[str]
 
     def under(self, zero: ZeroSettings) -> Simulation:
-        """`zero` may differ from the recorded one in all but the question whether it is stage 3."""
+        """Return the simulation under `zero`.
+
+        It may differ from the recorded setting in everything but whether it is stage 3.
+        """
         timeline, found = self.timeline, self._peaks(zero)
         return Simulation(
             forward_peak=found.forward,
@@ -43,7 +46,7 @@ class Recording:
         )
 
     def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:
-        """Bytes from the start of the micro-batch to its end, on the rank that has the highest peak."""
+        """Return the bytes from the start of the micro-batch to its end, on the rank that has the highest peak."""
         return self._peaks(zero).curve
 
     def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
@@ -64,13 +67,15 @@ def run(
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
 ) -> Simulation:
-    """Forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
+    """Simulate forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
-    `loss(model, {"input_ids", "labels"})` is the scalar that is trained on, `around` what surrounds a micro-batch of
-    the run, `scope` says where the computation is, `ignored` names host memory; `workspaces`: of a GPU's kernels,
-    see Timeline. `given` makes the model's inputs of a batch whose "position_ids" restart; None: whole sequences.
-    Bytes come on top of the model states, of which gradients and buckets below ZeRO-3 are not part: they are counted
-    here, from moment to moment.
+    `loss(model, {"input_ids", "labels"})` is the scalar that is trained on. `around` is the context that
+    surrounds a micro-batch of the run. `scope` says where the computation is. `ignored` names host memory.
+    `workspaces` counts those of a GPU's kernels, see Timeline. `given` makes the model's inputs from a batch
+    whose "position_ids" restart; None: whole sequences.
+
+    Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of those: they are
+    counted here, from moment to moment.
     """
     recording = record(
         model,
@@ -101,9 +106,9 @@ def record(
     workspaces: bool = True,
     on_gpu: bool = True,
 ) -> Recording:
-    """As `run`, for any number of ZeRO settings. `workspaces`: see Timeline; False to compare.
+    """Record a micro-batch like `run`, for any number of ZeRO settings.
 
-    `on_gpu` false: the kernels of a CPU.
+    `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -134,7 +139,7 @@ def step(
     forward_done: Callable[[], None],
     given: Given | None = None,
 ) -> None:
-    """Forward and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
+    """Run forward and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
     The logits are built and receive a gradient; the loss itself is not part of it. `given`: see `run`.
     """

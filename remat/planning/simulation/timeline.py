@@ -1,8 +1,8 @@
 """Count live bytes, FLOPs and bytes moved of a forward and backward, operation by operation, on meta or CPU tensors.
 
-The record knows nothing of ZeRO's settings. It is cut wherever ZeRO may act (a module fetches or releases its
-parameters, a gradient is ready): each `Part` has the bytes at the cut and the most until the next. `peaks` adds what
-DeepSpeed holds meanwhile.
+The record does not depend on ZeRO's settings. It is cut wherever ZeRO may act (a module fetches or releases its
+parameters, a gradient is ready). Each `Part` has the bytes at the cut and the most until the next. `peaks` adds
+what DeepSpeed holds meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def op_cost(
     made: list[torch.Tensor],
     phase: Phase,
 ) -> OpCost | None:
-    """None for what runs nothing: views, and memory that is only allocated."""
+    """Return the cost of an operation; None if it runs nothing: views, and memory that is only allocated."""
     if _is_free(func, given, made):
         return None
     formula = flop_formula(func)
@@ -49,7 +49,7 @@ def op_cost(
 
 
 def dequantisation(func: Any, args: Any, phase: Phase) -> OpCost | None:
-    """That copy is written, and read by the product."""
+    """Return the cost of dequantising a 4-bit weight, if `func` does: the copy is written, then read by the product."""
     size = dequantised_bytes(func, args)
     return OpCost("elementwise", 0, 2 * size + args[1].nbytes, phase) if size else None
 
@@ -66,12 +66,14 @@ def _is_free(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 
 def workspace_bytes(func: Any, args: Any) -> int:
-    """Scratch of attention's backward, below what a dispatcher sees.
+    """Return the scratch memory of attention's backward, which a dispatcher does not see.
 
-    Flash (torch 2.13, flash_attn/flash_api.cpp, mha_bwd): an fp32 copy of the query's gradient, padded to 128 rows
-    and 32 columns, and one number per row; grouped heads get whole gradients of key and value first. Efficient
-    (transformers/cuda/attention_backward.cu): one number per row, and fp32 accumulators. And what a GPU's product with
-    a 4-bit weight holds on top of `dequantised_bytes`: its constants before their mean is added.
+    Flash (torch 2.13, flash_attn/flash_api.cpp, mha_bwd): an fp32 copy of the query's gradient, padded to 128
+    rows and 32 columns, and one number per row; grouped heads get whole gradients of key and value first.
+    Efficient (transformers/cuda/attention_backward.cu): one number per row, and fp32 accumulators.
+
+    For a GPU's product with a 4-bit weight, return what it holds on top of `dequantised_bytes`: its constants
+    before their mean is added.
     """
     if (dequantised := dequantised_bytes(func, args)) > 0:
         return dequantised - int(args[0].element_size()) * args[2][0] * args[2][1]  # the constants once more
@@ -88,10 +90,10 @@ def workspace_bytes(func: Any, args: Any) -> int:
 
 
 def summed_in_place_bytes(func: Any, args: Any) -> int:
-    """Bytes of a sum that autograd would have written over one of its terms, were there no dispatch mode.
+    """Return the bytes of a sum that autograd would have written over one of its terms without a dispatch mode.
 
-    torch/csrc/autograd/input_buffer.cpp: two gradients of one tensor are added in place when nobody else has one of
-    them, but never under a mode. `func` runs in backward.
+    torch/csrc/autograd/input_buffer.cpp: two gradients of one tensor are added in place when nobody else has
+    one of them, but never under a mode. `func` runs in backward.
     """
     if func is not aten.add.Tensor or not all(isinstance(term, torch.Tensor) for term in args[:2]):
         return 0
@@ -106,7 +108,7 @@ ACTIVATIONS, RECOMPUTE, LOSS = range(3)
 
 
 class Scope(Protocol):
-    """Where the computation is: which decoder layer, and whether it runs for the second time."""
+    """The place of the computation: which decoder layer, and whether it is a recomputation."""
 
     @property
     def layer(self) -> int | None: ...
@@ -115,7 +117,7 @@ class Scope(Protocol):
 
 
 class Ready(NamedTuple):
-    """The gradient of a parameter, by its place in model.parameters(), is there."""
+    """The event that a parameter's gradient is ready. `parameter` is its place in model.parameters()."""
 
     parameter: int
 
@@ -130,7 +132,7 @@ class Snapshot(NamedTuple):
 
 @dataclass
 class Part:
-    """What cut the record (None: backward begins), bytes right then, and the most until the next cut."""
+    """A part of the record: what cut it (None: backward begins), bytes right then, and the most until the next cut."""
 
     cut: Event | Ready | None
     at_cut: Snapshot
@@ -138,11 +140,12 @@ class Part:
 
 
 class Timeline(TorchDispatchMode):
-    """`with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`.
+    """A mode that records a forward and a backward, operation by operation.
 
-    Parameters are not counted. Gradients are, until autograd has finished them; the parameters' `grad` stays None.
-    `ignored` yields host memory. `workspaces`: count what attention kernels of a GPU allocate within, and not what
-    autograd allocates only because it is watched.
+    Use: `with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`. Parameters are
+    not counted. Gradients are, until autograd has finished them; the parameters' `grad` stays None. `ignored`
+    yields host memory. `workspaces`: count what a GPU's attention kernels allocate internally, and leave out
+    what autograd allocates only because it is watched.
     """
 
     @classmethod
@@ -165,12 +168,12 @@ class Timeline(TorchDispatchMode):
         self.flops: dict[Phase, int] = defaultdict(int)
         self.ops: list[OpCost] = []
         self._scope, self._model, self._ignored, self._workspaces = scope, model, ignored, workspaces
-        self._weights: dict[int, int | None] = {}  # layer that was seen to use a weight
+        self._weights: dict[int, int | None] = {}  # the layer that used each weight
         self._backward_layer: int | None = None
         self._backward = False
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int | None, int]] = {}
         self._unsettled: list[tuple[weakref.ref[torch.UntypedStorage], int, int | None]] = []
-        self._not_ours: dict[int, StorageWeakRef] = {}  # keeps an address from being used again
+        self._not_ours: dict[int, StorageWeakRef] = {}  # keeps each address from being reused
         self._by_kind = [0, 0, 0]
         start = Snapshot(0, (0, 0, 0), Phase.forward, None, "start")
         self.parts = [Part(None, start, start)]
@@ -209,11 +212,11 @@ class Timeline(TorchDispatchMode):
 
     @property
     def num_layers(self) -> int:
-        """That were seen to use weights of their own."""
+        """Return the number of layers that were seen to use weights of their own."""
         return max((layer for layer in self._weights.values() if layer is not None), default=-1) + 1
 
     def forward_done(self) -> None:
-        """Call it between forward and backward."""
+        """Note what forward keeps, and switch to backward. Call it between the two."""
         self._settle()
         kept: dict[int, int] = defaultdict(int)
         for _, size, layer, _ in self._live.values():
@@ -226,7 +229,7 @@ class Timeline(TorchDispatchMode):
         self.cut(None)
 
     def cut(self, event: Event | Ready | None, then: Callable[[], None] = lambda: None) -> None:
-        """ZeRO acts; `then` happens right after."""
+        """Cut the record where ZeRO acts, and call `then` right after."""
         self._settle()
         where = self._phase(), self._layer(), "between operations"
         before = self._snapshot(*where)
@@ -265,7 +268,10 @@ class Timeline(TorchDispatchMode):
         return Phase.backward if self._backward else Phase.forward
 
     def _layer(self) -> int | None:
-        """In backward nobody says which layer it is: the one whose weight was read last."""
+        """Return the layer that computes now.
+
+        Backward does not say: there it is the layer whose weight was read last.
+        """
         if self._scope.layer is not None:
             self._backward_layer = self._scope.layer
             return self._scope.layer
@@ -289,7 +295,7 @@ class Timeline(TorchDispatchMode):
             return
         inside = RECOMPUTE if self._backward or self._scope.recomputing else ACTIVATIONS
         kind = LOSS if layer is None else inside
-        if late:  # whether it is host memory is known when it has been given out
+        if late:  # only once the caller has it is it known to be host memory or not
             self._unsettled.append((weakref.ref(storage), kind, layer))
         else:
             self._count(storage, kind, layer)

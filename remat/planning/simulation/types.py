@@ -1,4 +1,4 @@
-"""What a simulated micro-batch yields, and what it needs to know of ZeRO. Bytes, elements and FLOPs of one rank."""
+"""The results of a simulated micro-batch, and the ZeRO settings it needs. Bytes, elements and FLOPs of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat.config import ds_config
 
 
 class Category(StrEnum):
-    """What bytes on the GPU are for; the rows of a plan."""
+    """The purpose of bytes on the GPU; the rows of a plan."""
 
     weights = "weights"
     gradients = "gradients"
@@ -33,7 +33,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation: multiply-adds count 2; `bytes` are read and written. `kind`: matmul, attention or elementwise."""
+    """The cost of one operation: a multiply-add counts 2 FLOPs; `bytes` are read and written.
+
+    `kind` is matmul, attention or elementwise.
+    """
 
     kind: str
     flops: int
@@ -54,7 +57,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One micro-batch on meta tensors. Bytes per layer are those that stay from forward to backward."""
+    """The costs of one micro-batch on meta tensors. Bytes per layer are those that stay from forward to backward."""
 
     forward_peak: Moment
     backward_peak: Moment
@@ -62,7 +65,7 @@ class Simulation:
     host_bytes: int  # host memory that was allocated for activations, at the end of forward
     flops: Mapping[Phase, int]
     ops: list[OpCost] = field(repr=False)
-    gathered_elements: int  # by ZeRO-3, over forward and backward, with reuse as configured
+    gathered_elements: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
 
     @property
@@ -72,7 +75,10 @@ class Simulation:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The part of a rendered DeepSpeed dict that decides what is on the GPU during a micro-batch. Sizes in elements."""
+    """The part of a rendered DeepSpeed dict that decides what is on the GPU during a micro-batch.
+
+    Sizes in elements.
+    """
 
     stage: int
     world_size: int
@@ -84,11 +90,14 @@ class ZeroSettings:
     max_reuse_distance: int = 0
     offload_optimizer: bool = False
     offload_param: bool = False
-    accumulating: bool = False  # the gradients of an earlier micro-batch are there
+    accumulating: bool = False  # gradients of an earlier micro-batch are already there
 
     @classmethod
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
-        """From the dict that reaches the engine; `world_size` counts the ranks that share the model states."""
+        """Read the settings from the dict that reaches the engine.
+
+        `world_size` counts the ranks that share the model states.
+        """
         zero = ds["zero_optimization"]
         return cls(
             stage=ds_config.zero_stage(ds),

@@ -1,9 +1,10 @@
 """Replay what ZeRO-3 gathers and releases: DeepSpeed 0.19.8's coordinator, without an engine.
 
-`recorded` notes on a model of any device what the hooks of ZeRO-3 would do (runtime/zero/parameter_offload.py:316-510);
-that depends on no setting. `Coordinator` is what those hooks call
-(runtime/zero/partitioned_param_coordinator.py): it learns the order of modules in a first micro-batch, and from the
-second on prefetches along it and keeps what is soon used again. One record can be replayed under many settings.
+`recorded` notes on a model of any device what the hooks of ZeRO-3 would do
+(runtime/zero/parameter_offload.py:316-510); that depends on no setting. `Coordinator` is what those hooks call
+(runtime/zero/partitioned_param_coordinator.py). It learns the order of modules in a first micro-batch. From the
+second on it prefetches in that order and keeps what is soon used again. One record can be replayed under many
+settings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """`module` is an index into Parameters.owned; `again`: a forward inside of backward.
+    """A moment at which ZeRO-3 acts.
+
+    `module` is an index into Parameters.owned; `again`: a forward inside of backward.
 
     `pinned` parameters have aliases: autograd would go on holding their memory if they were released now.
     """
@@ -45,7 +48,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a model, in its own order; `owned` lists for each module the parameters it has itself."""
+    """The parameters of a model, in its own order; `owned` lists for each module the parameters it has itself."""
 
     elements: tuple[int, ...]
     item_bytes: tuple[int, ...]
@@ -68,7 +71,7 @@ class Parameters:
 
 @contextmanager
 def recorded(model: nn.Module, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Calls `on_event` at every fetch and release while entered, over any number of micro-batches."""
+    """Call `on_event` at every fetch and release while entered, over any number of micro-batches."""
     recorder = _Recorder(model, on_event)
     try:
         yield
@@ -92,7 +95,10 @@ class _Recorder:
             handle.remove()
 
     def _tell(self, event: Event) -> None:
-        """A new alias of a parameter was made by the module that used it; an old one may have died anywhere."""
+        """Report an event with the parameters that have aliases now.
+
+        Only the module that used a parameter makes a new alias of it; an old alias may have died anywhere.
+        """
         candidates = {*self._pinned, *self._owned[event.module]}
         pinned = {p for p in candidates if _uses(self._parameters[p]) > self._uses[p]}
         if pinned != self._pinned:
@@ -127,12 +133,12 @@ class _Recorder:
 
 
 def _uses(parameter: torch.Tensor) -> int:
-    """How many tensors share the parameter's memory, and a constant."""
+    """Return how many tensors share the parameter's memory, plus a constant."""
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
 class _Mark(torch.autograd.Function):
-    """The identity; calls back when the gradient passes."""
+    """The identity function; its backward calls back when the gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, callback: Callable[[], None]) -> torch.Tensor:
@@ -172,10 +178,10 @@ class Trace(Enum):
 
 
 class Coordinator:
-    """Bytes of gathered parameters on one GPU. `elements` counts what was gathered, over all ranks.
+    """The gathered parameters on one GPU, in `bytes`. `elements` counts what was gathered, over all ranks.
 
-    `on_change(bytes)` is called whenever the bytes change. Feed it the events of a micro-batch, then again: with the
-    second, which knows the order, the steady state begins. Call `optimizer_step` where the engine steps.
+    `on_change(bytes)` is called whenever the bytes change. Pass it the events of a micro-batch, then again. The
+    steady state begins with the second, which knows the order. Call `optimizer_step` where the engine steps.
     """
 
     def __init__(
@@ -191,7 +197,7 @@ class Coordinator:
         self._persistent = [n <= settings.param_persistence_threshold for n in parameters.elements]
         self._gathered: dict[int, int] = {}  # available or in flight: bytes of the parameter itself
         self._in_flight: dict[int, _Bucket] = {}
-        self._left_over: dict[int, int] = {}  # bytes that autograd held on to when their parameter was released
+        self._left_over: dict[int, int] = {}  # bytes that autograd still held when their parameter was released
         self._pinned: frozenset[int] = frozenset()
         self._users: list[set[int]] = [set() for _ in range(count)]
         self._in_backward: dict[int, None] = {}  # modules, in the order their backward began
@@ -224,7 +230,7 @@ class Coordinator:
                         self._free(p)
 
     def optimizer_step(self) -> None:
-        """Everything is partitioned, then persistent parameters are gathered again (stage3.py:2840)."""
+        """Partition everything, then gather persistent parameters again (stage3.py:2840)."""
         for p in list(self._gathered):
             self._wait(p)
             self._users[p].clear()
@@ -323,7 +329,10 @@ class Coordinator:
                 self._free(p)
 
     def _may_go(self, module: int) -> set[int]:
-        """What of `module` is not used again soon. DeepSpeed keeps the answer for ever, and so do we."""
+        """Return the parameters of `module` that may be released now; cached for good, like DeepSpeed's.
+
+        These are the ones that are not used again soon.
+        """
         key = module, self._step
         if key in self._releasable:
             return self._releasable[key]
@@ -404,7 +413,7 @@ def steady(
     settings: ZeroSettings,
     on_change: Callable[[int], None] = lambda gathered: None,
 ) -> Coordinator:
-    """A coordinator that has seen the micro-batch `events` twice and stands before the third."""
+    """Return a coordinator that has seen the micro-batch `events` twice and is ready for the third."""
     coordinator = Coordinator(parameters, settings)
     for _ in range(2):
         for event in events:
@@ -417,7 +426,7 @@ def steady(
 
 
 def elements_without_reuse(parameters: Parameters, events: Sequence[Event]) -> int:
-    """The most that ZeRO-3 gathers in a micro-batch: nothing prefetched, nothing kept from one use to the next."""
+    """Return the most elements that ZeRO-3 gathers in a micro-batch: nothing prefetched, nothing kept between uses."""
     off = ZeroSettings(stage=3, world_size=1, reduce_bucket_size=0, overlap_comm=False)
     coordinator = steady(parameters, events, off)
     for event in events:
