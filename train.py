@@ -8,8 +8,7 @@ import time
 
 from remat.config.redact import redact_text
 from remat.machine import signals
-from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
-from remat.machine.imports import without_garbage
+from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
 SILENCE_S = 20  # longer than closing W&B may take on rank 0

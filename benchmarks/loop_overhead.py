@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from remat.machine.cores import share_cores
+    from remat.machine.start_up import share_cores
 
     share_cores()
     import torch

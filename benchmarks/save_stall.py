@@ -62,7 +62,7 @@ def result_path(device: str) -> Path:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from remat.machine.cores import share_cores
+    from remat.machine.start_up import share_cores
 
     share_cores()
     from remat.config import compose

@@ -12,8 +12,7 @@ import typer
 from remat.config.options import ConfigError
 from remat.config.redact import redact_text
 from remat.config.words import check_picture, split, without_policy
-from remat.machine.cores import share_cores
-from remat.machine.imports import without_garbage
+from remat.machine.start_up import share_cores, without_garbage
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from remat.machine.cores import hide_gpus_from_cpu_ranks  # noqa: E402
+from remat.machine.start_up import hide_gpus_from_cpu_ranks  # noqa: E402
 
 
 def main(overrides: list[str]) -> int:

@@ -27,7 +27,7 @@ from benchmarks.environment import commit
 from benchmarks.plan_accuracy import AGAIN, TIME_OVER, write
 from benchmarks.suite.points import POINTS, SECTIONS, Point
 from benchmarks.suite.training import folder_name, longest, measure, overrides
-from remat.machine.cores import available_cores
+from remat.machine.start_up import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = ROOT / "benchmarks" / "results"

@@ -14,8 +14,8 @@ from typing import Any
 
 from remat.config import compose
 from remat.config.units import GIB
-from remat.machine.cores import available_cores
 from remat.machine.memory import host_memory
+from remat.machine.start_up import available_cores
 
 FORMAT = 2  # of a stored result: raise it when what is measured changes
 PACKAGE = Path(__file__).resolve().parent.parent

@@ -15,8 +15,8 @@ import torch
 
 from remat.config.units import GIB
 from remat.machine import node, ops, versions
-from remat.machine.cores import available_cores
 from remat.machine.memory import host_memory
+from remat.machine.start_up import available_cores
 
 LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # of runs without `distributed.init`, or killed ones
 SCARCE_SHM_BYTES = GIB

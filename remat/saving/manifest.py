@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from remat.config.options import ConfigError
 from remat.machine import distributed
-from remat.machine.cores import available_cores
+from remat.machine.start_up import available_cores
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()
 hide_gpus_from_cpu_ranks()

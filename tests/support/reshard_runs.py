@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.machine.cores import hide_gpus_from_cpu_ranks, share_cores
+from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a single rank too: two threads wait for each other on a busy machine
 share_cores()

@@ -1,9 +1,15 @@
-"""What a rank may use of its node, settled before torch is imported: its share of the cores, and no GPU on request."""
+"""Settle what a process may use before torch is imported: its share of the cores, no GPU on request, fast imports.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -41,3 +47,17 @@ def hide_gpus_from_cpu_ranks() -> None:
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Look for no garbage while modules are imported, and never again among what they made.
+
+    All of it stays, and looking through it again and again costs a sixth of the CPU time of the imports.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
