@@ -1,4 +1,4 @@
-"""From blocks to the micro-batches of a step, so that a step's samples do not depend on how they are spread."""
+"""Build the micro-batches of a step from blocks; its samples are the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one optimizer step, and what all ranks together do.
+    """One rank's micro-batches of one optimizer step, and figures of the global batch.
 
     `micro_batches`: {"input_ids", "labels"} int64 [micro, seq_len] each, and "position_ids" where documents are kept
-    apart; labels are not shifted (Hugging Face's convention), -100 carries no loss. `sample_ids` int64 [global batch]:
-    block indices of all ranks, in order. `trained_tokens`: targets that carry loss, `seen_tokens`: tokens without
-    padding, both over the global batch. `epoch`: of the first sample.
+    apart. Labels are not shifted (Hugging Face's convention); -100 carries no loss. `sample_ids` int64 [global batch]:
+    block indices of all ranks, in order. `trained_tokens`: targets that carry loss; `seen_tokens`: tokens without
+    padding; both over the global batch. `epoch`: the epoch of the first sample.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -32,10 +32,10 @@ class StepBatch:
 
 
 class GlobalBatches:
-    """An endless stream: every epoch's permutation of the blocks, one after another, `global_batch_size` a step.
+    """An endless stream of steps: each epoch is a permutation of the blocks, each step takes `global_batch_size`.
 
-    Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step, so neither ranks nor
-    micro-batches nor accumulation change which samples a step has. The whole position is one number.
+    Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step. So neither ranks nor
+    micro-batches nor accumulation change which samples a step has. One number is the whole position.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GlobalBatches:
         shuffle: bool,
         position: int = 0,
     ) -> None:
-        """`position`: samples consumed since the start. Raises ConfigError if the batch does not divide."""
+        """Start at `position`, in samples since the start. Raises ConfigError if the global batch does not divide."""
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
@@ -71,7 +71,7 @@ class GlobalBatches:
         return found
 
     def read(self, position: int) -> StepBatch:
-        """The step that begins after `position` samples; the stream stays where it is."""
+        """Return the step that begins after `position` samples; the stream does not move."""
         epoch = position // len(self._blocks)
         ids = self._sample_ids(position, self._global_batch_size)
         mine = ids.reshape(-1, self._world_size, self._micro_batch_size)[:, self._rank]
@@ -84,9 +84,10 @@ class GlobalBatches:
         )
 
     def state(self) -> dict[str, int]:
-        """`position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
+        """Return the stream's state for a saved state.
 
-        Epoch and index say the same to a reader.
+        `position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
+        Epoch and index say the same to a human reader.
         """
         epoch, index = divmod(self.position, len(self._blocks))
         return {
@@ -116,10 +117,10 @@ class GlobalBatches:
 
 
 def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]:
-    """What makes the position in `saved`, an earlier `GlobalBatches.state()`, mean other samples now.
+    """Return why the position in `saved`, an earlier `GlobalBatches.state()`, would mean other samples now.
 
-    Each problem names the option, its value now and then, and the remedy; none: []. The world size and the batch
-    sizes may differ: they do not change the order.
+    Each problem names the option, its values now and at the save, and the remedy; [] when there is none. The world
+    size and the batch sizes may differ: they do not change the order.
     """
     now = batches.state()
     saved = {"documents_apart": False} | saved  # older states did not keep documents apart
@@ -147,9 +148,9 @@ def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [count]: the order of the blocks in an epoch.
+    """Return the order of the blocks in an epoch, int64 [count].
 
-    Raw bits are sorted because NumPy keeps their stream for good (NEP 19), but not that of `permutation`: a run
+    It sorts raw bits, because NumPy never changes their stream (NEP 19) but may change that of `permutation`: a run
     resumed under another NumPy must see the same order.
     """
     if not shuffle:
@@ -158,9 +159,9 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """{"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted.
+    """Return {"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted.
 
-    With "position_ids" of that shape, which restart with every document, where documents are kept apart.
+    Where documents are kept apart there are also "position_ids" of that shape, which restart with every document.
     """
     tokens = blocks.tokens(ids).astype(np.int64)
     labels = np.where(blocks.trained(ids), tokens, NO_LOSS)
@@ -171,7 +172,10 @@ def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
 
 
 def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:
-    """Micro-batches per rank in one pass over `blocks`, the same on all; at most `max_batches`, 0: all of them."""
+    """Return the micro-batches per rank in one pass over `blocks`, equal on all ranks.
+
+    They are at most `max_batches`; 0 means no limit.
+    """
     count = -(-len(blocks) // (micro_batch_size * world_size))
     return min(count, max_batches) if max_batches else count
 
@@ -179,7 +183,10 @@ def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size:
 def eval_micro_batches(
     blocks: Blocks, *, micro_batch_size: int, rank: int, world_size: int, max_batches: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """As many micro-batches on every rank, in fixed order; past the end, blocks whose labels are all -100."""
+    """Yield this rank's micro-batches for an evaluation, in fixed order and equally many on every rank.
+
+    Past the end of `blocks` all labels are -100.
+    """
     count = eval_micro_batch_count(
         blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
     )

@@ -1,8 +1,9 @@
 """Fixed blocks of tokens on disk: written once, front to back, then memory-mapped by every process.
 
-A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). Packed text adds where its documents start: `.starts.bin`
-(one bit a token, numpy.packbits along each block) and `.restarts.bin` (int32 [blocks], those after position 0).
-Instruction data adds `.trained.bin` (bool, same shape), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
+A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). For packed text two more files say where documents start:
+`.starts.bin` (one bit per token, numpy.packbits along each block) and `.restarts.bin` (int32 [blocks], how many start
+after position 0). For instruction data there are `.trained.bin` (bool, same shape as the tokens),
+`.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 
 
 class Blocks:
-    """`len` blocks of `seq_len` tokens.
+    """Blocks of `seq_len` tokens each; `len` says how many.
 
     `trained_tokens` int32 [blocks]: targets that carry loss after the causal shift. The token at i is predicted from
     i-1, so position 0 never counts. `lengths` int32 [blocks]: tokens before the padding.
 
     Padding needs no attention mask: it is on the right, and under causal attention no token sees what follows it.
-    `apart`: the documents of a block have positions of their own, and none is trained to begin after another.
+    `apart`: each document of a block has its own positions, and its first token is not a target.
     """
 
     apart = False
@@ -37,10 +38,11 @@ class Blocks:
         starts: np.ndarray | None = None,
         restarts: np.ndarray | None = None,
     ) -> None:
-        """`tokens` int32 [blocks, seq_len]; `trained` bool of that shape, None: every token. The rest follows.
+        """Keep `tokens` int32 [blocks, seq_len] and `trained`, bool of that shape or None for every token.
 
-        `starts` uint8 [blocks, ceil(seq_len / 8)], bits that are set where a document starts, and `restarts` int32
-        [blocks], how many do so after position 0; None: no block holds more than one document.
+        `trained_tokens` and `lengths` are derived where they are not given. `starts` uint8 [blocks, ceil(seq_len / 8)]
+        has a bit set where a document starts; `restarts` int32 [blocks] counts the documents that start after position
+        0. Both are None when no block holds more than one document.
         """
         count, self.seq_len = tokens.shape
         self._tokens, self._trained = tokens, trained
@@ -53,7 +55,7 @@ class Blocks:
 
     @classmethod
     def open(cls, folder: Path, name: str, seq_len: int) -> Blocks:
-        """The split that a BlockWriter wrote to `folder` under `name`."""
+        """Open the split that a BlockWriter wrote to `folder` under `name`."""
         tokens = np.memmap(folder / f"{name}.tokens.bin", dtype=np.int32, mode="r").reshape(-1, seq_len)
         if not (folder / f"{name}.trained.bin").exists():
             starts = np.memmap(folder / f"{name}.starts.bin", dtype=np.uint8, mode="r")
@@ -70,11 +72,11 @@ class Blocks:
         return len(self._tokens)
 
     def tokens(self, indices: np.ndarray) -> np.ndarray:
-        """int32 [n, seq_len]"""
+        """Return the tokens of the blocks `indices`, int32 [n, seq_len]."""
         return np.asarray(self._tokens[indices], dtype=np.int32)
 
     def documents_apart(self) -> Blocks:
-        """The same tokens with `apart`; blocks of one document each stay as they are."""
+        """Return the same blocks with `apart` set; blocks of one document each are returned as they are."""
         if self._starts is None or self._restarts is None:
             return self
         found = Blocks(
@@ -88,20 +90,23 @@ class Blocks:
         return found
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """bool [n, seq_len]: a token is the first of a document. At position 0 one may go on from the block before."""
+        """Return bool [n, seq_len]: whether a token is the first of a document.
+
+        At position 0 a document may continue from the block before.
+        """
         if self._starts is None:
             return np.broadcast_to(np.arange(self.seq_len) == 0, (len(indices), self.seq_len))
         return np.unpackbits(self._starts[indices], axis=1, count=self.seq_len).astype(bool)
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [n, seq_len]: tokens since the document's start, or the block's where that comes later."""
+        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later."""
         places = np.arange(self.seq_len)
         return places - np.maximum.accumulate(np.where(self.starts(indices), places, 0), axis=1)
 
     def trained(self, indices: np.ndarray) -> np.ndarray:
-        """bool [n, seq_len]: unshifted, so a token is marked where it is a target.
+        """Return bool [n, seq_len]: whether a token is a target that carries loss (unshifted, as labels are).
 
-        The first token of a document that is kept apart is none: what comes before it is another document.
+        The first token of a document that is kept apart is no target: what comes before it is another document.
         """
         if self._trained is not None:
             return np.asarray(self._trained[indices])
@@ -112,13 +117,13 @@ class Blocks:
 
 @dataclass
 class BlockCounts:
-    """What became of the documents of one split."""
+    """Counts of the documents, blocks and tokens of one split."""
 
-    documents: int = 0  # those that end here, and so not every piece of a text; cut and dropped ones among them
+    documents: int = 0  # counted where they end, so a text in pieces counts once; cut and dropped ones included
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
-    trained_tokens: int = 0  # targets that carry loss; of packed text, where documents are not kept apart
-    restarts: int = 0  # documents that start within a block: as many targets fewer where they are kept apart
+    trained_tokens: int = 0  # targets that carry loss; for packed text, as if documents were not kept apart
+    restarts: int = 0  # documents that start within a block; kept apart, there are so many targets fewer
     truncated_documents: int = 0  # longer than a block
     truncated_tokens: int = 0
     dropped_documents: int = 0  # nothing left to train on
@@ -129,7 +134,10 @@ class BlockCounts:
 
 
 class BlockWriter:
-    """Appends to the files of one split. `packed`: documents follow one another; else one per block, padded."""
+    """Writer that appends to the files of one split.
+
+    With `packed` documents follow one another; otherwise each has its own padded block.
+    """
 
     def __init__(self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int) -> None:
         examples = ("tokens", "trained", "trained_tokens", "lengths")
@@ -142,11 +150,14 @@ class BlockWriter:
         self.counts = BlockCounts()
 
     def begin(self) -> None:
-        """The next token that is added is the first of a document."""
+        """Mark the next token that is added as the first of a document."""
         self._starts_next = True
 
     def add(self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True) -> None:
-        """ids int32 [length]; trained bool [length], None: all. `ends`: a document is complete with it, and counts."""
+        """Add tokens: `ids` int32 [length], `trained` bool [length] or None for all.
+
+        `ends`: they complete a document, which is then counted.
+        """
         starts = np.zeros(len(ids), dtype=bool)
         starts[:1] = self._starts_next
         self._starts_next &= not len(ids)
@@ -157,12 +168,12 @@ class BlockWriter:
             self._add_example(ids, np.ones(len(ids), dtype=bool) if trained is None else trained)
 
     def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
-        """Tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each."""
+        """Add tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each document."""
         self._waiting.append(ids)
         self._waiting_starts.append(starts)
 
     def flush(self) -> None:
-        """Write the whole blocks among the packed tokens that wait; keep the rest for the next ones."""
+        """Write the packed tokens that fill whole blocks; keep the rest for the next flush."""
         if not self.packed:
             return
         waiting = np.concatenate([np.empty(0, dtype=np.int32), *self._waiting])
@@ -181,7 +192,7 @@ class BlockWriter:
         self.counts.restarts += int(restarts.sum())
 
     def close(self) -> BlockCounts:
-        """Make the files durable."""
+        """Flush, sync and close the files; return the counts."""
         if self.packed:
             self.flush()
             self.counts.dropped_tokens = len(self._waiting[0])
@@ -215,9 +226,9 @@ class BlockWriter:
 
 
 def divide(folder: Path, name: str, writers: dict[bool, BlockWriter], held_out: np.ndarray) -> None:
-    """Copy the blocks of split `name` to the writers of the two halves; `held_out` bool [blocks] tells which.
+    """Copy the blocks of split `name` to the writers of the two halves; `held_out` bool [blocks] says to which.
 
-    A block of packed text is no document, so only the blocks of instruction data count as documents again.
+    Only blocks of instruction data are counted as documents again: a block of packed text is not a document.
     """
     blocks = Blocks.open(folder, name, writers[True].seq_len)
     for index in range(len(blocks)):

@@ -1,4 +1,4 @@
-"""What a cache is made of, the key that names it, and how it is written."""
+"""Plan and write a cache of blocks: its sources, the key that names it, and its files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HALVES = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Plan:
-    """One cache to be. `held_out` None: documents of `corpus` are held out, if `cfg.eval_fraction` is not 0."""
+    """A cache to be written. With `held_out` None, `cfg.eval_fraction` of `corpus` is held out, if not 0."""
 
     cfg: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class Plan:
     seed: int
     corpus: Corpus | None  # None: synthetic
     held_out: Corpus | None
-    hashes: Hashes  # of the files of both
+    hashes: Hashes  # of the files of `corpus` and `held_out`
     key: str
 
     @property
@@ -53,14 +53,14 @@ class Plan:
 
     @property
     def divides(self) -> bool:
-        """Both halves come from `corpus`."""
+        """Whether both halves come from `corpus`."""
         return self.corpus is not None and self.held_out is None and self.cfg.eval_fraction > 0
 
 
 def make_plan(
     cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int, hashes: Hashes
 ) -> Plan:
-    """Find the data and hash it. Raises ConfigError when there is none, or it is also the held-out data."""
+    """Find the data, hash it and return the plan. Raises ConfigError when there is no data or it is also held out."""
     corpus = held_out = None
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
     if cfg.source == DataSource.synthetic:
@@ -78,7 +78,7 @@ def make_plan(
         elif cfg.eval_fraction > 0:
             settings["held_out"] = [f"fraction {cfg.eval_fraction} seed {seed}"]
     if _is_packed(cfg):
-        settings["files"] = "tokens, starts, restarts"  # older caches do not know where documents start
+        settings["files"] = "tokens, starts, restarts"  # older caches lack the starts of documents
     settings["tokenizer"] = _tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
@@ -86,7 +86,11 @@ def make_plan(
 
 @dataclass
 class _Written:
-    """`held_out_by`: "data.eval_path", "documents" (of text: files or pieces), "blocks"; None: none, or synthetic."""
+    """Result of writing both halves.
+
+    `held_out_by` is "data.eval_path", "documents" (for text: files or pieces) or "blocks". It is None when nothing is
+    held out or the data is synthetic.
+    """
 
     counts: dict[str, BlockCounts]
     empty_documents: int
@@ -95,9 +99,9 @@ class _Written:
 
 
 def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
-    """Write both halves and report.json into `folder`, all of it durable. Memory does not grow with the data.
+    """Write both halves and report.json into `folder` and sync them. Memory use does not grow with the data.
 
-    Raises ConfigError when the data is no longer what the plan's key says.
+    Raises ConfigError when the data has changed since the plan's key was computed.
     """
     started = time.perf_counter()
     written = _write_halves(plan, folder, show_progress)
@@ -143,9 +147,9 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 
 
 def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
-    """Hold out blocks, where the documents are too few or too unequal to give both halves one.
+    """Write the halves by holding out blocks, for documents too few or too unequal to give both halves a block.
 
-    What was cut or dropped counts for training: it happened before the blocks were divided.
+    Cut and dropped documents are counted for training: they were so before the blocks were divided.
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
@@ -174,7 +178,7 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 
 @contextmanager
 def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[dict[str, BlockWriter]]:
-    """A writer for each half, under the given file name; closed whatever happens."""
+    """Yield a writer for each half, under the given file name. All are closed in the end, also after an error."""
     packed = _is_packed(plan.cfg)
     pad_id = int(plan.tokenizer.pad_token_id or 0)
     writers = {
@@ -196,7 +200,7 @@ def _write_documents(
     bad_rows: BadRowLog,
     show_progress: bool,
 ) -> int:
-    """Returns how many documents were empty."""
+    """Encode and write all documents; return how many were empty."""
     empty = 0
     total = corpus.total + (plan.held_out.total if plan.held_out else 0)
     with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
@@ -207,7 +211,7 @@ def _write_documents(
             empty += len(batch) - len(filled)
             examples = iter(encode(filled, plan.cfg.format, plan.tokenizer, bad_rows))
             for half, document in batch:
-                if document.starts:  # an empty piece too: what follows it is no part of the document before
+                if document.starts:  # an empty piece too: the next one is not of the document before
                     writers[half].begin()
                 example = next(examples) if document.content else None
                 if example is not None:
@@ -231,7 +235,7 @@ def _advancing(documents: Iterator[Document], plan: Plan) -> Iterator[Document]:
 def _from_corpus(
     corpus: Corpus, is_held_out: Callable[[str], bool], bad_rows: BadRowLog
 ) -> Iterator[tuple[str, Document]]:
-    """Each document with its half. Where a file goes on in the other half, its pieces are closed and opened."""
+    """Yield each document with its half. Where a file goes on in the other half, the document ends and a new starts."""
     chosen = ((HALVES[is_held_out(d.unit)], d) for d in corpus.read(bad_rows))
     half_before = None
     for (half, document), following in pairwise(chain(chosen, [(None, None)])):
@@ -271,12 +275,12 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, 
 
 
 def _is_packed(cfg: DataConfig) -> bool:
-    """Tokens fill the blocks; instruction data has a block, padded, for each example."""
+    """Return whether documents follow one another in blocks; instruction data has one padded block per example."""
     return cfg.format == DataFormat.plain
 
 
 def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
-    """`data.synthetic_blocks` for training, and `data.eval_fraction` of that number, at least one, beside them."""
+    """Write `data.synthetic_blocks` blocks for training; hold out `data.eval_fraction` as many more, at least one."""
     held_out = max(1, round(plan.cfg.eval_fraction * plan.cfg.synthetic_blocks))
     start = 0
     for name, writer in writers.items():
@@ -299,7 +303,7 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     identity: dict[str, Any] = {"ids": ids, "chat_template": tokenizer.chat_template}
     if tokenizer.is_fast:
         serialized = json.loads(tokenizer.backend_tokenizer.to_str())
-        # State of the last call, not part of what the tokenizer is.
+        # Truncation and padding are state of the last call, not part of what the tokenizer is.
         return identity | {"json": {k: v for k, v in serialized.items() if k not in ("truncation", "padding")}}
     return identity | {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
 

@@ -1,10 +1,10 @@
-"""Tokenised once: a folder of memory-mapped blocks, named by a hash of everything its content depends on.
+"""Cache of tokenised data: a folder of memory-mapped blocks, named by a hash of everything its content depends on.
 
-Rank 0 looks at the data, and the first rank of each node that does not see rank 0's cache folder; it builds what is
-missing, in a temporary folder that is renamed when complete. The other ranks wait without a collective that could time
-out, and open the result. A launch that finds another's builder at work waits for it; one that died is followed
-(remat/machine/owner_lock.py). Two may build all the same, as on hosts that do not see each other's lock: then both use
-what the first one built.
+Rank 0 reads the data, and so does the first rank of each node that does not see rank 0's cache folder. It builds what
+is missing, in a temporary folder that is renamed when complete. The other ranks wait without a collective that could
+time out, and open the result. A launch that finds another launch building waits for it, and takes over when that one
+has died (remat/machine/owner_lock.py). Two launches may still build at once, as on hosts that do not see each other's
+lock: then both use what the first one has built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Splits(NamedTuple):
     report: dict[str, Any]
 
     def documents_apart(self) -> Splits:
-        """Both halves with `Blocks.documents_apart`."""
+        """Apply `Blocks.documents_apart` to both halves."""
         held_out = None if self.held_out is None else self.held_out.documents_apart()
         return self._replace(train=self.train.documents_apart(), held_out=held_out)
 
@@ -56,12 +56,12 @@ def open_blocks(
     show_progress: bool,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Splits:
-    """Blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation. Collective.
+    """Return blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
 
-    `show_progress` draws a bar where blocks are built; `on_progress` is called on every rank while some rank goes on
-    with it. The seed chooses what is held out (and the tokens of `synthetic`); it does not shuffle. `report` is
-    `report.json` of the cache with its folder added. Raises ConfigError on every rank for data that cannot be used,
-    a cache that cannot be written, and nodes with other data than rank 0's.
+    Builds the cache if it is missing. `show_progress` draws a bar where blocks are built. `on_progress` is called on
+    every rank while any rank makes progress. The seed chooses what is held out (and the tokens of `synthetic`); it does
+    not shuffle. `report` is the cache's `report.json` with its folder added. Raises ConfigError on every rank for data
+    that cannot be used, a cache that cannot be written, and nodes with other data than rank 0's. Collective.
     """
     root = Path(cfg.cache_dir).expanduser()
 
@@ -93,7 +93,7 @@ def open_blocks(
 
 
 def _looks(root: Path) -> bool:
-    """Whether this rank looks at the data: rank 0, and the first of each node that does not see its folder.
+    """Return whether this rank reads the data: rank 0, and the first of each node that does not see rank 0's folder.
 
     Collective.
     """
@@ -105,7 +105,7 @@ def _looks(root: Path) -> bool:
         try:
             root.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
-        except OSError:  # filled, perhaps, and only to be read: then each node finds it so
+        except OSError:  # perhaps a filled cache that is read-only: then each node's first rank finds it filled
             name = ""
     name = distributed.broadcast(name)
     first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -117,7 +117,7 @@ def _looks(root: Path) -> bool:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """What became of the documents, for `Splits.report`: "40 documents, 3 cut at train.seq_len, 1 dropped (...)"."""
+    """Describe the documents of a `Splits.report`: "40 documents, 3 cut at train.seq_len, 1 dropped (...)"."""
     halves = [half for half in (report["train"], report["held_out"]) if half]
     documents, cut, dropped = (
         sum(half[name] for half in halves) for name in ("documents", "truncated_documents", "dropped_documents")
@@ -146,9 +146,9 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
 
 
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
-    """Build `folder` unless another process does so first; wait for it then.
+    """Build `folder`, or wait for another process that builds it.
 
-    A ConfigError reaches those who waited as well: they would only run into it themselves, one after another.
+    A ConfigError is raised in the processes that waited as well: otherwise each of them would run into it in turn.
     """
     lock = OwnerLock(folder.with_name(f"{folder.name}.lock"))
     failure = folder.with_name(f"{folder.name}.error.json")
@@ -159,7 +159,7 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
         return
 
     def counted() -> None:
-        lock.progress += 1  # for launches that wait
+        lock.progress += 1  # launches that wait read it
         advance()
 
     plan.hashes.advance = counted
@@ -174,7 +174,7 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
             write_blocks(plan, temporary, show_progress=show_progress)
             _publish(temporary, folder)
         except ConfigError as error:
-            # The random id tells this failure from an equal one of an earlier run.
+            # The random id tells this failure from the same one in an earlier run.
             failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
             raise
         finally:
@@ -185,12 +185,12 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
 
 
 def _wait_for(lock: OwnerLock, folder: Path, advance: Callable[[], None]) -> None:
-    """Until this process has the lock, or the folder is there. What another builder gets done counts as progress."""
+    """Wait until this process has the lock, or the folder is there. Another builder's progress calls `advance`."""
     before = None
     while not _is_there(folder):
         holder = lock.take()
         if holder is None:
-            if _is_there(folder):  # its builder was done just now
+            if _is_there(folder):  # its builder has just finished
                 lock.release()
             return
         if before is None:
@@ -202,7 +202,7 @@ def _wait_for(lock: OwnerLock, folder: Path, advance: Callable[[], None]) -> Non
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Give the finished folder its name, unless another builder, whose lock was not seen here, was first."""
+    """Rename the finished folder to its name, unless another builder, whose lock was not seen here, was first."""
     _fsync_folder(temporary)
     try:
         temporary.rename(folder)
@@ -213,7 +213,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _remove_dead(folder: Path) -> None:
-    """What builders on this host left that were killed. Of another host nobody here knows whether they live."""
+    """Remove what killed builders on this host left. Whether a builder on another host lives is not known here."""
     start = f"{folder.name}.tmp-"
     for left in folder.parent.glob(f"{start}*"):
         process = labelled(left.name.removeprefix(start))
@@ -224,9 +224,12 @@ def _remove_dead(folder: Path) -> None:
 
 
 def _is_there(folder: Path) -> bool:
-    """By listing its parent: NFS remembers for a minute that a name was not there, but reads a folder anew."""
+    """Return whether `folder` exists, by listing its parent.
+
+    NFS caches for a minute that a name was not there, but reads a folder's listing anew.
+    """
     try:
-        return folder.name in os.listdir(folder.parent)  # noqa: PTH208 - names, and no more
+        return folder.name in os.listdir(folder.parent)  # noqa: PTH208 - only names are needed
     except FileNotFoundError:
         return False
 

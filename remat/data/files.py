@@ -1,9 +1,9 @@
-"""Find the files that a path means, and hash what they hold.
+"""Find the files that a path names, and hash their content.
 
-A file is read whole once. Its hash is remembered in a file beside the cache, and the file is not read again while its
-size, its times of modification and of change, and its inode stay the same. Setting the modification time back changes
-the time of change, so an edit is seen all the same. Not seen is an edit that leaves all four as they were, which takes
-a clock that was set back or a file system that does not keep them. A memory that is lost costs reading, nothing else.
+A file is read whole once. Its hash is kept in a file beside the cache, and the data file is not read again while its
+size, mtime, ctime and inode stay the same. Setting the mtime back changes the ctime, so such an edit is seen too. Only
+an edit that leaves all four as they were is missed; that takes a clock that was set back, or a file system that does
+not keep these times. Losing the kept hashes costs only another reading.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ VERSION = 1
 READ_BYTES = 8 * 1024**2
 READERS = 4
 SETTLED_S = (
-    2.0  # a file changed later than this may change again within the same tick of its file system's clock
+    2.0  # a file changed less than this ago may change again in the same tick of its file system's clock
 )
-Signs = tuple[int, int, int, int]  # size, times of modification and of change in ns, inode
+Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
-# In a folder; a file or a glob named by the user is taken as it is.
+# Which files of a folder are data; a file or a glob that the user names is taken as it is.
 SUFFIXES = {DataSource.jsonl: (".jsonl", ".ndjson"), DataSource.parquet: (".parquet",)}
-ONE = "data"  # what a file named by itself is called, so that a copy under another name is the same data
+ONE = "data"  # name of a single file that the user named, so that a copy under another name is the same data
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class SourceFile:
     path: Path
-    name: str  # relative to what the user named, with forward slashes; ONE for a file that was named itself
+    name: str  # relative to the folder that the user named, with forward slashes; ONE for a single file
     size_bytes: int
 
 
 def find_files(path: str, source: DataSource, option: str) -> list[SourceFile]:
-    """Files of a file, a folder (recursive, hidden ones left out) or a glob, sorted by name.
+    """Return the files of a path, sorted by name: a file, a folder (recursive, without hidden ones) or a glob.
 
-    `option` is the dotted name for errors. Raises ConfigError when there is nothing to read.
+    `option` is the option's dotted name in errors. Raises ConfigError when there is nothing to read.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -78,7 +78,7 @@ def find_files(path: str, source: DataSource, option: str) -> list[SourceFile]:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """The .py files of this Python's standard library that are UTF-8: real text, about 12 MB, without a download.
+    """Return the UTF-8 .py files of this Python's standard library: real text, about 12 MB, without a download.
 
     Installed packages and tests are left out. Raises ConfigError where Python was installed without its sources.
     """
@@ -108,9 +108,9 @@ def _is_utf8(path: Path) -> bool:
 
 
 class Hashes:
-    """`memory` is the cache folder, None: nothing is remembered.
+    """Hashes of files, kept in the cache folder `memory`; None keeps nothing.
 
-    `advance` is called for every READ_BYTES read, and by whoever goes on to read the files: a sign of progress.
+    `advance` is called at every READ_BYTES read, and by those who read the files later: it shows progress.
     """
 
     def __init__(self, memory: Path | None = None, advance: Callable[[], None] = lambda: None) -> None:
@@ -118,9 +118,9 @@ class Hashes:
         self._read: dict[Path, Signs] = {}
 
     def of(self, files: list[SourceFile], named: str) -> list[str]:
-        """Name, size and content hash of each file: equal lists mean equal data. `named` is what the user named.
+        """Return name, size and content hash of each file: equal lists mean equal data. `named` is the user's path.
 
-        Raises ConfigError when a file changes meanwhile, OSError when one cannot be read.
+        Raises ConfigError when a file changes while it is read, OSError when one cannot be read.
         """
         known = self._remembered(named)
         with ThreadPoolExecutor(READERS) as pool:
@@ -135,7 +135,7 @@ class Hashes:
         ]
 
     def refuse_changed(self) -> None:
-        """Raise ConfigError if a file is no longer what was hashed: blocks made of it would have a wrong name."""
+        """Raise ConfigError if a file has changed since it was hashed: its blocks would have a wrong key."""
         for path, signs in self._read.items():
             if _signs(path.stat()) != signs:
                 raise ConfigError(_changed(path))
@@ -172,7 +172,7 @@ class Hashes:
             return
         place = self._place(named)
         part = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
-        with contextlib.suppress(OSError):  # a cache that can only be read
+        with contextlib.suppress(OSError):  # the cache may be read-only
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
                 part.write_text(json.dumps({"version": VERSION, "files": entries}))
@@ -196,7 +196,7 @@ def _as_signs(values: list[int]) -> Signs:
 
 
 def _key(path: Path) -> str:
-    """A path may hold a password; its digest does not."""
+    """Return a digest to use in place of the path, which may hold a password."""
     return hashlib.sha256(str(path.absolute()).encode()).hexdigest()
 
 

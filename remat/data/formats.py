@@ -1,11 +1,11 @@
-"""Turn a document into token ids, and mark which of them carry the loss.
+"""Turn documents into token ids, and mark which of them carry the loss.
 
 plain   text, closed by the end token; every token is trained
 alpaca  a fixed prompt from `instruction` and `input`; only `output` and the end token are trained
 chat    the tokenizer's own template over `messages`; only what the assistant says is trained
 
-What the assistant says in a rendered chat is found as spans of characters, which the tokenizer's offsets map to
-tokens. There are two ways to find the spans:
+In a rendered chat the assistant's text is found as spans of characters, which the tokenizer's offsets map to tokens.
+There are two ways to find the spans:
 1. the template marks them with {% generation %} ... {% endgeneration %};
 2. the conversation is rendered up to each assistant turn and with it. This holds only if each of these texts is a
    prefix of the whole; a template that rewrites earlier turns breaks it, and then nothing is trained at all.
@@ -47,7 +47,7 @@ ALPACA_WITHOUT_INPUT = (
 
 
 class Example(NamedTuple):
-    """int32 ids [length], and bool trained [length]; trained None: all of them."""
+    """Tokens of one document: `ids` int32 [length], and `trained` bool [length] or None for all."""
 
     ids: np.ndarray
     trained: np.ndarray | None = None
@@ -56,9 +56,9 @@ class Example(NamedTuple):
 def encode(
     documents: list[Document], data_format: DataFormat, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
 ) -> list[Example | None]:
-    """One Example per document; None for a chat that the template refuses, which is then in `bad_rows`.
+    """Return one Example per document; None for a chat that the template refuses, which is then in `bad_rows`.
 
-    Raises ConfigError when a chat template does not allow to tell the assistant's tokens from the others.
+    Raises ConfigError when the chat template makes it impossible to tell the assistant's tokens from the others.
     """
     if data_format == DataFormat.plain:
         return _plain(documents, tokenizer)
@@ -69,7 +69,7 @@ def encode(
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Ids of each text without the tokens a tokenizer puts around it."""
+    """Return the ids of each text, without the special tokens that a tokenizer puts around it."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -83,7 +83,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[bos] for a tokenizer that itself opens every text with it, as Llama's does; else []."""
+    """Return [bos] for a tokenizer that by itself opens every text with it, as Llama's does; else []."""
     bare, dressed = tokenize(["a"], tokenizer)[0], tokenizer("a")["input_ids"]
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and dressed[:1] == [bos] and bare[:1] != [bos] else []
@@ -104,7 +104,7 @@ def _plain(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def _alpaca(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Example | None]:
-    """Prompt and output are tokenised apart, as they are when the model answers: no token spans both."""
+    """Encode alpaca rows. Prompt and output are tokenised apart, as when the model answers: no token spans both."""
     opening, end = opening_ids(tokenizer), [tokenizer.eos_token_id]
     prompts = [(ALPACA_WITH_INPUT if row["input"] else ALPACA_WITHOUT_INPUT).format_map(row) for row in rows]
     examples: list[Example | None] = []
@@ -125,7 +125,7 @@ def _row(document: Document) -> dict[str, Any]:
 def encode_chats(
     chats: list[tuple[dict[str, Any], str]], tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
 ) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """(int32 ids, bool trained) of each (row, origin); None for a row the template refuses.
+    """Return (int32 ids, bool trained) of each (row, origin); None for a row the template refuses.
 
     Raises ConfigError when the tokenizer has no chat template or no offsets, or breaks the prefix property.
     """
@@ -143,7 +143,7 @@ def encode_chats(
     for row, origin in chats:
         try:
             found.append(_rendered(row, origin, tokenizer))
-        except (TemplateError, TypeError) as error:  # TypeError: text joined with what is not text
+        except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
             found.append(None)
     usable = [item for item in found if item is not None]
@@ -152,7 +152,7 @@ def encode_chats(
 
 
 def _rendered(row: dict[str, Any], origin: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans]:
-    """The whole text, and the spans of characters in it that the assistant said."""
+    """Return the whole text, and the spans of characters in it that the assistant said."""
     messages, tools = row["messages"], row["tools"]
     template = tokenizer.get_chat_template(tools=tools)
     if not GENERATION.search(template):
@@ -212,9 +212,10 @@ def _tokens(
 
 
 def trained_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """bool [length]: the token begins inside a span. `offsets` is int [length, 2], characters from and to.
+    """Return bool [length]: whether a token begins inside a span.
 
-    A token of white space alone may be reported empty, at its end: it begins where the token before it ended.
+    `offsets` is int [length, 2], the characters from and to. A token of white space alone may be reported as empty, at
+    its end: it begins where the token before it ended.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     before = np.concatenate([[0], ends[:-1]])

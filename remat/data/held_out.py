@@ -1,4 +1,4 @@
-"""Which documents are held out. Only hashes of the seed and of names decide, so every machine decides the same."""
+"""Choose which documents are held out, by hashes of the seed and of names, so every machine chooses the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from remat.data.rows import Document
 
-PLANNED_UNITS = 2000  # with more of them, chance alone comes close: 100 +- 10 units at 5%
+PLANNED_UNITS = 2000  # with more units, chance alone comes close to the fraction: 100 +- 10 units at 5%
 
 
 def never(unit: str) -> bool:
@@ -16,15 +16,15 @@ def never(unit: str) -> bool:
 
 
 def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callable[[str], bool]:
-    """Whether a unit is held out. Reads `documents` until it knows that they are many.
+    """Return the function that says whether a unit is held out. Reads `documents` until PLANNED_UNITS are exceeded.
 
-    Few units are chosen so that the share is near `fraction` (see `choose`). Of many, each is held out by itself, so
-    that documents added later change nothing for the others.
+    With few units they are chosen together, so that the share is near `fraction` (see `choose`). With many, each unit
+    is decided alone, so that documents added later change nothing for the others.
     """
     weights: dict[str, int] = {}
     for document in documents:
         if document.content:
-            # A text counts by its length, an instruction example is one block whatever its length.
+            # A text counts by its length; an instruction example is one block, whatever its length.
             weight = len(document.content) if isinstance(document.content, str) else 1
             weights[document.unit] = weights.get(document.unit, 0) + weight
         if len(weights) > PLANNED_UNITS:
@@ -33,10 +33,10 @@ def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callab
 
 
 def choose(weights: dict[str, int], *, seed: int, fraction: float) -> frozenset[str]:
-    """In the order of their hashes, the units that bring the sum nearer to `fraction` of all weights.
+    """Return the units to hold out: in the order of their hashes, those that bring the sum nearer to `fraction` of all.
 
-    At least one and never all of them, where there are two; at most twice `fraction` of them by number, so that a
-    few large units do not push all the small ones out of training.
+    Where there are two units or more, at least one is held out and never all. At most twice `fraction` of the units
+    are held out by number: otherwise, beside a few large units, all the small ones could leave training.
     """
     order = sorted(weights, key=lambda unit: _hash(unit, seed))
     most = min(math.ceil(2 * fraction * len(order)), len(order) - 1)

@@ -1,8 +1,7 @@
-"""The next step's blocks are read while the present one is computed: one step ahead, by one thread.
+"""Read the next step's blocks while the present step is computed: one step ahead, in one thread.
 
-A block is read from its file where training would else wait for it, and its tensors lie in pinned memory where there
-is a GPU: from other memory no copy is asynchronous. Which samples a step has, and the position that a saved state
-keeps, are those of the stream itself.
+So training does not wait for the disk. With a GPU the tensors are in pinned memory: from other memory no copy is
+asynchronous. Which samples a step has, and the position in a saved state, are those of the stream itself.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 
 from remat.data.batches import GlobalBatches, StepBatch
 
-CLOSE_S = 5.0  # what a read in progress gets to end; one that hangs on a disk holds nothing up
+CLOSE_S = 5.0  # time for a read in progress to end; one that hangs on a disk is left behind
 
 
 class ReadAhead:
-    """`batches`, read one step ahead. What fails there is raised by the `next_step` that needs it."""
+    """The stream `batches`, read one step ahead. An error there is raised by the `next_step` that needs the step."""
 
     def __init__(self, batches: GlobalBatches, device: torch.device) -> None:
         self._batches, self._device = batches, device
@@ -30,14 +29,14 @@ class ReadAhead:
 
     @property
     def position(self) -> int:
-        """Samples consumed since the start; what was only read does not count."""
+        """Samples consumed since the start; those only read ahead do not count."""
         return self._batches.position
 
     def state(self) -> dict[str, int]:
         return self._batches.state()
 
     def next_step(self) -> StepBatch:
-        """The step at `position`; the one after it is read from now on."""
+        """Return the step at `position`, and start to read the one after it."""
         self._ask(self._batches.position)
         position, found = self._read.get()
         self._ahead = None
@@ -48,7 +47,7 @@ class ReadAhead:
         return found
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Stop reading, and end the thread."""
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(CLOSE_S)
@@ -69,7 +68,7 @@ class ReadAhead:
         if self._device.type == "cuda":
             torch.cuda.set_device(
                 self._device
-            )  # a new thread is on the first GPU, and would make a context there
+            )  # a new thread starts on the first GPU, and would create a context there
         while (position := self._asked.get()) is not None:
             try:
                 self._read.put((position, self._pinned(self._batches.read(position))))

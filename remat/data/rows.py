@@ -1,4 +1,4 @@
-"""One unit of training text and where it came from; what makes a row usable, and what happens when it is not."""
+"""Documents and their origin; the check that a row is usable, and the log of rows that are not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
 
 FIRST_BAD_ROWS = 20  # kept in the cache's report
 STOP_AFTER_BAD_ROWS = 5  # enough to see the pattern
-STOP_AFTER_GOOD_ROWS = 1000  # rows still read after the first bad one, to list others with it
+STOP_AFTER_GOOD_ROWS = 1000  # rows still read after the first bad one, to list other bad ones with it
 
 
 @dataclass(frozen=True)
 class Document:
-    """`content` is text (format plain) or a row (alpaca, chat); `origin` is "file:line", or "file:row"."""
+    """A document, or a piece of one. `content` is text (format plain) or a row (alpaca, chat).
+
+    `origin` is "file:line" or "file:row".
+    """
 
     content: str | dict[str, Any]
     origin: str
@@ -23,12 +26,12 @@ class Document:
     starts: bool = True  # False: continues the document before it
     ends: bool = True  # False: the next document continues it
     size: int = 0  # its share of `Corpus.total`
-    goes_on: bool = False  # ends here only because what continues it is in the other half
+    goes_on: bool = False  # ends here only because its continuation is in the other half
 
 
 @dataclass
 class BadRowLog:
-    """Counts unusable rows. With `stop`, raises ConfigError once a few are known, so that one run shows several."""
+    """Log of unusable rows. With `stop` it raises ConfigError once a few are known, so that one run shows several."""
 
     policy: BadRows
     count: int = 0
@@ -49,7 +52,7 @@ class BadRowLog:
                 self.check()
 
     def check(self) -> None:
-        """Raise if rows were bad and the policy is to stop. Call it at the end of the data too."""
+        """Raise ConfigError if rows were bad and the policy is to stop. Call it at the end of the data too."""
         if self.count and self.policy == BadRows.stop:
             raise ConfigError(stop_text(self.first[:STOP_AFTER_BAD_ROWS]))
 
@@ -63,7 +66,7 @@ def stop_text(bad_rows: list[str]) -> str:
 
 
 def content_of(row: Any, cfg: DataConfig) -> str | dict[str, Any]:
-    """What `cfg.format` needs of a row, checked. Raises ValueError with the reason."""
+    """Return what `cfg.format` needs of a row, checked. Raises ValueError with the reason when the row is unusable."""
     if not isinstance(row, dict):
         raise ValueError(f"is {_kind(row)}, not an object")
     if cfg.format == DataFormat.plain:
@@ -76,7 +79,7 @@ def content_of(row: Any, cfg: DataConfig) -> str | dict[str, Any]:
 
 
 def needed_columns(cfg: DataConfig, available: list[str], where: str) -> list[str]:
-    """The columns of a table that `cfg.format` reads. Raises ConfigError when one it cannot do without is missing."""
+    """Return the columns of a table that `cfg.format` reads. Raises ConfigError when a required one is missing."""
     required, optional = {
         DataFormat.plain: ([cfg.text_field], []),
         DataFormat.alpaca: (["instruction", "output"], ["input"]),
@@ -127,7 +130,7 @@ def _chat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_unicode(text: str) -> None:
-    """JSON escapes can spell half of a surrogate pair, which is no character and has no UTF-8."""
+    """Raise ValueError for half a surrogate pair: JSON escapes can spell it, but it has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

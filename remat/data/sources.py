@@ -1,4 +1,4 @@
-"""Read documents: text files, jsonl, parquet, the hub, this Python's own standard library, and random tokens."""
+"""Read documents from text files, jsonl, parquet, the hub or Python's standard library; generate random tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BRANCHES = 4
 def synthetic_blocks(
     start: int, count: int, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int
 ) -> np.ndarray:
-    """Blocks `start` to `start + count` of an endless stream: int32 [count, seq_len].
+    """Return blocks `start` to `start + count` of an endless stream: int32 [count, seq_len].
 
-    A Markov chain in which every symbol has 4 equally likely successors, so the lowest possible loss is
-    ln 4 = 1.386 nats per token; a model that learned nothing has ln(vocabulary). Special tokens do not occur.
-    A block depends on the seed and its own index alone.
+    The stream is a Markov chain in which every symbol has 4 equally likely successors. So the lowest possible loss is
+    ln 4 = 1.386 nats per token; a model that learned nothing has ln(vocabulary). Special tokens do not occur. A block
+    depends on the seed and its own index alone.
     """
     special = set(tokenizer.all_special_ids)
     ids = np.array(
@@ -44,19 +44,20 @@ def synthetic_blocks(
     return blocks
 
 
-# Text is read in pieces, so that any size fits in memory. Of many files, whole ones are held out, except for one that
-# is too large a share of them; of few files, pieces, which are small enough to come near to data.eval_fraction.
+# Text is read in pieces, so that any size fits in memory. With many files, whole files are held out, except that pieces
+# are held out of a file that is too large a share of them. With few files, pieces are held out, small enough to come
+# near to data.eval_fraction.
 MANY_FILES = 100
 LARGEST_WHOLE_SHARE = 0.1
 LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = 1024**2, 16 * 1024
-PIECES, FEWEST_PIECES = 512, 64  # of all files together, where the customary size allows them; and in any case
+PIECES, FEWEST_PIECES = 512, 64  # of all files together: wanted if pieces stay of customary size, and at least
 LONGEST_LINE_BYTES = 1024**2
 ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read more than once. `total` is in bytes of file, or rows of a table."""
+    """Documents that can be read more than once. `total` is in bytes of files, or rows of a table."""
 
     read: Callable[[BadRowLog], Iterator[Document]]
     identity: Callable[[], list[str]]  # equal lists mean equal data
@@ -65,9 +66,9 @@ class Corpus:
 
 
 def documents(cfg: DataConfig, path: str | None, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
-    """The documents at `path` (or of the standard library), in a fixed order.
+    """Yield the documents at `path` (or of the standard library), in a fixed order.
 
-    A row that cannot be used goes to `bad_rows`, by default a log that obeys `data.on_bad_row`. Raises ConfigError
+    A row that cannot be used goes to `bad_rows`, by default a log that follows `data.on_bad_row`. Raises ConfigError
     for bad rows under `stop`, and when there is nothing to read.
     """
     log = bad_rows or BadRowLog(cfg.on_bad_row)
@@ -78,7 +79,10 @@ def documents(cfg: DataConfig, path: str | None, bad_rows: BadRowLog | None = No
 def open_corpus(
     cfg: DataConfig, path: str | None, option: str = "data.path", hashes: Hashes | None = None
 ) -> Corpus:
-    """`option` is the dotted name of `path` in errors; `hashes` knows what files hold, by default from reading them."""
+    """Find the documents at `path` and return them as a Corpus. Raises ConfigError when there is nothing to read.
+
+    `option` is the dotted name of `path` in errors. `hashes` gives the hashes of files; by default it reads them all.
+    """
     hashes = hashes or Hashes()
     if cfg.source == DataSource.synthetic:
         raise ConfigError("data.source=synthetic has no documents: it is random tokens")
@@ -122,7 +126,7 @@ def _check_combination(cfg: DataConfig, path: str | None, option: str) -> None:
 
 
 def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | None:
-    """Bytes of the pieces that are held out or not, each by itself; None: all of the file, or nothing."""
+    """Return the bytes of the pieces of `file`, each held out or not by itself; None: the file is one unit."""
     if num_files >= MANY_FILES and file.size_bytes <= LARGEST_WHOLE_SHARE * total_bytes:
         return None
     customary = max(CUSTOMARY_PIECE_BYTES, total_bytes // PIECES)
@@ -130,7 +134,7 @@ def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | N
 
 
 def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document]:
-    """A file as pieces that continue one another. `piece_bytes` None: they are one unit, else each is its own."""
+    """Yield a file as pieces that continue one another. With `piece_bytes` None they are one unit, else each is one."""
     previous: Document | None = None
     decoded = _decoded(file, bad_rows, piece_bytes)
     for piece, following in pairwise(chain(decoded, [None])):
@@ -147,7 +151,7 @@ def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Ite
 
 
 def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document | None]:
-    """Pieces of text; None in the place of one that is not UTF-8."""
+    """Yield pieces of text; None in the place of a piece that is not UTF-8."""
     for raw, line in _pieces(file.path, piece_bytes or LARGEST_PIECE_BYTES):
         try:
             text = raw.decode()
@@ -164,7 +168,7 @@ def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> 
 
 
 def _pieces(path: Path, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """(bytes, number of their first line), cut after a line, or between characters of a line over 1 MiB."""
+    """Yield (bytes, number of their first line), cut after a line, or between characters of a line over 1 MiB."""
     line = 1
     with path.open("rb") as stream:
         while raw := stream.read(piece_bytes):
@@ -179,7 +183,7 @@ def _pieces(path: Path, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _unfinished_bytes(raw: bytes) -> int:
-    """How many bytes at the end begin a UTF-8 character and do not finish it."""
+    """Return how many bytes at the end begin a UTF-8 character without finishing it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw[-4:])
     return len(decoder.getstate()[0])
@@ -233,7 +237,7 @@ def _parquet(file: SourceFile, cfg: DataConfig, bad_rows: BadRowLog) -> Iterator
 def _table_rows(
     rows: Iterable[Any], where: str, name: str, cfg: DataConfig, bad_rows: BadRowLog
 ) -> Iterator[Document]:
-    """Rows are numbered from 1, as lines are."""
+    """Yield the usable rows of a table as documents. Rows are numbered from 1, as lines are."""
     for number, row in enumerate(rows, 1):
         try:
             content = content_of(row, cfg)
@@ -245,7 +249,7 @@ def _table_rows(
 
 
 def _hub(cfg: DataConfig, path: str, option: str, hashes: Hashes) -> Corpus:
-    """`name[:subset][@split]`; the split is `data.split` where the path names none."""
+    """Load a hub dataset. `path` is `name[:subset][@split]`; the split is `data.split` where the path names none."""
     import datasets
 
     name, _, split = path.partition("@")
@@ -268,7 +272,7 @@ def _hub(cfg: DataConfig, path: str, option: str, hashes: Hashes) -> Corpus:
 
     def identity() -> list[str]:
         which = f"{subset}@{split} {len(table)}"
-        if Path(name).expanduser().exists():  # the library would go by modification times
+        if Path(name).expanduser().exists():  # for local files the library's own hash uses modification times
             return [which, *hashes.of(find_files(name, cfg.source, option), name)]
         return [f"{name}:{which} {table._fingerprint}"]  # its own hash of the commit, the split and the columns
 

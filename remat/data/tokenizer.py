@@ -9,7 +9,7 @@ from remat.config.options import ConfigError
 
 END, PAD = "<|end|>", "<|pad|>"
 
-# {% generation %} marks what the assistant says: those tokens, the closing <|end|> included, carry the loss.
+# {% generation %} marks what the assistant says. Those tokens, the closing <|end|> included, carry the loss.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '[' + message['role'] + ']\n' }}"
@@ -23,10 +23,10 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, id = the byte's value; then `<|end|>` (eos, 256) and `<|pad|>` (257).
+    """Return a tokenizer with one token per UTF-8 byte, id = the byte, then `<|end|>` (eos, 256) and `<|pad|>` (257).
 
-    Decoding gives any text back. Text that spells a special token is read as that token, as with every
-    Hugging Face tokenizer.
+    Decoding restores any text. Text that spells a special token is read as that token, as with every Hugging Face
+    tokenizer.
     """
     tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
     # use_regex=False: nothing is ever merged, so words need no boundaries, and this is twice as fast.
@@ -48,10 +48,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(
     tokenizer: str | None, model_path: str | None, *, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer named by `model.tokenizer` ("bytes", a folder or a hub name), else the one at `model.path`.
+    """Load the tokenizer that `model.tokenizer` names ("bytes", a folder, a hub name), else the one at `model.path`.
 
-    The result always has an end token and a padding token (the end token where the tokenizer names none).
-    Raises ConfigError when neither option is set, nothing can be loaded, or there is no end token.
+    The result always has an eos token and a padding token (the eos token where the tokenizer has none).
+    Raises ConfigError when neither option is set, nothing can be loaded, or there is no eos token.
     """
     if tokenizer == "bytes":
         return byte_tokenizer()
@@ -80,13 +80,16 @@ def load_tokenizer(
 
 
 def _short(error: Exception) -> str:
-    """The library's own words where they are made for people, else also what kind of error it is."""
+    """Return the library's message. An OSError's is written for users; to others the type of error is added."""
     text = str(error).strip()[:1000]
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte -> the byte. Source: `bytes_to_unicode` of openai/gpt-2 encoder.py."""
+    """Return GPT-2's printable character for each byte -> the byte.
+
+    Source: `bytes_to_unicode` of openai/gpt-2 encoder.py.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""What is there: ranks and how they talk, GPUs, memory, cores, compiled ops, and whether they work.
+"""This machine: ranks and their collectives, GPUs, memory, cores, compiled ops, and checks that all of it works.
 
 May import `config`. Start with `distributed.py` (ranks) or `node.py` (what a node has).
 """

@@ -30,7 +30,7 @@ NOT_MEASURED = "gpu_link_gbs and nic_gbs need several ranks: not measured; give 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved; `seconds` is how long each GPU measurement repeats."""
+    """Sizes of the measurements; `seconds` is how long each GPU measurement repeats."""
 
     adam_params: int = 50_000_000
     copy_bytes: int = 1 << 30
@@ -40,7 +40,10 @@ class Sizes:
 
 @dataclass
 class Calibration:
-    """Figures by their name in HardwareConfig (those of a GPU by their key in gpu_rates), each with how it was had."""
+    """Measured figures by their name in HardwareConfig (a GPU's by their key in gpu_rates).
+
+    `how` says how each was measured.
+    """
 
     values: dict[str, float] = field(default_factory=dict)
     how: dict[str, str] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Calibration:
 def measure(
     *, nvme_path: Path | None = None, sizes: Sizes | None = None, say: Callable[[str], None] = print
 ) -> Calibration:
-    """What this process can measure here. Raises ConfigError for a bad `nvme_path`, OpError without a compiler."""
+    """Measure what this process can. Raises ConfigError for a bad `nvme_path`, OpError without a compiler."""
     sizes = sizes or Sizes()
     found = Calibration()
     if nvme_path is not None and not os.access(nvme_path, os.W_OK | os.X_OK):
@@ -79,7 +82,7 @@ def measure(
 
 
 def as_yaml(found: Calibration, name: str, nvme_path: Path | None = None) -> str:
-    """A file for `conf`'s group hardware: what was measured, when, and with which versions."""
+    """Return the text of a file for `conf`'s group hardware: what was measured, when, and with which versions."""
     with_gpu = torch.cuda.is_available()
     fields: dict[str, Any] = {"name": name}
     if with_gpu:
@@ -102,7 +105,7 @@ def as_yaml(found: Calibration, name: str, nvme_path: Path | None = None) -> str
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError when `hardware=` could not find the file `out`."""
+    """Raise ConfigError when `hardware=` could not find the file `out`."""
     if out.parent.name != "hardware" or out.suffix != ".yaml":
         raise ConfigError(
             f"--out {out}: must be named DIR/hardware/NAME.yaml, to be used by --config-dir DIR hardware=NAME"
@@ -118,14 +121,17 @@ def write(found: Calibration, out: Path, nvme_path: Path | None = None) -> str:
 
 
 def table(found: Calibration) -> list[str]:
-    """One line per figure, then what was not measured."""
+    """Return one line per figure, then one per note on what was not measured."""
     width = max(len(name) for name in found.values)
     lines = [f"{name:{width}}  {value:>8g}  {found.how[name]}" for name, value in found.values.items()]
     return [*lines, *(f"note: {note}" for note in found.notes)]
 
 
 def _dram(found: Calibration, size: int) -> None:
-    """Copy between two buffers far larger than the caches; a byte copied is a byte read and a byte written."""
+    """Measure DRAM bandwidth with a copy between two buffers far larger than the caches.
+
+    A byte copied counts twice: it is read and written.
+    """
     source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     seconds = _best_of(5, lambda: target.copy_(source))
     threads = torch.get_num_threads()
@@ -133,7 +139,7 @@ def _dram(found: Calibration, size: int) -> None:
 
 
 def _cpu_adam(found: Calibration, count: int, say: Callable[[str], None]) -> None:
-    """One step of DeepSpeed's CPU Adam on fp32 parameters, as ZeRO's offloaded optimizer runs it."""
+    """Time one step of DeepSpeed's CPU Adam on fp32 parameters, as ZeRO's offloaded optimizer runs it."""
     ops.ensure("cpu_adam", say)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -151,7 +157,7 @@ def _cpu_adam(found: Calibration, count: int, say: Callable[[str], None]) -> Non
 
 
 def _nvme(found: Calibration, folder: Path, size: int, say: Callable[[str], None]) -> None:
-    """Write and read a file as DeepSpeed's swapper does: asynchronous I/O past the page cache."""
+    """Time writing and reading a file as DeepSpeed's swapper does: with asynchronous I/O past the page cache."""
     ops.ensure("async_io", say)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -204,7 +210,10 @@ def _gpu(found: Calibration, sizes: Sizes) -> None:
 
 
 def _attention(device: torch.device, duration_s: float) -> float:
-    """TFLOP/s, counted as FlashAttention-2 does: two products forward, five backward, half of the square (causal)."""
+    """Return the TFLOP/s of causal attention, forward and backward.
+
+    FLOPs are counted as FlashAttention-2 does: two products forward, five backward, half of the square (causal).
+    """
     batch, heads, sequence, size = ATTENTION
     query, key, value = (
         torch.randn(*ATTENTION, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -220,7 +229,10 @@ def _attention(device: torch.device, duration_s: float) -> float:
 
 
 def _launch(device: torch.device, duration_s: float) -> float:
-    """Microseconds from kernel to kernel when the host is ahead: a graph takes the host out of the measurement."""
+    """Return the microseconds from kernel to kernel when the host runs ahead.
+
+    A CUDA graph takes the host out of the measurement.
+    """
     tiny = torch.zeros(1, device=device)
     tiny.add_(1)
     graph = torch.cuda.CUDAGraph()
@@ -231,7 +243,7 @@ def _launch(device: torch.device, duration_s: float) -> float:
 
 
 def _on_gpu(duration_s: float, run: Callable[[], Any]) -> float:
-    """Mean seconds of `run` on the GPU's own clock, over about `duration_s`, after three warm-up runs."""
+    """Return the mean seconds of `run` by the GPU's own clock, over about `duration_s`, after three warm-up runs."""
     for _ in range(3):
         run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -249,7 +261,10 @@ def _on_gpu(duration_s: float, run: Callable[[], Any]) -> float:
 
 
 def _best_of(times: int, run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of `times` runs, after one that touches all memory: others disturb, none speeds up."""
+    """Return the seconds of the fastest of `times` runs, after a first run that touches all memory.
+
+    The fastest is taken because other processes can only slow a run down.
+    """
     run()
     taken = []
     for _ in range(times):

@@ -1,7 +1,8 @@
-"""Ranks: join them, find the network interface between their nodes, and the few collectives the project needs.
+"""Join the process group, find the network interface between nodes, and run the few collectives the project needs.
 
-The only module that starts a process group. gloo listens on the address of this host's name, which Debian and Ubuntu
-map to 127.0.1.1 in /etc/hosts: no other node can reach that. The kernel's route to another node tells the right one.
+This is the only module that starts a process group. gloo listens on the address of this host's name, which Debian and
+Ubuntu map to 127.0.1.1 in /etc/hosts: no other node can reach that. The kernel's route to another node names the
+right interface.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `rank` of `size`, `local_rank` of `local_size` on this node, and its device.
+    """This process among all ranks: `rank` of `size`, `local_rank` of `local_size` on this node, and its device.
 
-    `tensor_parallel_size` consecutive ranks form a group, which reads the same data as one: group `data_rank` of
-    `data_size`.
+    `tensor_parallel_size` consecutive ranks form a group. All ranks of a group read the same data, as group
+    `data_rank` of `data_size`.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class World:
 
 
 def world_size_from_env() -> int:
-    """The number of ranks the launcher announced; 1 for a plain `python train.py`."""
+    """Return the world size that the launcher set; 1 for a plain `python train.py`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -71,19 +72,25 @@ def local_rank_from_env() -> int:
 
 
 def local_size_from_env() -> int:
-    """Ranks on this node: LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else all of them."""
+    """Return the number of ranks on this node.
+
+    It is LOCAL_SIZE under `deepspeed`, LOCAL_WORLD_SIZE under `torchrun`, else the world size.
+    """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size_from_env())
 
 
 def select_device() -> None:
-    """Make this rank's GPU the current one before anything asks CUDA a question, or all ranks settle on the first."""
+    """Make this rank's GPU the current one. Call it before any other CUDA call, or all ranks use the first GPU."""
     local_rank = local_rank_from_env()
-    if local_rank < torch.cuda.device_count():  # too few GPUs is preflight's to report
+    if local_rank < torch.cuda.device_count():  # preflight reports too few GPUs
         torch.cuda.set_device(local_rank)
 
 
 def settle_environment() -> None:
-    """What a launcher says of the ranks; a process that none started is alone."""
+    """Set the variables of a launcher (RANK, WORLD_SIZE, ...) where they are missing.
+
+    A process that no launcher started is alone.
+    """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -92,10 +99,10 @@ def settle_environment() -> None:
 
 
 def init(timeout_minutes: float = 30.0) -> World:
-    """Join the process group (once per process) and return this rank's place in it.
+    """Join the process group (once per process) and return this rank's World.
 
-    On a CPU machine DeepSpeed's shared-memory all-reduce is switched off: it leaves a 66 MiB file per rank and
-    port in /dev/shm, even after a clean exit, until the machine is out of memory.
+    On a CPU machine DeepSpeed's shared-memory all-reduce is switched off. It leaves a 66 MiB file per rank and port
+    in /dev/shm, even after a clean exit, until the machine is out of memory.
     """
     import deepspeed
     import deepspeed.ops
@@ -115,7 +122,7 @@ def init(timeout_minutes: float = 30.0) -> World:
 
 
 def current() -> World:
-    """The world of an initialised process group."""
+    """Return the World of an initialised process group."""
     local_rank = local_rank_from_env()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(
@@ -128,9 +135,10 @@ def current() -> World:
 
 
 def cpu_group() -> Any:
-    """A gloo group of all ranks that connects where it is used: its all-reduce goes round a ring, so to two others.
+    """Return a gloo group of all ranks that connects two ranks only when they first exchange data.
 
-    As a rule gloo connects every rank with every other one, half a million connections for 1000 ranks.
+    Its all-reduce goes round a ring, so each rank connects to two others. By default gloo connects every rank with
+    every other one: half a million connections for 1000 ranks.
     """
     before = os.environ.get(LAZY)
     os.environ[LAZY] = "1"
@@ -144,7 +152,7 @@ def cpu_group() -> Any:
 
 
 def shut_down() -> None:
-    """Leave the process group together: a rank that exits while another still saves would end it."""
+    """Leave the process group together: a rank that exits early would end another one that still saves."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -156,7 +164,7 @@ def barrier() -> None:
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's picklable `value` on every rank. Set-up only: it pickles and blocks."""
+    """Return rank 0's picklable `value` on every rank. For set-up only: it pickles and blocks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -165,7 +173,7 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's picklable `value`, in rank order, on every rank. Set-up only."""
+    """Return every rank's picklable `value`, in rank order, on every rank. For set-up only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -174,16 +182,17 @@ def gather(value: Any) -> list[Any]:
 
 
 def place() -> tuple[int, int]:
-    """(rank, number of ranks); (0, 1) outside a process group."""
+    """Return (rank, world size); (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def while_some_work(work: Work | None, on_progress: Callable[[], None]) -> list[Any]:
-    """What the `work` of each rank returns, None of those without; on every rank. Set-up only. Collective.
+    """Run `work` on the ranks that have it; return every rank's result on every rank. For set-up only. Collective.
 
-    For work that may take longer than a collective may wait: it runs in a thread, and calls its argument for every
-    step forward; the ranks meet at least every second, and all call `on_progress` when any went forward. A failure
-    of one is raised on every rank: a ConfigError as one, anything else as RuntimeError but for its own rank.
+    The result of a rank without `work` is None. For work that may take longer than a collective may wait: it runs in
+    a thread, and calls its argument at every step of progress. The ranks meet at least every second; all call
+    `on_progress` when any rank made progress. A failure on one rank is raised on every rank: there as it is, on the
+    others a ConfigError as ConfigError, anything else as RuntimeError.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [work(on_progress) if work else None]
@@ -236,7 +245,7 @@ class _Worker(threading.Thread):
 
 
 def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Maximum over ranks under each key, and the minimum under `key_min`, in one all-reduce.
+    """Return the maximum over ranks under each key, and the minimum under `key_min`, with one all-reduce.
 
     Every rank must pass the same keys in the same order.
     """
@@ -254,7 +263,7 @@ def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:
 
 
 def own_address(host: str, port: int) -> str | None:
-    """The address from which this process would send to `host`; None when it does not resolve or has no route.
+    """Return the address from which this process would send to `host`; None if that does not resolve or has no route.
 
     Connecting a datagram socket sends nothing: the kernel looks up the route.
     """
@@ -277,7 +286,10 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]] | None = None) -> str | None:
-    """The interface that has `address`; `interfaces` are addresses by name, None: those of this machine."""
+    """Return the network interface that has `address`, or None.
+
+    `interfaces` are addresses by interface name; None means those of this machine.
+    """
     for name, addresses in (interfaces if interfaces is not None else _interfaces()).items():
         if address in {known.split("%")[0] for known in addresses}:
             return name
@@ -285,10 +297,9 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]] | None = 
 
 
 def choose_interface(addresses: Iterable[str | None], env: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """(interface for gloo, what is wrong): neither where gloo finds its way alone or the user has chosen.
+    """Return (interface for gloo, problem); both None where gloo needs no help or the user has chosen.
 
-    `addresses` are those that the ranks have towards the first one, on which nodes can be told apart: one address,
-    one node.
+    `addresses` are the address of each rank on its route to rank 0. They tell nodes apart: one address, one node.
     """
     if asked := env.get(INTERFACE):
         have = _interfaces()
@@ -310,7 +321,7 @@ def choose_interface(addresses: Iterable[str | None], env: Mapping[str, str]) ->
 
 
 def use_interface(name: str) -> None:
-    """For every gloo group that is made from now on."""
+    """Make every gloo group that is made from now on use the interface `name`."""
     os.environ[INTERFACE] = name
 
 

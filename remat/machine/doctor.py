@@ -1,4 +1,4 @@
-"""Is this machine able: versions, cores, memory, disk, and each compiled op built and run once."""
+"""Check this machine: versions, cores, memory, disk, and each compiled op built and run once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat.machine import node, ops, versions
 from remat.machine.memory import host_memory
 from remat.machine.start_up import available_cores
 
-LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # of runs without `distributed.init`, or killed ones
+LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # left by runs without `distributed.init`, or killed ones
 SCARCE_SHM_BYTES = GIB
 
 
@@ -36,13 +36,13 @@ class Finding:
 
 
 def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
-    """Everything about this machine; builds the named ops if they are not built, and runs each."""
+    """Return all findings on this machine. Builds the named ops where they are not built, and runs each once."""
     machine = [_gpu(), *_cuda(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
     return [*_versions(), *machine, *_ops(op_names, say)]
 
 
 def available_ops() -> list[str]:
-    """Ops that can be built here: async_io only where libaio's headers are."""
+    """Return the ops that can be built here: async_io only where libaio's headers are."""
     import deepspeed.ops
 
     return [name for name in ops.BUILDERS if deepspeed.ops.__compatible_ops__.get(name)]
@@ -62,7 +62,7 @@ def _gpu() -> Finding:
 
 
 def _cuda(proc: Path = Path("/proc")) -> list[Finding]:
-    """The driver, and the toolkit that ops are compiled with; nothing on a machine without a GPU."""
+    """Return findings on the driver and the toolkit that compiles ops; none on a machine without a GPU."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
     from torch.utils.cpp_extension import CUDA_HOME
@@ -76,7 +76,7 @@ def _cuda(proc: Path = Path("/proc")) -> list[Finding]:
 
 
 def toolkit(home: str | None, built_with: str) -> Finding:
-    """Whether the CUDA toolkit in `home` has the major version torch was built with: DeepSpeed builds with no other."""
+    """Check that the CUDA toolkit in `home` has torch's major CUDA version: DeepSpeed builds with no other."""
     wanted = f"install the CUDA {built_with} toolkit and set CUDA_HOME: DeepSpeed compiles its ops with it"
     if home is None:
         return Finding("CUDA toolkit", "none", wanted)
@@ -89,7 +89,10 @@ def toolkit(home: str | None, built_with: str) -> Finding:
 
 
 def cores_of(ranks: int) -> Finding:
-    """CPU Adam computes on the rank's own cores: bound, they do not wander between sockets."""
+    """Check that there is a core for each of `ranks`, and say how to bind them.
+
+    CPU Adam computes on the rank's own cores. Bound threads do not move between sockets.
+    """
     cores = available_cores()
     bound = "bind them with deepspeed --bind_cores_to_rank"
     if shutil.which("numactl") is None:
@@ -112,7 +115,7 @@ def _memory() -> Finding:
 
 
 def _shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Files of earlier runs are told of; they are in the way only when little is free."""
+    """Report files of earlier runs in /dev/shm. They are a problem only when little is free."""
     if not folder.exists():
         return Finding("/dev/shm", "absent", "mount a tmpfs at /dev/shm: data workers and NCCL need it")
     left = [path for path in folder.glob(LEFT_IN_SHM) if path.stat().st_uid == os.getuid()]

@@ -1,7 +1,7 @@
-"""GPUs by the name torch reports, and machines: memory, rates, links. What has no source is unknown, never guessed.
+"""GPUs by the name torch reports, and machines: memory, rates, links. A figure without a source is None, not guessed.
 
-GB is 1e9 bytes. A rate is `measured` where somebody published a measurement; else it is the data sheet's peak times a
-fraction that its source states.
+GB is 1e9 bytes. A rate is `measured` where a measurement was published. Otherwise it is the data sheet's peak times a
+fraction; the rate's source says where the fraction is from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def measured(value: float, source: str) -> Rate:
 
 
 def share(peak: float, fraction: float, reason: str) -> Rate:
-    """`fraction` of a data sheet's `peak`, for the `reason` given."""
+    """Return `fraction` of a data sheet's `peak` as a Rate; `reason` says why this fraction."""
     return Rate(peak * fraction, f"data sheet: {fraction:.1%} of {peak:g}; {reason}")
 
 
@@ -44,7 +44,7 @@ def _best(tflops: float) -> Rate:
 
 
 def _flash2(peak_tflops: float) -> Rate:
-    """What torch's flash kernels (FlashAttention-2) reach where its mma instructions are the GPU's own."""
+    """Return what torch's flash kernels (FlashAttention-2) reach on GPUs whose own mma instructions they use."""
     return share(peak_tflops, 0.615, "50 to 73 % on A100, Dao 2023 (FlashAttention-2), abstract; the middle")
 
 
@@ -66,7 +66,8 @@ class Gpu:
     `pattern` matches the whole name of `torch.cuda.get_device_name()`. `memory_gib` is what torch reports as total
     memory, rounded down: a little less than the figure on the box. Peaks are dense tensor-core TFLOP/s with fp32
     accumulation and without sparsity; None where the GPU has no such units. `matmul` and `attention` are achievable
-    TFLOP/s in bf16 (attention: of the FLOPs that its kernel does), `memory` GB/s of a large copy, read and written.
+    TFLOP/s in bf16 (for attention, counting the FLOPs that its kernel does). `memory` is the GB/s of a large copy,
+    reads and writes both counted.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Gpu:
     launch_us: Rate = LAUNCH_US
 
     def peak_tflops(self, precision: Precision) -> float | None:
-        """Dense peak at `precision`; None for fp32, whose rate depends on whether TF32 is allowed."""
+        """Return the dense peak at `precision`; None for fp32, whose rate depends on whether TF32 is allowed."""
         return {Precision.bf16: self.peak_bf16_tflops, Precision.fp16: self.peak_fp16_tflops}.get(precision)
 
 
@@ -230,7 +231,7 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU that reports itself as `name`; None when it is not in the table.
+    """Return the GPU that reports itself as `name`; None when it is not in the table.
 
     A slice of a GPU (MIG) or a variant with other clocks (Ti, D, Laptop, NVL) has another name and is not matched.
     """
@@ -245,10 +246,10 @@ ADAM_BYTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine as step times see it. None: unknown. GB is 1e9 bytes, rates of a GPU are those of bf16.
+    """Rates of a machine that step times are computed from. None: unknown. GB is 1e9 bytes; GPU rates are for bf16.
 
-    `pcie_*` are of one link, which `gpus_per_pcie_link` GPUs share; `nic_gbs`, `dram_gbs`, `cpu_adam_gparams_s` and
-    the NVMe figures are of a node, `gpu_link_gbs` of one GPU in one direction. `sources` says where each is from.
+    `pcie_*` are per link, which `gpus_per_pcie_link` GPUs share. `nic_gbs`, `dram_gbs`, `cpu_adam_gparams_s` and the
+    NVMe figures are per node, `gpu_link_gbs` per GPU in one direction. `sources` says where each figure is from.
     """
 
     name: str
@@ -273,10 +274,10 @@ class Machine:
 
 
 def machine(cfg: HardwareConfig) -> Machine:
-    """The machine of `cfg`: its own figures, and those of its GPU from the table where it gives none.
+    """Return the Machine that `cfg` describes. GPU rates that it does not give are taken from the table of GPUs.
 
-    The CPU's Adam rate, when not given, is what the host's memory bandwidth allows. Raises ConfigError for a key of
-    hardware.gpu_rates that does not exist.
+    The CPU's Adam rate, when not given, is what the host's memory bandwidth allows. Raises ConfigError for an unknown
+    key in hardware.gpu_rates.
     """
     unknown = sorted(set(cfg.gpu_rates) - set(GPU_RATES))
     if unknown:

@@ -1,6 +1,6 @@
-"""Host memory as this process may use it: the machine's, under the control-group limits (v1 and v2).
+"""Host memory that this process may use: the machine's, within the control-group limits (v1 and v2).
 
-GiB is 1024**3 bytes. Imports neither torch nor anything else heavy, so that a supervisor can read it.
+GiB is 1024**3 bytes. Imports neither torch nor anything else heavy, so that a supervisor can import it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import psutil
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory of this node as this process may use it.
+    """Host memory of this node that this process may use.
 
-    `total_bytes` is physical; `limit_bytes` the smallest control-group limit above this process, or the total;
-    `available_bytes` what can still be allocated without swapping or being killed.
+    `total_bytes` is physical memory. `limit_bytes` is the smallest control-group limit above this process, or the
+    total. `available_bytes` is what can still be allocated without swapping or being killed.
     """
 
     total_bytes: int
@@ -25,7 +25,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Host memory under the control-group limit (v1 or v2), which `free` and psutil do not see."""
+    """Return host memory within the control-group limit (v1 or v2), which `free` and psutil do not see."""
     machine = psutil.virtual_memory()
     limit, available = machine.total, machine.available
     for group_limit, group_used in _control_groups(root):
@@ -36,7 +36,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes the kernel killed for memory in this process's control groups so far; None where it does not say."""
+    """Return how many processes the kernel has killed for memory in this process's control groups; None if unknown."""
     counts: list[int] = []
     for base, leaf, controllers in _memberships(root):
         name = "memory.events" if controllers == "" else "memory.oom_control"
@@ -50,7 +50,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _memberships(root: Path) -> list[tuple[Path, str, str]]:
-    """(mount, path of the group, controllers) of each hierarchy that counts this process's memory."""
+    """Return (mount, path of the group, controllers) of each hierarchy that counts this process's memory."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def _memberships(root: Path) -> list[tuple[Path, str, str]]:
 
 
 def _control_groups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each control group above this process that limits memory, v1 and v2.
+    """Return (limit, used) in bytes of each control group above this process that limits memory, v1 and v2.
 
     Reclaimable page cache does not count as used: the kernel drops it before it kills.
     """
@@ -80,7 +80,7 @@ def _control_groups(root: Path) -> list[tuple[int, int]]:
 
 
 def _lineage(base: Path, path: str) -> list[Path]:
-    """The group's folder and all its ancestors; a limit on any of them holds."""
+    """Return the group's folder and all its ancestors: a limit on any of them applies."""
     leaf = base / path.strip("/")
     return [folder for folder in (leaf, *leaf.parents) if folder == base or base in folder.parents]
 

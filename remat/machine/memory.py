@@ -1,8 +1,8 @@
-"""Measure memory: torch's caching allocator, this process on the host, and what the driver says of the GPU.
+"""Measure memory: of torch's caching allocator, of this process on the host, and of the whole GPU from the driver.
 
-Reading only: nothing here allocates or synchronises. GiB is 1024**3 bytes. The driver is asked through NVML
-(nvidia-ml-py), in a thread beside training: it sees what the allocator does not, such as the CUDA context, NCCL's
-buffers and other processes on the GPU.
+Nothing here allocates or synchronises. GiB is 1024**3 bytes. The driver is read through NVML (nvidia-ml-py), in a
+thread beside training: it sees what the allocator does not, such as the CUDA context, NCCL's buffers and other
+processes on the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTION = "profile.nvml_interval_s"
 
 
 class NvmlSampler:
-    """Appends a row to `nvml-rank-N.jsonl` every `interval_s` seconds until `close`."""
+    """A thread that appends a row to `nvml-rank-N.jsonl` every `interval_s` seconds until `close`."""
 
     def __init__(self, path: Path, handle: Any, interval_s: float) -> None:
         self._path, self._handle, self._interval_s = path, handle, interval_s
@@ -64,7 +64,7 @@ class NvmlSampler:
 
 
 def read_nvml(handle: Any) -> dict[str, float]:
-    """One row: bytes in use on the whole GPU, percent of time in which a kernel ran, watts."""
+    """Return one row: bytes in use on the whole GPU, percent of time in which a kernel ran, watts."""
     import pynvml
 
     return {
@@ -76,7 +76,7 @@ def read_nvml(handle: Any) -> dict[str, float]:
 
 
 def find_nvml(device: torch.device) -> Any:
-    """NVML's handle of torch's device, by its UUID. Raises ConfigError without a GPU or without a driver's NVML."""
+    """Return NVML's handle of torch's device, found by UUID. Raises ConfigError without a GPU or the driver's NVML."""
     if device.type != "cuda":
         raise ConfigError(f"{OPTION} samples an NVIDIA GPU and torch sees none: set {OPTION}=0")
     import pynvml
@@ -92,17 +92,17 @@ __all__ = ["GIB", "HostMemory", "MemoryMonitor", "host_memory"]
 
 
 class MemoryMonitor:
-    """Samples this rank's memory under the metric names of `metrics.jsonl`."""
+    """This rank's memory figures, under the metric names of `metrics.jsonl`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._process = psutil.Process()
 
     def sample(self) -> dict[str, float]:
-        """This rank's figures in GiB. The same keys on every rank of a run; GPU keys only on a GPU.
+        """Return this rank's figures in GiB. Every rank of a run has the same keys; GPU keys only with a GPU.
 
-        GPU peaks count since the last `reset_peak()`; the host peak counts since the process began, loading
-        included, because the kernel's high-water mark cannot be reset everywhere.
+        GPU peaks are since the last `reset_peak()`. The host peak is since the process began, loading included,
+        because the kernel's high-water mark cannot be reset everywhere.
         """
         rss_bytes = self._process.memory_info().rss
         figures = {
@@ -126,7 +126,7 @@ class MemoryMonitor:
 
 
 def _peak_rss_bytes() -> int:
-    """The kernel's high-water mark. VmHWM is preferred: ru_maxrss survives exec, so it can be the launcher's."""
+    """Return the kernel's high-water mark. VmHWM is preferred: ru_maxrss survives exec, so it can be the launcher's."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""What a node has for a run: memory that can still be had, limits, disks. Reading only."""
+"""Read what a node has for a run: available memory, limits, disks. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from remat.machine.memory import host_memory
 
 CONTEXT_BYTES = int(
     0.6 * GIB
-)  # CUDA context and loaded kernels, outside of torch's allocator; 0.3-0.6 GiB is usual
+)  # CUDA context and loaded kernels, outside torch's allocator; 0.3-0.6 GiB is usual
 
-CAP_IPC_LOCK = 14  # linux/capability.h: a process with it locks memory without limit
+CAP_IPC_LOCK = 14  # linux/capability.h: a process with this capability locks memory without limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this node has. Bytes; `gpu_bytes` is what this rank can have of its GPU, None without one.
+    """Resources of this node in bytes. `gpu_bytes` is what this rank can use of its GPU, None without one.
 
-    `host_available_bytes` is what can still be allocated under the control-group limit, `host_limit_bytes` that
-    limit or the physical memory. `memlock_bytes` is None when locking is unlimited. Disks are named by the folder
-    that was asked for and carry the id of their filesystem.
+    `host_available_bytes` is what can still be allocated within the control-group limit; `host_limit_bytes` is that
+    limit or the physical memory. `memlock_bytes` is None when locking is unlimited. A disk is named by the folder
+    that was asked for and carries the id of its filesystem.
     """
 
     local_size: int
     host_available_bytes: int
     host_limit_bytes: int
     host_total_bytes: int
-    shm_bytes: int | None = None  # free in /dev/shm; None: nobody looked
-    resident_bytes: int = 0  # what this rank has of the host memory that is no longer available
+    shm_bytes: int | None = None  # free in /dev/shm; None: not looked at
+    resident_bytes: int = 0  # host memory that this rank already uses
     gpu_count: int
     gpu_bytes: int | None
     memlock_bytes: int | None
@@ -53,7 +53,7 @@ class Disk:
 def found(
     *, local_size: int, output_dir: str, nvme_path: str | None, cache: Path, root: Path = Path("/")
 ) -> Machine:
-    """Look at this node. `cache` is where weights would be downloaded to; `root` is / but in tests."""
+    """Read this node's resources. `cache` is where weights would be downloaded to; `root` is / except in tests."""
     import torch
 
     host = host_memory(root)
@@ -74,7 +74,7 @@ def found(
 
 
 def smallest(machines: Sequence[Machine]) -> Machine:
-    """The least of everything that any rank found, as one machine: what holds on it holds on each."""
+    """Return the minimum over ranks of every resource, as one Machine: a run that fits it fits every node."""
     first, gpus = machines[0], [machine.gpu_bytes for machine in machines if machine.gpu_bytes is not None]
     return replace(
         first,
@@ -92,7 +92,7 @@ def smallest(machines: Sequence[Machine]) -> Machine:
 
 
 def disk(folder: str) -> Disk:
-    """Free bytes where `folder` is, or will be made: at its nearest parent that exists."""
+    """Return the Disk that `folder` is on, or will be made on: that of its nearest parent that exists."""
     path = Path(folder).expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -100,7 +100,7 @@ def disk(folder: str) -> Disk:
 
 
 def shm_bytes(root: Path = Path("/")) -> int:
-    """Free in /dev/shm, which containers keep small unless told otherwise."""
+    """Return the free bytes in /dev/shm, which containers keep small unless told otherwise."""
     folder = root / "dev/shm"
     return shutil.disk_usage(folder).free if folder.is_dir() else 0
 
@@ -112,7 +112,7 @@ def hub_cache() -> Path:
 
 
 def _gpu_bytes() -> int:
-    """What is free on this rank's GPU, and the CUDA context that asking for it made."""
+    """Return the free bytes of this rank's GPU, plus the CUDA context that this very query creates."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -120,7 +120,7 @@ def _gpu_bytes() -> int:
 
 
 def memlock_bytes(root: Path) -> int | None:
-    """The limit on memory that a process locks itself; None when there is none or the process may ignore it."""
+    """Return the limit on memory that a process may lock; None when there is none or the process may ignore it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None

@@ -1,9 +1,10 @@
-"""DeepSpeed's compiled ops: built once per environment with visible progress, then loaded in milliseconds.
+"""Build DeepSpeed's compiled ops once per environment, with visible progress; then load them in milliseconds.
 
-torch's build lock is a file that an interrupted build leaves behind; the next load then waits for ever without a
-word. Here a finished build is imported as it is, without that lock, and every build happens under an flock, which the
-kernel frees with its owner. A lock file seen by its holder is stale and is removed, unless somebody builds without this
-module, or on another node where the flock may not reach: then a live process has the lock open, or the folder changes.
+torch's build lock is a file. An interrupted build leaves it behind, and the next load then waits for ever without a
+word. Here a finished build is imported without that lock, and every build happens under an flock, which the kernel
+frees when its owner ends. Whoever holds the flock and finds torch's lock file removes it as stale, unless a build is
+still going on: by a program that does not use this module, or on another node that the flock may not reach. Such a
+build shows itself: a live process has the lock open, or the folder changes.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
-LINKED_TO = {"async_io": ["pin_memory"]}  # ops whose symbols another one needs when it is loaded
+LINKED_TO = {"async_io": ["pin_memory"]}  # op -> ops whose symbols it needs when it is loaded
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
-QUIET_S = 600.0  # a folder in which nothing changes for so long is one in which nobody builds
-SILENT_S = 90.0  # ... and a builder on another node writes every HEARTBEAT_S, seen up to a minute late
-NOW = ".now-"  # files that were only written to learn the time
+QUIET_S = 600.0  # nobody builds in a folder in which nothing has changed for so long
+SILENT_S = 90.0  # a builder on another node writes every HEARTBEAT_S, which is seen up to a minute late
+NOW = ".now-"  # prefix of files that are written only to learn the file system's time
 
 
 class OpError(RuntimeError):
-    """An op that cannot be built, with the compiler's own last words and the remedy."""
+    """Failure to build an op, with the last lines of the compiler's output and the remedy."""
 
 
 def use_environment_folder() -> Path:
-    """Point torch at a build folder and the ninja of this Python environment, unless the user chose a folder.
+    """Point torch at the ninja of this Python environment, and at a build folder in it unless the user chose one.
 
-    One ninja for all: another version throws away the build log of the first and compiles everything again.
+    All builds use one ninja: another version discards the build log of the first and compiles everything again.
     """
     tools = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != tools:
@@ -57,7 +58,7 @@ def use_environment_folder() -> Path:
 
 
 def needed(optimizer_device: str | None, param_device: str | None) -> list[str]:
-    """Ops a memory strategy needs, given where it puts optimizer state and parameters (None, cpu, nvme)."""
+    """Return the ops a memory strategy needs, given where it puts optimizer state and parameters (None, cpu, nvme)."""
     ops = []
     if optimizer_device:
         ops.append("cpu_adam")
@@ -93,7 +94,7 @@ def ensure(name: str, say: Callable[[str], None]) -> float:
 
 
 def _tidy(name: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Remove a lock that nobody holds: programs other than this one would wait for it."""
+    """Remove torch's lock file if nobody holds it: other programs would wait for it."""
     lock = folder / name / "lock"
     if not lock.exists() or _live(lock) is not None:
         return
@@ -104,7 +105,7 @@ def _tidy(name: str, folder: Path, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _alone(name: str, flock: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold `flock`; a wait for it is said."""
+    """Hold `flock`; `say` so when there is a wait for it."""
     lock = FileLock(flock)
     try:
         lock.acquire(timeout=0)
@@ -118,7 +119,7 @@ def _alone(name: str, flock: Path, say: Callable[[str], None]) -> Iterator[None]
 
 
 def _clear_lock(name: str, lock: Path, say: Callable[[str], None]) -> None:
-    """Remove the lock file of a build that nobody works on; wait for one that lives. OpError when it is not ours."""
+    """Wait until no live build holds the lock file, then remove it. Raises OpError when it may not be removed."""
     told = None
     while (holder := _live(lock)) is not None:
         if holder != told:
@@ -129,7 +130,10 @@ def _clear_lock(name: str, lock: Path, say: Callable[[str], None]) -> None:
 
 
 def _live(lock: Path) -> str | None:
-    """Who holds `lock`, in words: asked under the flock, so none that uses this module on this node. None: nobody."""
+    """Return who holds `lock`, in words; None when nobody does.
+
+    Called under the flock, so the holder is no process on this node that uses this module.
+    """
     try:
         if not lock.exists():
             return None
@@ -143,7 +147,7 @@ def _live(lock: Path) -> str | None:
                 return None
             return f"a process on {host}"
         changed = max(p.stat().st_mtime for p in lock.parent.iterdir() if not p.name.startswith(NOW))
-    except (FileNotFoundError, ValueError):  # it goes on, or ends, right now
+    except (FileNotFoundError, ValueError):  # files change right now: the build goes on, or has just ended
         return "a process" if lock.exists() else None
     left_s = QUIET_S - (now - changed)
     return None if left_s <= 0 else f"an unknown process, perhaps on another node (at most {QUIET_S:.0f} s)"
@@ -168,7 +172,7 @@ def _remove(lock: Path, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _as_builder(file: Path) -> Iterator[None]:
-    """Say in `file` who builds, again and again: what is written on another node shows that its builder lives."""
+    """Write to `file` who builds, every HEARTBEAT_S: fresh writes show other nodes that the builder is alive."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content, done = json.dumps([_place(), socket.gethostname()]), threading.Event()
     file.write_text(content)
@@ -193,14 +197,14 @@ def _builder_file(lock: Path) -> Path:
 
 
 def _place() -> str:
-    """Where processes can see each other: one kernel, one namespace of processes."""
+    """Return an id of this host, kernel and process namespace: processes with the same id can see each other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     kernel = boot.read_text().strip() if boot.exists() else ""
     return f"{socket.gethostname()} {kernel} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _file_time(folder: Path) -> float:
-    """Now, by the clock of the file system: that of a node may differ."""
+    """Return the present time by the file system's clock, from which a node's clock may differ."""
     probe = folder / f"{NOW}{socket.gethostname()}-{os.getpid()}"
     try:
         probe.touch()
@@ -212,7 +216,7 @@ def _file_time(folder: Path) -> float:
 
 
 def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
-    """A process that has `lock` open, as torch does while it builds; None when none that can be seen."""
+    """Return the id of a process that has `lock` open, as torch does while it builds; None when none is visible."""
     target = lock.resolve()
     for folder in proc.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
@@ -222,7 +226,7 @@ def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
 
 
 def _identity() -> dict[str, str]:
-    """What a build depends on: ops are compiled for the very CPU, interpreter and library versions."""
+    """Return what a build depends on: ops are compiled for one CPU, interpreter and set of library versions."""
     import deepspeed
     import torch
 
@@ -238,9 +242,10 @@ def _identity() -> dict[str, str]:
 
 
 def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
-    """Import a finished build, as torch does after it built one, but without its lock and without asking ninja.
+    """Import a finished build as torch does after building one, but without its lock and without ninja.
 
-    A lock that a killed process left cannot stop it, and another path to the same sources builds nothing anew.
+    Returns False when there is no finished build for this `identity`. A lock that a killed process left does not
+    stop it, and another path to the same sources does not cause a new build.
     """
     if not marker.exists():
         return False
@@ -258,7 +263,7 @@ def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         OpBuilder._loaded_ops[name] = module
-        _builder(name).load(verbose=False)  # pin_memory makes its symbols visible to others here
+        _builder(name).load(verbose=False)  # here pin_memory makes its symbols visible to other ops
     return True
 
 
@@ -303,7 +308,7 @@ def _heartbeat(name: str, folder: Path, say: Callable[[str], None], done: thread
 
 
 def _cause(error: BaseException) -> str:
-    """The deepest message, cut to the compiler's last lines."""
+    """Return the message of the innermost cause, cut to the compiler's last lines."""
     while error.__cause__ is not None:
         error = error.__cause__
     return "\n".join(str(error).strip().splitlines()[-12:]) or type(error).__name__

@@ -1,11 +1,11 @@
-"""One living process owns a folder: by a flock where there is one, and by a record with a heartbeat everywhere.
+"""Lock with which one live process owns a folder: an flock where there is one, and everywhere a record with heartbeat.
 
-The kernel frees a flock with its owner, but some file systems have none and some have one per node. So the owner also
-writes a record (host, process, since when) and a thread of it rewrites its count every BEAT_S. An owner on this host
-is dead when its process is; one on another host when its record did not change for STALE_S under the reader's own
-eyes: clocks of two hosts are never compared. An owner that hangs keeps the lock, for it may yet write: what ends it is
-the watchdog. One that was suspended until another took over learns of it with its next beat.
-Standard library only.
+The kernel frees an flock when its owner ends, but some file systems have no flock and some have one per node. So the
+owner also writes a record (host, process, since when), and one of its threads rewrites the count in it every BEAT_S.
+An owner on this host is dead when its process is. An owner on another host is dead when its record did not change for
+STALE_S while the reader watched it: clocks of two hosts are never compared. An owner that hangs keeps the lock,
+because it may still write; the watchdog ends it. An owner that was suspended until another process took over learns
+of it at its next beat. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 BEAT_S = 5.0
 STALE_S = 60.0
 LOOK_S = 0.5
-SETTLE_S = 1.0  # longer than two takers need between their last look and their record
-NAMED_S = 2.0  # what the owner of a flock gets to write its record, or to go
+SETTLE_S = 1.0  # longer than a process needs between its last look at the record and writing its own
+NAMED_S = 2.0  # time for the owner of the flock to write its record, or to end
 RELEASE_S = 10.0
 BUSY = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 LABEL = re.compile(r"([^+]+)\+([^+]*)\+([^+]*)\+(\d+)\+(\d*)")
@@ -39,9 +39,9 @@ LABEL = re.compile(r"([^+]+)\+([^+]*)\+([^+]*)\+(\d+)\+(\d*)")
 
 @dataclass(frozen=True)
 class Process:
-    """Which process, so that neither a number used again nor another container's is taken for it.
+    """Identity of a process. A reused process id, or the same id in another container, is a different Process.
 
-    `started` is in clock ticks since the boot `boot`, as /proc tells; empty strings where there is no /proc.
+    `started` is in clock ticks since the boot `boot`, as in /proc; both are empty strings where there is no /proc.
     """
 
     host: str
@@ -51,7 +51,7 @@ class Process:
     started: str
 
     def lives(self) -> bool | None:
-        """Whether it still runs; None when that cannot be seen from here (another host, another container)."""
+        """Return whether it still runs; None when that cannot be seen from here (another host, another container)."""
         here = current_process()
         if not self.started or (self.host, self.boot, self.namespace) != (
             here.host,
@@ -68,7 +68,7 @@ class Process:
         return _runs(self.pid, self.started)
 
     def label(self) -> str:
-        """For a file name, read by `labelled`."""
+        """Return a text for a file name, which `labelled` reads."""
         return f"{self.host}+{self.boot}+{self.namespace}+{self.pid}+{self.started}"
 
 
@@ -83,20 +83,20 @@ def current_process() -> Process:
 
 
 def labelled(name: str) -> Process | None:
-    """The process whose `label` a file name begins with, if any."""
+    """Return the process whose `label` a file name begins with, if any."""
     found = LABEL.match(name)
     return Process(found[1], found[2], found[3], int(found[4]), found[5]) if found else None
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who owns a folder, as its record tells; `process` is None while there is no readable record."""
+    """The owner of a folder as its record tells; `process` is None while there is no readable record."""
 
     process: Process | None = None
     since: str = ""  # UTC, by the clock of its host
     token: str = ""
     beat: int = 0
-    progress: int = 0  # of what it does there, if it tells
+    progress: int = 0  # a count of the owner's progress, if it reports any
     raw: bytes = b""
 
     def in_words(self) -> str:
@@ -106,7 +106,7 @@ class Holder:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who owns the folder with this record, without taking it; None for nobody, or one that is dead for certain."""
+    """Return who owns the folder with this record, without taking it; None for nobody or an owner surely dead."""
     try:
         found = _parsed(path.read_bytes())
     except OSError:
@@ -115,15 +115,16 @@ def holder_of(path: Path) -> Holder | None:
 
 
 class OwnerLock:
-    """The record is `path`, the flock on `path` + ".flock". `take` it, and `release` it; both are gone after that.
+    """A lock with its record in `path` and its flock on `path` + ".flock". `release` removes both files.
 
-    `on_lost` is called from a thread with who has taken over; `progress` may be counted up and is told to others.
+    `on_lost` is called from a thread, with the new owner, when another process has taken over. The owner may count
+    up `progress`, which others read in the record.
     """
 
     def __init__(self, path: Path, *, on_lost: Callable[[Holder], None] | None = None) -> None:
         self.path = path
         self.progress = 0
-        self.token = ""  # of this ownership; empty: none
+        self.token = ""  # id of this ownership; empty: not the owner
         self._on_lost = on_lost
         self._flock_path = path.with_name(f"{path.name}.flock")
         self._flock: int | None = None
@@ -134,9 +135,9 @@ class OwnerLock:
         os.register_at_fork(after_in_child=self._forget)
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> Holder | None:
-        """None once this process is the owner, else who is. Waits STALE_S at most, and `say`s so.
+        """Take the lock. Returns None once this process is the owner, else the present owner.
 
-        Raises OSError when nothing can be written there.
+        Waits STALE_S at most, and `say`s so. Raises OSError when nothing can be written there.
         """
         deadline = time.monotonic() + NAMED_S
         while not self._take_flock():
@@ -163,7 +164,7 @@ class OwnerLock:
         """Give the folder up; may be called more than once and from any thread. Raises nothing."""
         self._released.set()
         if not self._writes.acquire(timeout=RELEASE_S):
-            return  # the heartbeat hangs in the file system; the process ends, and so does its lock
+            return  # the heartbeat hangs in the file system; the lock ends with the process
         try:
             if not self.token:
                 return
@@ -179,7 +180,10 @@ class OwnerLock:
         atexit.unregister(self.release)
 
     def _take_flock(self) -> bool:
-        """Whether nobody else has it: also where there is no flock, for then the record decides alone."""
+        """Take the flock; return False when another process has it.
+
+        Returns True also on a file system without flock: then the record alone decides.
+        """
         while True:
             handle = os.open(self._flock_path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -190,11 +194,11 @@ class OwnerLock:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), self._flock_path.stat()):
                     self._flock = handle
-                    return True  # else its owner has removed it just now
+                    return True  # otherwise its owner has just removed the file: try again
             os.close(handle)
 
     def _drop_flock(self) -> None:
-        """Its file stays unless an owner removes it: on another node an owner may have a flock on it."""
+        """Release the flock, and leave its file: an owner on another node may hold an flock on it."""
         if self._flock is not None:
             os.close(self._flock)
         self._flock = None
@@ -204,7 +208,7 @@ class OwnerLock:
         return self._changes(found, say) if lives is None else lives
 
     def _changes(self, found: Holder, say: Callable[[str], None]) -> bool:
-        """Watch a record for STALE_S: true as soon as it is not what it was, unless it went."""
+        """Watch a record for STALE_S. Return True as soon as it changes, False if it does not or is deleted."""
         say(f"{self.path} names {found.in_words()}: watching for its heartbeat, {STALE_S:.0f} s at most")
         watched_s, before = 0.0, time.monotonic()
         while watched_s < STALE_S:
@@ -218,13 +222,13 @@ class OwnerLock:
                 return False
             if now.raw != found.raw:
                 return True
-            # a longer gap: this process was suspended, or the file system did not answer
+            # a longer gap means that this process was suspended, or the file system did not answer
             watched_s += min(time.monotonic() - before, 2 * LOOK_S)
             before = time.monotonic()
         return False
 
     def _create(self) -> bool:
-        """Whether no other process was first."""
+        """Create the record; return False when another process was first."""
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
@@ -239,7 +243,10 @@ class OwnerLock:
         return True
 
     def _replace(self, dead: Holder) -> bool:
-        """Put this process's record in the place of a dead one's. Of two that do so at once the later one stays."""
+        """Replace a dead owner's record by this process's; return whether it is there to stay.
+
+        When two processes do so at once, the later one is the owner.
+        """
         record = self._record()
         part = self.path.with_name(f"{self.path.name}.{self._new_token}")
         part.write_bytes(record)
@@ -256,7 +263,7 @@ class OwnerLock:
         return now is not None and now.token == self._new_token
 
     def _record(self) -> bytes:
-        """Always as long as before, so that rewriting it in place leaves nothing of the old."""
+        """Return the record's bytes. Their length is always the same, so rewriting in place leaves no old bytes."""
         if not self.token:
             self._new_token = uuid.uuid4().hex
             self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -275,7 +282,7 @@ class OwnerLock:
         threading.Thread(target=self._keep, args=(self._released,), name="remat-owner", daemon=True).start()
 
     def _keep(self, released: threading.Event) -> None:
-        """The heartbeat. A file system that does not answer is no reason to give up."""
+        """Write the heartbeat until the lock is released or lost. Errors of the file system do not end it."""
         while not released.wait(BEAT_S):
             with self._writes:
                 if not self.token:
@@ -289,18 +296,18 @@ class OwnerLock:
                 return
 
     def _rewrite(self) -> Holder | None:
-        """Count the beat in the own record; who has it if it is another's."""
+        """Count a beat in this process's record; return the new owner if the record is another's."""
         self._beat += 1
         try:
             handle = os.open(self.path, os.O_RDWR)
-        except FileNotFoundError:  # somebody cleaned up
+        except FileNotFoundError:  # somebody deleted the record
             return None if self._create() else self._lost()
-        try:  # what is read and what is written is the same file, whatever its name becomes
+        try:  # reads and writes the same file, even if another now has its name
             if _parsed(os.read(handle, 1 << 16)).token not in ("", self.token):
                 return self._lost()
             os.pwrite(handle, self._record(), 0)
         finally:
-            os.close(handle)  # on NFS it is only now that others see it
+            os.close(handle)  # on NFS others see the write only after this
         return None
 
     def _lost(self) -> Holder | None:
@@ -314,13 +321,13 @@ class OwnerLock:
             return None
 
     def _forget(self) -> None:
-        """In a process that was forked: the lock is its parent's."""
+        """Give up the lock in a forked child: it belongs to the parent."""
         self._drop_flock()
         self.token, self._writes = "", threading.Lock()
 
 
 def _parsed(raw: bytes) -> Holder:
-    """What a record tells; a torn one tells only that it is there."""
+    """Parse a record; one that is cut off or damaged gives a Holder without a process."""
     try:
         content: dict[str, Any] = json.loads(raw)
         process = Process(**{name: content.pop(name) for name in Process.__dataclass_fields__})
@@ -330,7 +337,7 @@ def _parsed(raw: bytes) -> Holder:
 
 
 def _runs(pid: int, started: str) -> bool | None:
-    """Whether the process of that number is the one that started then; None when /proc does not show it."""
+    """Return whether process `pid` is the one that started at `started`; None when /proc does not show it."""
     state, found = _stat_of(pid)
     if not found:
         return None
@@ -338,7 +345,7 @@ def _runs(pid: int, started: str) -> bool | None:
 
 
 def _stat_of(pid: int) -> tuple[str, str]:
-    """(state, start in ticks since boot) of a process; empty where /proc does not show it."""
+    """Return (state, start in ticks since boot) of a process; empty strings where /proc does not show it."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and brackets
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 

@@ -1,8 +1,8 @@
-"""What ranks tell each other beside their collectives, over a key-value store that answers while those hang.
+"""Messages between ranks over a key-value store, which answers also while collectives hang.
 
-Rank 0's process (under torchrun its agent) holds the store, torch's TCPStore. A rank that was killed cannot answer;
-one that waits in a collective can, through its watchdog's thread. Nothing here waits in the store itself: it is asked
-again and again, so a rank always knows for how long it has waited, and can say for whom.
+The store is torch's TCPStore, in rank 0's process (under torchrun in its agent). A rank that was killed cannot
+answer. A rank that waits in a collective can, through its watchdog's thread. Nothing here blocks in the store: it is
+polled, so a rank always knows how long it has waited, and can say for whom.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ import torch.distributed as dist
 from remat.config.options import ConfigError
 from remat.machine import distributed
 
-TELL_EVERY_S = 30.0  # between two words on who is missing
-ANSWER_S = 30.0  # what the store gets to answer
+TELL_EVERY_S = 30.0  # between two messages on who is missing
+ANSWER_S = 30.0  # time for the store to answer
 ASK_EVERY_S = 0.2
-SAME_WORD_S = (
-    10.0  # what ranks get to read why the launch is refused, before the one that holds the store leaves
-)
+SAME_WORD_S = 10.0  # time for the ranks to read why the launch is refused, before the rank with the store exits
 SILENT_S = 60.0  # a rank that lives says so every 10 s
 MOST_NAMED = 8
 
-_launches = 0  # runs of this process, one after another
+_launches = 0  # how many runs this process has connected, one after another
 _present: Peers | None = None
 
 
 class LostPeer(RuntimeError):
-    """A rank that others need is not there, or is no longer (exit 70). `lost` are those that are known to be gone."""
+    """Failure because a rank did not come or is gone (exit 70). `lost` are the ranks known to be gone."""
 
     def __init__(self, text: str, lost: Iterable[int] = ()) -> None:
         super().__init__(text)
@@ -42,7 +40,10 @@ class LostPeer(RuntimeError):
 
 
 class Peers:
-    """The ranks of this launch. `hosts` by rank, once they have met; `call`, `beat` and `report` by any thread."""
+    """The ranks of this launch, and their key-value store. `hosts` by rank is filled once the ranks have met.
+
+    Any thread may use the store.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, *, holder: str) -> None:
         self.rank, self.size, self.holder = rank, size, holder
@@ -53,11 +54,11 @@ class Peers:
         self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any | None:
-        """What was put there; None when nothing was."""
+        """Return the value put under `key`; None when there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def each(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """What the ranks have put under `key`, by rank; those that have not are left out."""
+        """Return what the ranks have put under `key`, by rank; ranks that have put nothing are left out."""
         wanted = list(range(self.size) if ranks is None else ranks)
         if self._store.check([f"{key}/{rank}" for rank in wanted]):
             texts = self._store.multi_get([f"{key}/{rank}" for rank in wanted])
@@ -69,15 +70,15 @@ class Peers:
         self.put(f"{key}/{self.rank}", value)
 
     def add(self, key: str) -> int:
-        """How often this was called for `key`, by all ranks, this call included."""
+        """Return how often all ranks have called this for `key`, this call included."""
         return int(self._store.add(key, 1))
 
     def agree(
         self, name: str, mine: dict[str, Any], judge: Callable[[list[dict[str, Any]]], Any], wait: Wait
     ) -> Any:
-        """Rank 0's verdict on what all ranks put, on every rank. Once per name. Raises as `wait` does.
+        """Return on every rank what rank 0's `judge` makes of all ranks' values. Once per name. Raises as `wait` does.
 
-        What is put may differ in size, which collectives do not survive.
+        The values may differ in size between ranks; a collective would not survive that.
         """
         self.put_own(name, mine)
         if self.rank == 0:
@@ -88,9 +89,9 @@ class Peers:
         return self.get(f"{name}/verdict")
 
     def meet(self, name: str, say: Callable[[str], None]) -> None:
-        """Wait until every rank has come here, however long: a collective would give up. Once per name.
+        """Wait until every rank has called this, for as long as it takes; a collective would time out. Once per name.
 
-        Raises LostPeer when a rank that is missing has ended, or has shown no sign of life for SILENT_S.
+        Raises LostPeer when a missing rank has ended, or has given no sign of life for SILENT_S.
         """
         self.put_own(name, True)
         if self.add(f"{name}/come") == self.size:
@@ -111,14 +112,14 @@ class Peers:
             wait.pause(lambda: f"{self.named(self.missing(name))} in {name}")
 
     def missing(self, key: str) -> list[int]:
-        """Ranks that have put nothing under `key`."""
+        """Return the ranks that have put nothing under `key`."""
         return [rank for rank in range(self.size) if not self._store.check([f"{key}/{rank}"])]
 
     def _all_have(self, key: str) -> bool:
         return bool(self._store.check([f"{key}/{rank}" for rank in range(self.size)]))
 
     def refuse_together(self) -> None:
-        """Stay until every rank has read the verdict: the store leaves with the rank that holds it."""
+        """Wait on rank 0 until every rank has read the verdict, SAME_WORD_S at most: rank 0 may hold the store."""
         readers = self.add("read")
         end = time.monotonic() + SAME_WORD_S
         while self.rank == 0 and readers < self.size and time.monotonic() < end:
@@ -126,7 +127,7 @@ class Peers:
             readers = int(self._store.add("read", 0))
 
     def named(self, ranks: Iterable[int]) -> str:
-        """`rank 3 on node-2, rank 5 on node-3`"""
+        """Return the ranks in words: `rank 3 on node-2, rank 5 on node-3`."""
         listed = list(ranks)
         words = [f"rank {rank}" + f" on {self.hosts[rank]}" * (self.hosts[rank] != "?") for rank in listed]
         more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
@@ -134,21 +135,21 @@ class Peers:
 
 
 class Wait:
-    """Patience: `say` is told every TELL_EVERY_S for whom it waits, and the wait ends after `within_s` (0: never)."""
+    """A wait for ranks. It `say`s every TELL_EVERY_S for whom, and ends after `within_s` seconds (0: never)."""
 
     def __init__(self, within_s: float, option: str, say: Callable[[str], None]) -> None:
         self._began, self._within_s, self._option, self._say = time.monotonic(), within_s, option, say
         self._told = self._began
 
     def until(self, peers: Peers, key: str, done: Callable[[], bool]) -> None:
-        """Raise LostPeer when a rank has said that it leaves, or time is over."""
+        """Wait until `done`. Raises LostPeer when a rank has said that it leaves, or time is over."""
         while not done():
             if left := peers.get("left"):
                 raise LostPeer(f"{peers.named([left['rank']])} ended: {left['why']}")
             self.pause(lambda: f"{_numbered(peers.missing(key) or [0], peers.size)} of {peers.size}")
 
     def pause(self, whom: Callable[[], str]) -> None:
-        """A moment; `whom` says for whom."""
+        """Sleep for ASK_EVERY_S; `whom` says for whom. Raises LostPeer when time is over."""
         now = time.monotonic()
         waited = now - self._began
         if self._within_s and waited > self._within_s:
@@ -163,9 +164,10 @@ class Wait:
 
 
 def connect(wait: Wait) -> Peers | None:
-    """The store of this launch's ranks; None for a single process.
+    """Connect to the store of this launch's ranks; return None for a single process.
 
-    Raises LostPeer when nobody holds it in time, ConfigError when this rank cannot, or was started twice.
+    Raises LostPeer when nobody opens the store in time. Raises ConfigError when this rank should open it and cannot,
+    or was started twice.
     """
     global _launches, _present
     distributed.settle_environment()
@@ -191,7 +193,7 @@ def connect(wait: Wait) -> Peers | None:
 
 
 def leave(why: str) -> None:
-    """Tell the other ranks that this one ends, and why; never an error. For those that wait for it."""
+    """Tell the other ranks, which may wait for this one, that it ends and why. Raises nothing."""
     try:
         peers = _present or _reach()
         if peers is not None and peers.get("left") is None:
@@ -201,7 +203,7 @@ def leave(why: str) -> None:
 
 
 def _reach() -> Peers | None:
-    """The others of a launch that this rank ends before it joined, where another node waits for it in the store."""
+    """Connect to the store for a rank that ends before it joined; None unless another node may wait for it there."""
     several_nodes = distributed.local_size_from_env() < distributed.world_size_from_env()
     if not several_nodes or distributed.rank_from_env() == 0 or _unreachable():
         return None
@@ -209,7 +211,7 @@ def _reach() -> Peers | None:
 
 
 def present() -> Peers | None:
-    """Those of the last `connect`."""
+    """Return the Peers of the last `connect`."""
     return _present
 
 
@@ -228,7 +230,7 @@ def _open(*, holds: bool) -> Any:
 
 
 def _unreachable() -> str | None:
-    """Why nobody answers where the store shall be; None when somebody does."""
+    """Return why the store's address does not answer; None when it does."""
     try:
         with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ANSWER_S):
             return None
@@ -241,6 +243,6 @@ def _master() -> str:
 
 
 def _numbered(ranks: list[int], size: int) -> str:
-    """`rank 3`, `ranks 8, 9, 10 and 5 more`"""
+    """Return the ranks in words: `rank 3`, `ranks 8, 9, 10 and 5 more`."""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"

@@ -1,4 +1,4 @@
-"""The random states a training step draws from, as plain values: taken, kept with a saved state, put back."""
+"""Get and restore the random states that a training step draws from, as plain values for a saved state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def get() -> dict[str, Any]:
-    """States of torch (CPU and this rank's GPU), numpy and python, in types that torch.load reads weights-only."""
+    """Return the states of torch (CPU and this rank's GPU), numpy and python, in types for weights-only torch.load."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -32,13 +32,16 @@ def put(states: dict[str, Any]) -> None:
 
 
 def start_anew(saved: dict[str, Any], *, step: int, rank: int) -> None:
-    """Fresh states for a rank that has none of its own: from another rank's `get`, the step and this rank's number."""
+    """Seed a rank that has no saved states of its own, from another rank's `get`, the step and this rank's number."""
     digest = hashlib.sha256(saved["torch"].numpy().tobytes() + f" step {step} rank {rank}".encode()).digest()
     seed(int.from_bytes(digest[:4]))
 
 
 def seed(value: int) -> None:
-    """As `transformers.set_seed`, whose import brings peft, bitsandbytes and torch's compiler into every rank."""
+    """Seed torch, numpy and python as `transformers.set_seed` does.
+
+    That function is not imported: it would bring peft, bitsandbytes and torch's compiler into every rank.
+    """
     torch.manual_seed(value)  # GPUs too
     np.random.seed(value)
     random.seed(value)

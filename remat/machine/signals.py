@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop. They are noted here, and obeyed where all ranks agree (remat/training/stopping.py).
+"""Note signals that ask a run to stop. It stops where all ranks agree (remat/training/stopping.py).
 
-Standard library only: it is in place before anything that takes long is imported.
+Standard library only, so that the handlers are in place before any slow import.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_STOP_S = 1.0  # a sender that signals process and group does not ask twice
+SAME_STOP_S = 1.0  # two signals within this time are one request: some senders signal process and group
 
 _noted: list[tuple[int, float]] = []  # (signal, time.monotonic()) since the launch, or since `forget`
 
 
 def around(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The exit code of `main(argv)`, in which a stop signal ends nothing by itself; none replaces that code."""
+    """Run `main(argv)` with stop signals noted, and return its exit code.
+
+    After that stop signals are ignored, so that none replaces the exit code.
+    """
     catch()
     code = main(argv)
     for signum in SIGNALS:
@@ -26,31 +29,31 @@ def around(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def catch() -> None:
-    """From now on stop signals are noted in this process; those it forks are ended by them as ever."""
+    """Note stop signals in this process from now on. In processes that it forks they act as usual."""
     for signum in SIGNALS:
         signal.signal(signum, _note)
     os.register_at_fork(after_in_child=let_end)
 
 
 def noted() -> int:
-    """The first stop signal that came, 0 for none."""
+    """Return the first stop signal that came, 0 for none."""
     return _noted[0][0] if _noted else 0
 
 
 def forget() -> None:
-    """What came is obeyed: for a process that goes on with another run."""
+    """Forget the signals noted so far, for a process that goes on with another run."""
     _noted.clear()
 
 
 def let_end() -> None:
-    """From now on a stop signal ends this process, as if it had never been caught."""
+    """Let stop signals end this process from now on, as if they had never been caught."""
     for signum in SIGNALS:
         if signal.getsignal(signum) is _note:
             signal.signal(signum, signal.SIG_DFL)
 
 
 def _note(signum: int, _: object) -> None:
-    """A second Ctrl-C ends the process at once. Anything else may come as often as it likes."""
+    """Note a signal. A second Ctrl-C ends the process at once; other signals may come any number of times."""
     now = time.monotonic()
     first = next((at for known, at in _noted if known == signum), now)
     _noted.append((signum, now))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: its affinity mask, cut by the control group's quota (v1 or v2)."""
+    """Return how many cores this process may use: its affinity mask, cut by the control group's quota (v1 or v2)."""
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len(mask)
     try:
@@ -33,17 +33,18 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 def share_cores() -> None:
     """Set OMP_NUM_THREADS to this rank's share unless the user or the launcher set it.
 
-    Without it every rank starts one thread per core and they fight; DeepSpeed's CPU Adam reads it too.
+    Without it every rank starts one thread per core, and the ranks slow each other down. DeepSpeed's CPU Adam
+    reads it too.
     """
     local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))
 
 
 def hide_gpus_from_cpu_ranks() -> None:
-    """DS_ACCELERATOR=cpu means no GPU for torch either.
+    """Hide all GPUs from torch when DS_ACCELERATOR=cpu.
 
-    DeepSpeed's launcher overwrites CUDA_VISIBLE_DEVICES with the ranks' numbers even then (launcher/launch.py), so
-    on a machine with GPUs the ranks would mix CUDA tensors with DeepSpeed's CPU engine.
+    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES to the ranks' numbers even then (launcher/launch.py). On a machine
+    with GPUs the ranks would mix CUDA tensors with DeepSpeed's CPU engine.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

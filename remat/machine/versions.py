@@ -18,7 +18,7 @@ REMEDY = "pip install -r requirements.lock"
 def found(
     installed: Callable[[str], str] = importlib.metadata.version,
 ) -> list[tuple[str, str, str]]:
-    """(library, its version, what is wrong with it or "") for each floor."""
+    """Return (library, installed version, problem or "") for each library in FLOORS."""
     lines = []
     for name, floor in FLOORS.items():
         try:
@@ -32,12 +32,12 @@ def found(
 
 
 def too_old(installed: Callable[[str], str] = importlib.metadata.version) -> list[str]:
-    """One line for each library below its floor; W&B is no reason not to train."""
+    """Return one line for each library below its floor. W&B is left out: training works without it."""
     return [
         f"{name} {version}: {wrong}" for name, version, wrong in found(installed) if wrong and name != "wandb"
     ]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cu130 -> (2, 13, 0); what follows a word (rc1, dev) does not count."""
+    """Return a version's numbers: 2.13.0+cu130 -> (2, 13, 0). Parts that are not numbers (0rc1, dev) are left out."""
     return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())

@@ -1,8 +1,8 @@
-"""Is there room on the disk for a saved state: bytes needed and bytes free, asked before each save.
+"""Check before each save that the disk has room for a saved state: bytes needed against bytes free.
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
-moments), below it the module once more, 14.0 in 16 bit and 16.0 in fp32. Plain fp32 without ZeRO has no separate
-master: 12.0.
+moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
+separate master: 12.0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PROBE_BYTES = 1024**2
 
 
 def bytes_per_parameter(*, zero_stage: int, half: bool) -> int:
-    """Bytes of one saved state of all ranks, per trained parameter; `half` is bf16 or fp16 training."""
+    """Return the bytes of one saved state, all ranks together, per trained parameter; `half`: bf16 or fp16 training."""
     module = 0 if zero_stage == 3 else 2 if half else 4
     master = 0 if zero_stage == 0 and not half else MASTER
     return module + master + MOMENTS
 
 
 def needed_bytes(engine: Any) -> int:
-    """What the next saved state of `engine` takes, the files of all ranks together."""
+    """Return the bytes of the next saved state of `engine`, the files of all ranks together."""
     each = bytes_per_parameter(
         zero_stage=int(engine.zero_optimization_stage()),
         half=bool(engine.bfloat16_enabled() or engine.fp16_enabled()),
@@ -36,7 +36,7 @@ def needed_bytes(engine: Any) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the filesystem that `folder`, or the nearest folder above it that exists, lies on."""
+    """Return the free bytes of the filesystem of `folder`, or of its nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -53,7 +53,10 @@ def refuse_too_little(folder: Path, needed: int) -> None:
 
 
 def cause(error: Exception, folder: Path) -> Exception:
-    """What the disk itself says: on a full one torch only says "unexpected pos 640 vs 598". Else `error`."""
+    """Return the disk's own error if a small write to it fails, else `error`.
+
+    On a full disk torch only says "unexpected pos 640 vs 598".
+    """
     if isinstance(error, OSError):
         return error
     probe = folder / f"probe-{os.getpid()}"

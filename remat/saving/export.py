@@ -2,9 +2,9 @@
 
 A model trained through adapters is written as an adapter folder, which peft loads on the base model.
 
-Weights are streamed: one parameter is gathered at a time (one decoder layer where transformers keeps weights
-fused and files them apart, as in mixtures of experts), and rank 0 holds one shard. The folder appears complete or
-not at all.
+Weights are streamed: one parameter is gathered at a time, and rank 0 holds one shard. It is one decoder layer at a
+time where transformers keeps weights fused in the model and separate in the files, as in mixtures of experts. The
+folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """An exported model: its folder, the weight files, their bytes, the parameters in them, the seconds it took."""
+    """An exported model: its folder, weight files, their bytes and number of parameters, the seconds it took."""
 
     path: Path
     files: list[str]
@@ -48,11 +48,11 @@ class ExportResult:
 def export(
     engine: Any, folder: Path, *, tokenizer: Any, dtype: torch.dtype | None = None, max_shard_size: str
 ) -> ExportResult:
-    """Export the live model to `folder`; call it on every rank, between steps, at any ZeRO stage.
+    """Export the live model to `folder`. Call it on every rank, between steps, at any ZeRO stage.
 
-    `dtype` None keeps the dtype of the weights. Another dtype is taken from the fp32 master copy where there is
-    one. A former export at `folder` is replaced; ConfigError if anything else is there. Raises SaveError on every
-    rank when writing fails, or when the weights are not those of a plain model of this config.
+    `dtype` None keeps the dtype of the weights. Another dtype is converted from the fp32 master copy where there is
+    one. A former export at `folder` is replaced; raises ConfigError if anything else is there. Raises SaveError on
+    every rank when writing fails, or when the weights are not those of a plain model of this config.
     """
     module = engine.module
     dtype = dtype or dtype_of(module)
@@ -65,7 +65,7 @@ def export(
             hf_files.write_adapter_config(target, adapter)
             return _write_extras(target, tokenizer, None)
         if module.is_remote_code():
-            config: Any = plan.skeleton.config  # annotated as dict upstream, which means either
+            config: Any = plan.skeleton.config  # upstream annotates a dict, but takes a config too
             custom_object_save(module, target, config=config)
         generation = module.generation_config if module.can_generate() else None
         return _write_description(target, plan.skeleton, tokenizer, generation)
@@ -77,7 +77,7 @@ def export(
         return _write(plan, _engine_reader(engine, dtype), folder, describe)
     finally:
         if hasattr(optimizer, "checkpoint_event_epilogue"):
-            optimizer.checkpoint_event_epilogue()  # small parameters of ZeRO-3 are whole again
+            optimizer.checkpoint_event_epilogue()  # gathers ZeRO-3's small, persistent parameters again
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -85,7 +85,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.Plan:
-    """What an export of this model, or of its adapters, consists of."""
+    """Return the plan for an export of this model, or of its adapters."""
     if hf_files.find_adapter_config(module) is not None:
         return hf_files.plan_adapter(module, dtype)
     conversions = getattr(module, "_weight_conversions", None)
@@ -95,7 +95,7 @@ def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.
 def write_model_card(
     run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None, adapter: Any = None
 ) -> None:
-    """Keep what `export_saved_state` needs beside the weights in run_dir/model: config and tokenizer. Rank 0 only.
+    """Write config and tokenizer to run_dir/model: `export_saved_state` needs them beside the weights. Rank 0 only.
 
     `adapter` is peft's configuration of the adapters, if the model has any.
     """
@@ -118,17 +118,17 @@ def export_saved_state(
 ) -> ExportResult:
     """Export a saved state without GPU or engine, in one process. `dtype` None: the precision of the run.
 
-    `verified`: the caller has the state from `saving.find`, which has read and hashed every file just now.
+    `verified`: `find_newest` has just read and hashed every file of the state, so this is not done again.
 
-    Host memory: one shard, one weight in fp32 (or a layer, as above) and a window of file pages. Raises ConfigError
-    when the state or run_dir/model is incomplete, or a file of them asks for code to be run.
+    Needs in host memory one shard, one weight in fp32 (or a decoder layer, as in `export`) and a window of file pages.
+    Raises ConfigError when the state or run_dir/model is incomplete, or one of their files asks to run code.
     """
     problems = [] if verified else manifest.verify(state_dir)
     if problems:
         raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
     card = run_dir / MODEL_FOLDER
     plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
-    unsafe = safe_load.problem(safe_load.pickled(state_dir))  # also the files that an export does not read
+    unsafe = safe_load.problem(safe_load.pickled(state_dir))  # including files that an export does not read
     if unsafe is not None:
         raise safe_load.UnsafeFile(unsafe)
     adapted = (card / hf_files.ADAPTER_CONFIG).exists()
@@ -146,7 +146,7 @@ def export_saved_state(
 def open_saved_state(
     state_dir: Path, run_dir: Path, *, dtype: torch.dtype | None, max_shard_size: str
 ) -> tuple[hf_files.Plan, Callable[[str], torch.Tensor]]:
-    """What an export of a saved state consists of, and how each of its weights is read. No collectives.
+    """Return the plan for an export of a saved state, and a function that reads a weight by name. No collectives.
 
     Raises ConfigError when the state or run_dir/model is incomplete.
     """
@@ -178,7 +178,7 @@ def open_saved_state(
 
 
 def _described(card: Path) -> Any:
-    """The model's configuration, without the code or the attention kernels of a hub that a config.json can name."""
+    """Load the model's configuration. Hub code and attention kernels that a config.json can name are not loaded."""
     try:
         return AutoConfig.from_pretrained(card, trust_remote_code=False, attn_implementation="eager")
     except ValueError as error:
@@ -186,7 +186,7 @@ def _described(card: Path) -> Any:
 
 
 def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
-    """The live model must have the plain model's weights, all of them and no others, tied where it ties them."""
+    """Raise SaveError unless the live model has exactly the plain model's weights, shapes and ties."""
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     names = {name for unit in plan.units for name in unit}
     kind = type(module).__name__
@@ -205,7 +205,7 @@ def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
 
 
 def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor | None]:
-    """A collective function from name to value: on the CPU of rank 0 in `dtype`, None on other ranks."""
+    """Return a collective function from name to value: in `dtype` on the CPU of rank 0, None on other ranks."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -230,7 +230,7 @@ def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Ten
 
 
 def _unpartitioned_masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """Parameter -> its fp32 master, for 16-bit training at ZeRO stage 0, where DeepSpeed has no function for it."""
+    """Return parameter -> fp32 master, for 16-bit training at ZeRO stage 0, where DeepSpeed has no function for it."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() > 0 or not hasattr(optimizer, "fp16_groups"):
         return {}
@@ -268,7 +268,7 @@ def _write(
     folder: Path,
     describe: Callable[[Path], None],
 ) -> ExportResult:
-    """Read every unit on all ranks, write on rank 0, check what was written, rename. Errors reach every rank."""
+    """Read every unit on all ranks, write on rank 0, check what was written, rename. Errors raise on every rank."""
     started = time.monotonic()
     folder = folder.absolute()
     tmp, what = folder.with_name(manifest.TMP + folder.name), f"exporting to {folder}"
@@ -278,7 +278,7 @@ def _write(
         for unit in plan.units:
             values = {name: read(name) for name in unit}
             if manifest.place()[0] != 0 or error is not None:
-                continue  # after an error too: the other ranks still gather
+                continue  # go on after an error: the other ranks still gather
             try:
                 shards.add({name: value for name, value in values.items() if value is not None})
             except Exception as caught:
@@ -321,7 +321,7 @@ def _write_description(folder: Path, skeleton: PreTrainedModel, tokenizer: Any, 
 
 def _write_extras(folder: Path, tokenizer: Any, generation: Any) -> None:
     if generation is not None:
-        # save_pretrained refuses contradictory sampling settings, which published models have.
+        # save_pretrained refuses contradictory sampling settings, which some published models have.
         generation.to_json_file(
             folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
         )

@@ -1,4 +1,4 @@
-"""Frozen parameters stay out of saved states: the model must be built with the same values, and that is checked."""
+"""Keep frozen parameters out of saved states, and check at a resume that the model was built with the same values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.saving.manifest import SaveError
 
-VALUES = 16  # of each parameter
+VALUES = 16  # values of each parameter in the fingerprint
 
 
 def present(module: nn.Module) -> bool:
@@ -19,12 +19,12 @@ def present(module: nn.Module) -> bool:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Digest of a few values of each frozen parameter, as this rank holds it."""
+    """Return a digest of the first values of each frozen parameter, of the part that this rank holds."""
     return _digest(module, lambda parameter: getattr(parameter, "ds_tensor", parameter).detach().flatten())
 
 
 def fingerprint_of_first(module: nn.Module, ranks: int) -> str:
-    """On rank 0, what `fingerprint` gives there when the same model is spread over `ranks` ranks. Collective."""
+    """Return on rank 0 what `fingerprint` gives there when `ranks` ranks hold the same model. Collective."""
     from deepspeed.runtime.zero import GatheredParameters
 
     def held(parameter: Any) -> torch.Tensor:
@@ -48,7 +48,10 @@ def _digest(module: nn.Module, held: Callable[[nn.Parameter], torch.Tensor]) -> 
 
 
 def load_trainable(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-    """Strict loading of a state without frozen parameters."""
+    """Load a state without frozen parameters into `dst`.
+
+    Raises SaveError when it has unexpected names, or lacks any but those of frozen parameters.
+    """
     result = dst.load_state_dict(src, strict=False)
     absent = {name for name, p in dst.named_parameters(remove_duplicate=False) if not p.requires_grad}
     missing = set(result.missing_keys) - absent

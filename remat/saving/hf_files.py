@@ -1,8 +1,9 @@
-"""The files of a Hugging Face model or of a peft adapter: names, shapes and shards, written and read back.
+"""Write the files of a Hugging Face model or of a peft adapter, and check their names and shapes by reading back.
 
-What a file holds is not what a module holds: tied weights are written once, and transformers files some weights
-apart that it keeps fused (the experts of a mixture). transformers itself says how, on a model without storage. An
-adapter's folder is as peft's `save_pretrained` writes it: without base weights, for `PeftModel.from_pretrained`.
+The weights in the files are not those of the module: tied weights are written once, and some weights that
+transformers keeps fused (the experts of a mixture) are separate in its files. transformers itself does the conversion,
+planned on a model without storage. An adapter's folder is as peft's `save_pretrained` writes it: without base weights,
+for `PeftModel.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ METADATA = {"format": "pt", "producer": "remat"}  # "pt" is what transformers lo
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be written, known before any weight is touched."""
+    """Plan of an export: names, shapes and shards, known before any weight is read."""
 
     skeleton: Any  # the plain model, without storage
-    units: list[list[str]]  # names read together; each unit converts on its own
+    units: list[list[str]]  # names that are read together; each unit is converted alone
     tied: dict[str, str]  # names left out -> the name that is written for them
     shapes: dict[str, torch.Size]  # of every name in the files
     split: StateDictSplit
-    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]  # a unit's names to the files'
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]  # from a unit's weights to the files'
 
     @property
     def num_params(self) -> int:
@@ -56,7 +57,10 @@ def plan(
     max_shard_size: str,
     conversions: Any,
 ) -> Plan:
-    """Names, shapes and shards as `save_pretrained` of a plain model would have them; no memory, seconds."""
+    """Return names, shapes and shards as `save_pretrained` of a plain model would have them.
+
+    Takes seconds and no memory for weights.
+    """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         skeleton = model_class(inference_config(config))
     skeleton.config.dtype = str(dtype).removeprefix("torch.")
@@ -76,7 +80,7 @@ def plan(
     files: dict[str, torch.Tensor] = {}
     for unit in units:
         for name, value in revert_weight_conversion(skeleton, {name: kept[name] for name in unit}).items():
-            files[name] = torch.empty_like(value)  # a slice of a fused weight would be counted as the whole
+            files[name] = torch.empty_like(value)  # else a slice of a fused weight would count as the whole
     shapes = {name: value.shape for name, value in files.items()}
     if shapes != {name: value.shape for name, value in whole.items()}:
         raise ConfigError(
@@ -101,7 +105,7 @@ def _layers(names: list[str]) -> list[list[str]]:
 
 
 def inference_config(config: Any) -> Any:
-    """A copy for use after training, with the key/value cache that training switches off."""
+    """Return a copy of `config` for inference, with the key/value cache on, which training switches off."""
     config = copy.deepcopy(config)
     if hasattr(config, "use_cache"):
         config.use_cache = True
@@ -109,7 +113,7 @@ def inference_config(config: Any) -> Any:
 
 
 def written_here(folder: Path) -> bool:
-    """Whether the folder holds weights written by this module, and so may be replaced by a newer export."""
+    """Return whether the folder's weights were written by this module, so that a newer export may replace them."""
     for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
         with safe_open(file, framework="pt") as reader:
             return (reader.metadata() or {}).get("producer") == METADATA["producer"]
@@ -118,14 +122,14 @@ def written_here(folder: Path) -> bool:
 
 @dataclass
 class Shards:
-    """Rank 0's open shards: each is written and let go as soon as its last tensor arrives."""
+    """Rank 0's open shards. Each is written and freed as soon as its last tensor arrives."""
 
     folder: Path
     plan: Plan
     open: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
-        """Take the weights of one unit, under the module's names."""
+        """Add the weights of one unit, under the module's names; write the shards that they complete."""
         tensors = self.plan.convert(values)
         for name, tensor in tensors.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
@@ -138,7 +142,7 @@ class Shards:
                 manifest.sync(self.folder / file)
 
     def finish(self) -> None:
-        """Write the index, then read the headers back: exactly the planned names, each with its shape."""
+        """Write the index, then read the headers back. Raises SaveError unless names and shapes are as planned."""
         split = self.plan.split
         if split.is_sharded:
             metadata = {"total_parameters": self.plan.num_params, **split.metadata}
@@ -164,13 +168,16 @@ ADAPTER_WEIGHTS = "adapter_model{suffix}.safetensors"
 
 
 def find_adapter_config(module: Any) -> PeftConfig | None:
-    """The adapter's configuration, None for a model without one."""
+    """Return the adapter's configuration; None for a model without an adapter."""
     configs = getattr(module, "peft_config", None)
     return configs["default"] if configs else None
 
 
 def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
-    """Every trained parameter of `model`, live (sharded or whole) or a skeleton, in one file: peft reads no shards."""
+    """Plan to write every trained parameter of `model` to one file: peft reads no shards.
+
+    `model` is live (sharded or whole) or a skeleton.
+    """
     from peft import get_peft_model_state_dict
 
     def keys(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -192,13 +199,13 @@ def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
 
 
 def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftModel:
-    """The adapted model without storage, from the base's configuration and `card`/adapter_config.json."""
+    """Build the adapted model without storage, from the base's configuration and `card`/adapter_config.json."""
     from peft import LoraConfig, PeftModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         base = model_class(inference_config(config))
         adapter = LoraConfig.from_pretrained(str(card))
-        if adapter.megatron_config is not None:  # names a module, which would be imported
+        if adapter.megatron_config is not None:  # it names a module, which would be imported
             raise ConfigError(
                 f"{card / ADAPTER_CONFIG}: megatron_config is refused: adapters of this program have none"
             )
@@ -208,5 +215,5 @@ def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftMod
 
 def write_adapter_config(folder: Path, config: PeftConfig) -> None:
     config = copy.deepcopy(config)
-    config.inference_mode = True  # as peft writes it: who loads the adapter does not train it unless he says so
+    config.inference_mode = True  # as peft writes it: a loaded adapter is not trained unless asked for
     config.save_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""Find the newest complete saved state, check it against the launch, and load it."""
+"""Resume: find the newest complete saved state, check it against the launch, and load it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat.saving.save import ROUND_S, engine_layout, engine_precision, rng_file
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete state, if any, and a line on each folder that was passed over."""
+    """The newest complete state, if any, and a note on each folder that was skipped."""
 
     state: SavedState | None
     notes: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Found:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on: the state, the run directory it belongs to, and what was passed over to find it."""
+    """The state that a run resumes from, its run directory, and a note on each folder that was skipped."""
 
     state: SavedState
     run_dir: Path
@@ -33,10 +33,10 @@ class ResumePoint:
 
 
 def find_newest(path: Path, progress: Callable[[], object] = lambda: None) -> Found:
-    """The newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
+    """Find the newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
 
-    Every file is read and its hash compared, the ranks sharing the work; newest means saved last. `progress` is
-    called every ROUND_S on all ranks as long as any of them reads on: a large state is no hang.
+    Every file is read and its hash compared; the ranks share the work. Newest means saved last. `progress` is called
+    every ROUND_S on all ranks as long as any of them reads on, so that a large state is not taken for a hang.
     """
     states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
     for state in states:
@@ -49,9 +49,9 @@ def find_newest(path: Path, progress: Callable[[], object] = lambda: None) -> Fo
 
 
 def _verify(path: Path, progress: Callable[[], object]) -> list[str]:
-    """What all ranks find wrong with a state. Threads hash; the main threads tell each other how far they are."""
+    """Return what all ranks find wrong with a state. Threads hash; the main threads exchange how far they are."""
     rank, size = manifest.place()
-    counts: list[int] = []  # appending is one step for all threads
+    counts: list[int] = []  # appending is atomic between threads
     with ThreadPoolExecutor(1, "remat-verify") as pool:
         check = pool.submit(manifest.verify, path, part=rank, parts=size, hashed=counts.append)
         read_bytes = -1
@@ -77,12 +77,12 @@ def resolve_resume(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
 ) -> ResumePoint | None:
-    """What `resume` means: None for "none", else the newest complete state. Collective, before the model exists.
+    """Find what `resume` names: None for "none", else the newest complete state. Collective, before the model exists.
 
-    "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first; a path
-    names a run, its `saved` folder or one state. Each run is `own`ed before its states are looked at: they are
-    another launch's to replace and delete until then. Raises ConfigError on every rank when nothing complete is
-    there: a run that was asked to resume never starts at step 0. `progress` as in `find`.
+    "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first. A path
+    names a run, its `saved` folder or one state. `own` is called for each run before its states are read: until then
+    another launch may replace and delete them. Raises ConfigError on every rank when nothing complete is there: a run
+    that was asked to resume never starts at step 0. `progress` is as in `find_newest`.
     """
     if resume == "none":
         return None
@@ -112,7 +112,7 @@ def check_compatible(
 ) -> None:
     """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
 
-    A saved state is in the layout of its ZeRO stage and precision. `also` are the problems of its number of ranks.
+    The layout of a saved state depends on its ZeRO stage and precision. `also` are problems with its world size.
     """
     info, problems = state.info, [*also]
     if info.zero_stage != zero_stage:
@@ -135,7 +135,7 @@ def check_compatible(
 def refuse_code(state: SavedState) -> None:
     """Raise UnsafeFile on every rank when a file of `state` is not data alone. Collective; reads no weight.
 
-    Before the model is built, so that no rank is left waiting; what is read later is read the same way.
+    Call it before the model is built, so that no rank is left waiting. Later reads make the same check.
     """
     rank, size = manifest.place()
     try:
@@ -148,10 +148,10 @@ def refuse_code(state: SavedState) -> None:
 
 
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
-    """Put `state` into a freshly built engine, random states last; returns the client state. Collective.
+    """Load `state` into a freshly built engine, random states last; return the client state. Collective.
 
-    Raises ConfigError when the parameters or frozen weights are not those of the saved run or a file is not data
-    alone, SaveError when DeepSpeed loads nothing.
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run, or a file is not data
+    alone. Raises SaveError when DeepSpeed loads nothing.
     """
     check_compatible(
         state, zero_stage=int(engine.zero_optimization_stage()), precision=engine_precision(engine)
@@ -187,7 +187,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
 
 
 def _run_dir(place: Path) -> Path:
-    """The run that a run directory, its `saved` folder or one state folder belongs to, as in `list_states`."""
+    """Return the run directory of a run directory, its `saved` folder or one state folder, as in `list_states`."""
     if place.name.startswith(STEP):
         return place.absolute().parent.parent
     if (place / SAVED).is_dir():
@@ -197,7 +197,7 @@ def _run_dir(place: Path) -> Path:
 
 
 def _runs(recipe: Path) -> list[Path]:
-    """Runs of a recipe that have saved something, latest save first."""
+    """Return the runs of a recipe that have saved something, latest save first."""
     latest: list[tuple[str, str, Path]] = []
     for saved in recipe.glob(f"*/{SAVED}"):
         states = manifest.list_states(saved)[0]

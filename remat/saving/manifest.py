@@ -1,8 +1,8 @@
-"""Folders that are complete or absent: every file hashed, synced to disk, then renamed into place by all ranks.
+"""Folders that are complete or absent: every file is hashed and synced to disk, then the folder is renamed into place.
 
-A saved state is trusted only through its `manifest.json`, which lists each file with its size and SHA-256 and
-carries a checksum of itself. `tmp-` folders are unfinished and never read; `tmp-old-` ones are whole states that make
-room, read only where a kill left no other.
+A saved state is trusted only through its `manifest.json`, which lists each file with its size and SHA-256 and has a
+checksum of itself. `tmp-` folders are unfinished and never read. `tmp-old-` folders are whole states about to be
+replaced or deleted; they are read only where a kill left no other copy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TMP = "tmp-"
 OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
 FORMAT = 1
 OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
-MAX_THREADS = 8  # that hash at a time; a rank has few large files
+MAX_THREADS = 8  # threads that hash; a rank has few large files
 
 
 class SaveError(RuntimeError):
-    """Training state or a model could not be written or read. Raised on every rank; older states are untouched."""
+    """Failure to write or read a saved state or a model. Raised on every rank; older states are untouched."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a saved state is and which files make it complete. `files` maps relative paths to size and hash."""
+    """Description of a saved state and its files. `files` maps relative paths to size and hash."""
 
     step: int
-    sequence: int  # counts the saves of a run: newest is the highest, also after going back to an older step
+    sequence: int  # counts the saves of a run: the newest has the highest, also after a resume at an older step
     world_size: int
     zero_stage: int
     precision: str
@@ -98,7 +98,7 @@ def write(folder: Path, info: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a state folder. Raises SaveError when it is missing, unreadable or altered."""
+    """Read the manifest of a state folder. Raises SaveError when it is missing, unreadable or altered."""
     try:
         content = json.loads((folder / FILE).read_text())
     except FileNotFoundError as error:
@@ -118,9 +118,9 @@ def read(folder: Path) -> Manifest:
 def verify(
     folder: Path, *, part: int = 0, parts: int = 1, hashed: Callable[[int], object] = lambda count: None
 ) -> list[str]:
-    """Problems of a state folder, empty when it is complete; reads and hashes every file, several at a time.
+    """Return the problems of a state folder, [] when it is complete. Reads and hashes every file, several at a time.
 
-    `part` of `parts` checks only its `share`. `hashed` is told the bytes read as they are, from several threads.
+    `part` of `parts` checks only its `share`. `hashed` is called with each number of bytes read, from several threads.
     """
     try:
         info = read(folder)
@@ -137,13 +137,16 @@ def verify(
         return None if problem is None else f"{name}: {problem}"
 
     threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
-    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing gives the interpreter free
+    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing releases the GIL
         return [problem for problem in pool.map(check, share(info, part, parts)) if problem is not None]
 
 
 def share(info: Manifest, part: int, parts: int) -> list[str]:
-    """The files that one of `parts` ranks hashes, sorted: its own, which it reads next, and of the others as many bytes
-    as the next; by bytes alone when another number of ranks wrote them."""
+    """Return the files that rank `part` of `parts` hashes, sorted.
+
+    They are its own files, which it reads next anyway, and a share of the common files that makes the bytes of all
+    ranks about equal. When another number of ranks wrote the state, all files are shared out by bytes.
+    """
     mine, load = [], [0] * parts
     own = {name: rank_of(name) if parts == info.world_size else None for name in info.files}
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
@@ -160,13 +163,13 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a file of a state, and that reads it again, from its name; None of a shared one."""
+    """Return from a file's name the rank that wrote it and reads it again; None for a file that ranks share."""
     match = OWNER.search(name)
     return int(next(number for number in match.groups() if number is not None)) if match else None
 
 
 def is_complete(folder: Path) -> bool:
-    """Every listed file is there with its size. Cheap: hashes are left to `verify`."""
+    """Return whether every listed file is there with its size. Cheap: `verify` also compares hashes."""
     try:
         info = read(folder)
     except SaveError:
@@ -175,9 +178,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def list_states(path: Path) -> tuple[list[SavedState], list[str]]:
-    """States with a readable manifest, last saved first, and a note on each folder without one.
+    """Return the states with a readable manifest, last saved first, and a note on each folder without one.
 
-    `path` is a run directory, its `saved` folder or one state folder. Files are not looked at.
+    `path` is a run directory, its `saved` folder or one state folder. The states' files are not checked.
     """
     if path.name.startswith(STEP):
         folders = [path] if path.is_dir() else []
@@ -207,7 +210,7 @@ def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
 
 
 def hash_file(path: Path, hashed: Callable[[int], object] = lambda count: None) -> str:
-    """SHA-256 in hexadecimal; reads 8 MiB at a time and tells `hashed` how many bytes."""
+    """Return a file's SHA-256 in hexadecimal. Reads 8 MiB at a time, and calls `hashed` with the bytes of each read."""
     digest, buffer = hashlib.sha256(), bytearray(8 * 1024**2)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -217,7 +220,7 @@ def hash_file(path: Path, hashed: Callable[[int], object] = lambda count: None) 
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder (its names) to disk."""
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -226,13 +229,13 @@ def sync(path: Path) -> None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Relative paths of all files below `folder`, sorted, without the manifest."""
+    """Return the relative paths of all files below `folder`, sorted, without the manifest."""
     paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     return sorted(path for path in paths if path != FILE)
 
 
 def publish(tmp: Path, final: Path) -> None:
-    """Make a finished `tmp` folder appear as `final` in one rename; an older `final` goes only afterwards."""
+    """Rename a finished `tmp` folder to `final`; an older `final` is put aside, and deleted only afterwards."""
     for path in [p for p in tmp.rglob("*") if p.is_dir()]:
         sync(path)
     sync(tmp)
@@ -245,7 +248,7 @@ def publish(tmp: Path, final: Path) -> None:
 
 
 def clean(saved: Path) -> None:
-    """Delete what killed saves left in `saved`; a whole state that was about to be replaced gets its name back."""
+    """Delete what killed saves left in `saved`. A whole state that was about to be replaced gets its name back."""
     for leftover in sorted(saved.glob(f"{TMP}*")):
         if _is_only_copy(leftover) and is_complete(leftover):
             leftover.rename(_own_name(leftover))
@@ -258,7 +261,7 @@ def _own_name(folder: Path) -> Path:
 
 
 def _is_only_copy(folder: Path) -> bool:
-    """A state put aside by a save that was killed before the new one took its name."""
+    """Return whether `folder` is a state put aside by a save that was killed before the new one took its name."""
     return folder.name.startswith(OLD) and not _own_name(folder).exists()
 
 
@@ -266,7 +269,7 @@ def remove(folder: Path) -> None:
     """Delete a folder if it is there. A failure is logged, not raised: nothing depends on the deletion."""
     try:
         if folder.exists() and not folder.name.startswith(TMP):
-            # A kill in the middle must not leave a half-deleted folder under its own name.
+            # Rename first: a kill in the middle must not leave a half-deleted folder under its own name.
             folder = folder.rename(folder.with_name(f"{OLD}{folder.name}"))
         if folder.exists():
             shutil.rmtree(folder)
@@ -275,12 +278,12 @@ def remove(folder: Path) -> None:
 
 
 def place() -> tuple[int, int]:
-    """(rank, number of ranks); (0, 1) outside a process group."""
+    """Return (rank, world size); (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def agree(error: Exception | None, what: str) -> None:
-    """Raise SaveError on every rank when any rank brings an error. Collective."""
+    """Raise SaveError on every rank when any rank passes an `error`. Collective."""
     texts = distributed.gather(None if error is None else _text(error))
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
     if failed:
@@ -288,9 +291,9 @@ def agree(error: Exception | None, what: str) -> None:
 
 
 def on_main(action: Callable[[], T], what: str) -> T:
-    """Rank 0's result of `action` on every rank, after it is done.
+    """Run `action` on rank 0, and return its result on every rank. Collective.
 
-    When it fails every rank raises: a ConfigError as it is, anything else as SaveError.
+    When it fails, every rank raises: a ConfigError as it is, anything else as SaveError.
     """
     outcome: list[T] = []
     error: Exception | None = None

@@ -1,13 +1,13 @@
-"""Optimizer state and parameters on NVMe: a swap folder for each launch, and a restore that DeepSpeed leaves out.
+"""Optimizer state and parameters on NVMe: a swap folder for each launch, and the part of a resume that DeepSpeed lacks.
 
 The folder is NVME_PATH/remat-NAME-RUN_ID-IDENTITY/LAUNCH-RANK: one per run directory, in it one per launch and node.
-DeepSpeed cleans nothing. Whoever owns the run directory knows that every other launch of the run has ended, so their
-folders are removed; those of other runs are never touched. The identity tells apart runs of one name in several
-output folders.
+DeepSpeed deletes none. The launch that owns the run directory knows that every other launch of the run has ended, so
+their folders are removed; those of other runs are never touched. The identity tells apart runs of the same name in
+several output folders.
 
 `engine.load_checkpoint` (0.19) copies the swap files back and skips the rest of the optimizer: Adam's step counts,
-groups too small to be swapped, and the knowledge that moments were swapped, so that training would silently go on with
-fresh ones. All of it is in each rank's `*_optim_states.pt`; `prepare` puts it back.
+groups too small to be swapped, and the fact that moments were swapped. Training would silently go on with fresh
+moments. All of it is in each rank's `*_optim_states.pt`; `prepare` restores it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def in_use(engine: Any) -> bool:
 
 
 def prepare(engine: Any, folder: Path, rank: int) -> None:
-    """Restore this rank's unswapped tensors, and make the swapper expect the saved files.
+    """Restore this rank's unswapped tensors, and register the saved files with the swapper.
 
-    Call it before `engine.load_checkpoint`, which copies the files and renews the 16-bit weights from all masters.
+    Call it before `engine.load_checkpoint`, which copies the files and sets the 16-bit weights from all masters.
     Raises ConfigError when the saved files are not those that this engine will read.
     """
     optimizer, swapper = engine.optimizer, engine.optimizer.optimizer_swapper
@@ -61,9 +61,9 @@ def prepare(engine: Any, folder: Path, rank: int) -> None:
 
 
 def own_folder(rendered: dict[str, Any], run_dir: Path, world: World) -> Path | None:
-    """Give NVMe offload in DeepSpeed's config a fresh folder of this launch and node; None without. Collective.
+    """Set a fresh NVMe folder of this launch and node in DeepSpeed's config; return it, or None without NVMe offload.
 
-    `run_dir` is owned by this launch. Raises ConfigError on every rank when a node cannot make its folder.
+    The launch must own `run_dir`. Raises ConfigError on every rank when a node cannot make its folder. Collective.
     """
     sections = [rendered["zero_optimization"].get(name) for name in ("offload_optimizer", "offload_param")]
     swapping = [section for section in sections if section and section["device"] == "nvme"]
@@ -91,7 +91,7 @@ def own_folder(rendered: dict[str, Any], run_dir: Path, world: World) -> Path | 
 
 
 def remove_folder(folder: Path | None, world: World) -> None:
-    """What this node swapped to `folder`, if anything; after the last read. Raises nothing."""
+    """Delete what this node swapped to `folder`, if anything. Call it after the last read. Raises nothing."""
     if folder is None or world.local_rank != 0:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,14 +102,17 @@ def remove_folder(folder: Path | None, world: World) -> None:
 
 
 def _identity(run_dir: Path) -> str:
-    """A name of the run directory: readable, and of this one alone."""
+    """Return a readable name that only this run directory has."""
     found = run_dir.resolve()
     digest = hashlib.sha256(f"{found} {found.stat().st_ino}".encode()).hexdigest()
     return f"remat-{found.parent.name}-{found.name}-{digest[:12]}"
 
 
 def _remove_others(of_run: Path, launch: str) -> None:
-    """Launches of this run that have ended. Nodes of this one that share the disk do the same, and keep each other."""
+    """Delete the folders of other launches of this run, which have ended.
+
+    Nodes of this launch that share the disk do the same, and leave each other's folders.
+    """
     for folder in of_run.glob("*"):
         if not folder.name.startswith(f"{launch}-"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Reads back what a save and an export wrote: every name, shape and tie, finite numbers, the same weights in both."""
+"""Read back an export and its saved state: check names, shapes, ties, finite numbers, and equal weights in both."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from remat.saving import export, hf_files, manifest
 def verify_export(
     module: Any, exported: Path, state: Path, run_dir: Path, *, max_shard_size: str, part: int, parts: int
 ) -> str | None:
-    """The first thing that does not come back of the live `module`, if any. No collectives.
+    """Return the first difference between the live `module`, its export and its saved state; None without any.
 
-    `part` of `parts` reads only every parts-th weight, so that ranks can share the reading. The state is held against
-    the export unless only a running engine can read it. Host memory: one weight in fp32 and one in its own precision
-    (a decoder layer where transformers fuses weights: part 0 then reads alone), and a window of file pages.
+    `part` of `parts` reads only every parts-th weight, so that ranks can share the reading. The state is compared with
+    the export unless only a running engine can read it. Needs in host memory one weight in fp32, one in its own
+    precision and a window of file pages. Where transformers fuses weights it is a decoder layer instead of a weight,
+    and part 0 reads alone. No collectives.
     """
     dtype = export.dtype_of(module)
     plan, files = export.live_plan(module, dtype, max_shard_size), _files(exported)
@@ -41,7 +42,7 @@ def verify_export(
 
 
 def _files(exported: Path) -> dict[str, Path]:
-    """Name -> file, as a loader finds it: through the index, or in the only file."""
+    """Return name -> file, as a loader finds it: through the index, or in the only file."""
     index = exported / hf_files.INDEX
     if index.exists():
         return {name: exported / file for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -61,7 +62,7 @@ def _other_names(plan: hf_files.Plan, files: dict[str, Path]) -> str | None:
 
 
 def _other_config(module: Any, exported: Path, plan: hf_files.Plan, max_shard_size: str) -> str | None:
-    """The model that transformers would build from the exported config.json must want these very names and ties."""
+    """Return a difference in names or ties between `plan` and the model that the exported config.json describes."""
     if hf_files.find_adapter_config(module) is not None or module.is_remote_code():
         return None
     config, conversions = AutoConfig.from_pretrained(exported), getattr(module, "_weight_conversions", None)
@@ -74,14 +75,17 @@ def _other_config(module: Any, exported: Path, plan: hf_files.Plan, max_shard_si
 
 
 def _readable_without_engine(module: Any, state: Path) -> bool:
-    """As `remat export` reads it: not the NVMe files of DeepSpeed, nor a model whose code comes with its weights."""
+    """Return whether `remat export` can read the state.
+
+    It reads neither DeepSpeed's NVMe files nor a model whose code comes with its weights.
+    """
     if hf_files.find_adapter_config(module) is None and module.is_remote_code():
         return False
     return not any("/offloaded_tensors/" in name for name in manifest.read(state).files)
 
 
 def _wrong(name: str, file: Path, plan: hf_files.Plan, saved: torch.Tensor | None) -> str | None:
-    """What is wrong with one exported weight; `saved` is the same one of the saved state."""
+    """Return what is wrong with one exported weight; `saved` is the same weight in the saved state."""
     try:
         with safe_open(file, framework="pt") as reader:
             value = reader.get_tensor(name)

@@ -1,10 +1,11 @@
-"""Go on from a state that another number of ranks saved, through the universal format that DeepSpeed's engine loads.
+"""Reshard: resume from a state of another world size, through the universal format that DeepSpeed's engine loads.
 
-That format is a folder per parameter with its whole fp32 master and moments, which any number of ranks cuts anew. It is
-written beside the state, the ranks sharing the work, and removed after the load; the state itself is only read.
-A rank holds one tensor of one parameter at a time. Not used: DeepSpeed 0.19's converter, which holds one rank's
-whole file, needs the room twice, and writes the moments of rank 0 into a file that every rank then reads; and of its
-loader, what it does to Adam's options and step counts (docs/decisions.md). Stage 0 is the same for any number of ranks.
+That format is a folder per parameter with its whole fp32 master and moments, which any number of ranks can shard. The
+ranks share the work of writing it beside the state, and it is removed after the load; the state itself is only read.
+A rank holds one tensor of one parameter at a time. DeepSpeed 0.19's converter is not used: it holds one rank's whole
+file, needs the room twice, and writes the moments of rank 0 into a file that every rank then reads. What its loader
+does to Adam's options and step counts is not used either (docs/decisions.md). At stage 0 nothing is resharded: the
+state is the same for any world size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from remat.saving.state_files import MASTER, MOMENTS, SavedWeights
 
 UNIVERSAL = f"{TMP}universal"
 BYTES_PER_PARAMETER = 12  # master and two moments
-SMALL_BYTES = 1024**2 + 4096 * 8  # what is beside the tensors, and a folder's own block
+SMALL_BYTES = 1024**2 + 4096 * 8  # files other than tensors, and a folder's own block
 SHARDED = (
     "fp32_flat_groups",
     "single_partition_of_fp32_groups",
@@ -34,7 +35,10 @@ SHARDED = (
 
 
 def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: Mapping[str, Any]) -> list[str]:
-    """Why `world_size` ranks cannot go on from `state`, as its manifest and DeepSpeed's config tell; none: []."""
+    """Return why `world_size` ranks cannot resume from `state`, judging by its manifest and DeepSpeed's config.
+
+    The list is empty when they can.
+    """
     info = state.info
     if info.world_size == world_size:
         return []
@@ -60,15 +64,18 @@ def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: M
 
 
 def room(state: SavedState, world_size: int) -> tuple[int, int]:
-    """(bytes needed, bytes free) of the disk to go on with `world_size` ranks. Collective; reads no weight.
+    """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
 
-    What a killed launch left is removed first. Raises ConfigError when the state cannot be cut for so many ranks.
+    What a killed launch left is removed first. Raises ConfigError when the state cannot be resharded for so many ranks.
     """
     return manifest.on_main(lambda: _room(state, world_size), f"looking at {state.path}")
 
 
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
-    """`saving.load` for another number of ranks. Random states start anew, so dropout differs. Collective."""
+    """Load `state` as `load.load` does, for another world size. Collective.
+
+    Random states are new, so dropout differs from that of the saved run.
+    """
     rank, size = manifest.place()
     own = safe_load.load(state.path / "rng" / "rank-00000.pt")
     folder = state.path.parent / UNIVERSAL
@@ -86,7 +93,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
             _restore(engine, state)
         if not loaded:
             raise SaveError(f"DeepSpeed found nothing to load in {folder}")
-        distributed.barrier()  # no rank reads the folder any more
+        distributed.barrier()  # after it no rank reads the folder
     finally:
         if rank == 0:
             manifest.remove(folder)
@@ -117,7 +124,7 @@ def _room(state: SavedState, world_size: int) -> tuple[int, int]:
 
 
 def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> None:
-    """Names, shapes and frozen weights must be as saved. The order of groups may differ: all goes by name."""
+    """Raise ConfigError unless names, shapes and frozen weights are as saved. Groups may be in another order."""
     if state.info.zero_stage:
         saved = SavedWeights(state.path / ENGINE, state.info.zero_stage).trained
         now = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
@@ -135,7 +142,7 @@ def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> No
 
 
 def convert(state: SavedState, target: Path) -> Exception | None:
-    """Write this rank's part of the universal folder. An error is returned, for the others do not know of it yet."""
+    """Write this rank's part of the universal folder. An error is returned: the other ranks do not know of it yet."""
     stage, source = state.info.zero_stage, state.path / ENGINE
     try:
         rank, size = manifest.place()
@@ -155,7 +162,7 @@ def convert(state: SavedState, target: Path) -> Exception | None:
 
 
 def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
-    """What DeepSpeed reads beside the tensors: loss scale, counters. Adam's options stay those of this run."""
+    """Write what DeepSpeed reads beside the tensors: loss scale, counters. Adam's options stay those of this run."""
     optimizer = state_files.mapped(state_files.optimizer_files(source)[0])["optimizer_state_dict"]
     count = len(state_files.base_optimizer(optimizer, stage)["param_groups"])
     groups: list[dict[str, Any]] = [{"params": []} for _ in range(count)]
@@ -169,7 +176,7 @@ def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
 
 
 def _step(source: Path, stage: int) -> int:
-    """The optimizer steps applied, which all groups have in common."""
+    """Return the optimizer steps applied. Raises SaveError unless they are the same for all groups."""
     optimizer = state_files.mapped(state_files.optimizer_files(source)[0])["optimizer_state_dict"]
     found = {int(group["step"]) for group in state_files.base_optimizer(optimizer, stage)["state"].values()}
     if len(found) != 1:
@@ -179,10 +186,10 @@ def _step(source: Path, stage: int) -> int:
 
 @contextmanager
 def _universal(engine: Any) -> Iterator[None]:
-    """`checkpoint.load_universal` for one load: the run's later states are normal ones.
+    """Set `checkpoint.load_universal` for one load only: the run's later states are normal ones.
 
-    Below stage 3 a weight's place is looked up as if its group lay in the order of the model, which it does not with
-    round_robin_gradients: linked in the true order while the load lasts.
+    Below stage 3 DeepSpeed looks up a weight's place as if its group were in the order of the model. It is not with
+    round_robin_gradients, so the groups are linked in their true order during the load.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage < 3:
@@ -205,7 +212,7 @@ def _load_engine(engine: Any, folder: Path, frozen_excluded: bool) -> bool:
 
 
 def _restore(engine: Any, state: SavedState) -> None:
-    """What the universal load leaves out or breaks: buffers, and a step count that stage 3 shares between groups."""
+    """Restore what the universal load omits or breaks: buffers, and a step count that stage 3 shares between groups."""
     stage, source = state.info.zero_stage, state.path / ENGINE
     optimizer, step = engine.optimizer.optimizer, _step(source, stage)
     for flat, values in optimizer.state.items():

@@ -1,8 +1,8 @@
-"""Saved states are read as data: tensors, numbers, text, and the few types of DeepSpeed in ALLOWED. No code runs.
+"""Read saved states as data: tensors, numbers, text, and the few DeepSpeed types in ALLOWED. No code runs.
 
-A pickle names functions that are called while it is read, and hashes are no signature: whoever writes a folder writes
-its manifest too. So every file goes through torch's weights-only reader, which calls nothing but what rebuilds tensors
-and what is listed here. DeepSpeed reads with pickle; inside of `guarding` its reads are these.
+A pickle names functions that are called while it is read. Hashes do not protect: whoever writes a folder writes its
+manifest too. So every file is read by torch's weights-only reader, which calls only what rebuilds tensors and what is
+listed here. DeepSpeed reads with pickle; inside `guarding` its reads go through `load`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 
 from remat.config.options import ConfigError
 
-# Their constructors only keep their arguments, and none has a __reduce__ or __setstate__.
+# The constructors of these types only keep their arguments, and none has a __reduce__ or __setstate__.
 ALLOWED = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-ZIP = b"PK\x03\x04"  # what torch.save writes; its older format cannot be mapped
+ZIP = b"PK\x03\x04"  # first bytes of what torch.save writes; its older format cannot be memory-mapped
 NAMED = re.compile(r"GLOBAL (\S+) (?:was not|whose module)|unrecognized function (.+)")
 
 
 class UnsafeFile(ConfigError):
-    """A file of a saved state is not data alone; nothing in it was run (exit 2)."""
+    """Refusal of a saved state's file that is not data alone; nothing in it was run (exit 2)."""
 
 
 def load(file: Path, *, mapped: bool = False, map_location: Any = "cpu") -> Any:
-    """What torch.save wrote to `file`; `mapped` leaves its tensors on the disk.
+    """Load what torch.save wrote to `file`; `mapped` memory-maps its tensors, which stay on the disk.
 
-    Raises UnsafeFile when it holds anything but data, OSError when it cannot be read.
+    Raises UnsafeFile when the file holds anything but data, OSError when it cannot be read.
     """
     with file.open("rb") as opened:
         mappable = opened.read(len(ZIP)) == ZIP
@@ -46,12 +46,12 @@ def load(file: Path, *, mapped: bool = False, map_location: Any = "cpu") -> Any:
             return _torch_load(file, map_location=map_location, mmap=mapped and mappable, weights_only=True)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a made-up pickle can end in any of them
+        except Exception as error:  # a crafted pickle can raise any error
             raise UnsafeFile(_refusal(file, error)) from error
 
 
 def problem(files: Iterable[Path]) -> str | None:
-    """Why one of `files` is refused, else None. Reads what describes the tensors, not their values."""
+    """Return why one of `files` is refused, else None. Reads what describes the tensors, not their values."""
     for file in files:
         try:
             load(file, mapped=True)
@@ -61,13 +61,13 @@ def problem(files: Iterable[Path]) -> str | None:
 
 
 def pickled(folder: Path) -> list[Path]:
-    """The files of a state folder that are read by torch, listed in its manifest or not."""
+    """Return the files of a state folder that torch reads, listed in its manifest or not."""
     return sorted(folder.rglob("*.pt"))
 
 
 @contextmanager
 def guarding() -> Iterator[None]:
-    """While inside, torch.load, which DeepSpeed calls with weights_only=False, is `load`."""
+    """Replace torch.load by `load` while inside: DeepSpeed calls it with weights_only=False."""
 
     def guarded(f: Any, map_location: Any = None, pickle_module: Any = None, **settings: Any) -> Any:
         return load(Path(f), mapped=bool(settings.get("mmap")), map_location=map_location)
@@ -84,7 +84,7 @@ _torch_load = torch.load
 
 @contextmanager
 def _only_allowed() -> Iterator[None]:
-    """Nothing that another library has declared safe is."""
+    """Allow only the types in ALLOWED while inside, not those that other libraries have declared safe."""
     serialization = torch.serialization
     types = [getattr(importlib.import_module(module), name) for module, name in ALLOWED]
     before = serialization.get_safe_globals()

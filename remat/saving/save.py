@@ -4,9 +4,9 @@ run_dir/saved/step-000100/ holds DeepSpeed's files (`engine/`), each rank's rand
 `manifest.json`. It is written as `tmp-step-000100` and renamed when every rank's files are hashed and on disk, so
 a state is complete or absent. The folder must be on a filesystem that all nodes share.
 
-Flushing and hashing are each rank's own and may run in a thread. What the ranks do together (gather the hashes, write
-the manifest, rename) stays in the main thread: no thread enters a collective, and no state is complete before every
-rank has said that its part is on disk.
+Each rank flushes and hashes its own files, and may do so in a thread. What the ranks do together (gather the hashes,
+write the manifest, rename) stays in the main thread. So no thread enters a collective, and no state is complete before
+every rank has said that its part is on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from remat.saving.manifest import ENGINE, SAVED, STEP, Manifest, SaveError
 class SaveResult:
     """A state just saved: its folder and the bytes of all ranks' files.
 
-    On this rank: the seconds until it was complete, and those of them in which training waited.
+    `seconds` is the time on this rank until it was complete, `stall_s` the part of it in which training waited.
     """
 
     path: Path
@@ -45,9 +45,9 @@ class SaveResult:
 
 
 class PendingSave:
-    """The state in folder `tmp`, to become `final`; `info` is its manifest without the files.
+    """A save in progress: the state in folder `tmp`, to become `final`; `info` is its manifest without the files.
 
-    `what` names it in errors; `error` is one of this rank that the others do not know yet; `started` is the
+    `what` names it in errors. `error` is an error of this rank that the others do not know of yet. `started` is the
     time.monotonic() at which the save began.
     """
 
@@ -65,7 +65,7 @@ class PendingSave:
         self._tmp, self._final, self._info = tmp, final, info
         self._what, self._keep, self._started = what, keep, started
         self._error = error
-        self._files: dict[str, manifest.FileEntry] | None = None  # this rank's, once they are on disk
+        self._files: dict[str, manifest.FileEntry] | None = None  # this rank's files, once they are on disk
         self._thread: threading.Thread | None = None
         self._stalled_s = 0.0
 
@@ -79,14 +79,14 @@ class PendingSave:
         thread = threading.Thread(target=self._flush, name="remat-save", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no thread is left; the other ranks learn of it in `complete`
+        except RuntimeError as error:  # no thread can start; the other ranks learn of it in `complete`
             self._error = error
         else:
             self._thread = thread
 
     @property
     def flushed(self) -> bool:
-        """In the background: whether this rank is done, well or not; `complete` then waits for other ranks only."""
+        """Whether this rank's thread is done, with or without an error; `complete` then waits for other ranks only."""
         return self._thread is None or not self._thread.is_alive()
 
     def complete(self) -> SaveResult:
@@ -163,9 +163,9 @@ def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any],
 
 
 def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> PendingSave:
-    """The first part of `save`, for which training must wait: all files are written, none is on disk for certain.
+    """Write all files of a state; they are not yet synced to disk. Training waits for this part of `save` only.
 
-    Nothing may be saved beside it until it is complete: a save deletes what others left unfinished.
+    No other save may begin until this one is complete: a save deletes unfinished states.
     """
     if keep < 1:
         raise ConfigError(f"save.keep={keep} would delete the state just saved: give at least 1")
@@ -192,7 +192,7 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
 
 
 def _prepare(tmp: Path, needed: int) -> int:
-    """An empty folder to write to, once there is room for it; what killed saves left is gone. The bytes free."""
+    """Delete what killed saves left, check that there is room, and make an empty folder; return the bytes free."""
     tmp.parent.mkdir(parents=True, exist_ok=True)
     manifest.clean(tmp.parent)
     disk_space.refuse_too_little(tmp.parent, needed)
@@ -201,7 +201,7 @@ def _prepare(tmp: Path, needed: int) -> int:
 
 
 def _write_engine(engine: Any, tmp: Path) -> Exception | None:
-    """DeepSpeed's part. An error of one rank is returned, after the collectives that the others still run."""
+    """Write DeepSpeed's files. An error is returned, after the collectives that the other ranks still run."""
     try:
         engine.save_checkpoint(
             str(tmp), tag=ENGINE, save_latest=False, exclude_frozen_parameters=frozen.present(engine.module)
@@ -216,7 +216,7 @@ def _write_engine(engine: Any, tmp: Path) -> Exception | None:
 
 
 def _write_rng(module: nn.Module, tmp: Path) -> Exception | None:
-    """This rank's random states; an error is returned, for the others do not know of it yet."""
+    """Write this rank's random states. An error is returned: the other ranks do not know of it yet."""
     try:
         torch.save({"rng": rng.get(), "frozen": frozen.fingerprint(module)}, rng_file(tmp))
     except Exception as error:
@@ -225,7 +225,7 @@ def _write_rng(module: nn.Module, tmp: Path) -> Exception | None:
 
 
 def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
-    """What the state is; its files and its place among the saves come when it is complete."""
+    """Return the manifest of a state, without its files and sequence: they are added when the save is complete."""
     return Manifest(
         step=step,
         sequence=0,
@@ -248,7 +248,7 @@ def engine_precision(engine: Any) -> Precision:
 
 
 def engine_layout(engine: Any) -> str:
-    """Digest of the optimizer's groups: DeepSpeed restores flat buffers by position and would not notice."""
+    """Return a digest of the optimizer's groups: DeepSpeed restores flat buffers by position and checks no names."""
     if engine.zero_optimization_stage() == 0:
         groups = [[["", list(p.shape)] for p in group["params"]] for group in engine.optimizer.param_groups]
     else:

@@ -1,4 +1,4 @@
-"""Check that all nodes see one folder: look for what rank 0 wrote there, before anything relies on it."""
+"""Check that all nodes see the same folder: each looks for a file that rank 0 wrote there."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import psutil
 from remat.config.options import ConfigError
 from remat.machine import distributed
 
-LOCAL = {  # of this node's own disks and memory: nothing else writes to them, and what is written is seen at once
+LOCAL = {  # file systems on this node's own disks and memory: no other node writes to them, and writes show at once
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "tmpfs", "ramfs", "overlay",
     "aufs",
 }  # fmt: skip
 
 
 def kind(folder: Path) -> str:
-    """The type of the file system that `folder` is on, or will be made on: ext4, nfs4, lustre."""
+    """Return the type of the file system that `folder` is on, or will be made on: ext4, nfs4, lustre."""
     path = folder.expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -35,17 +35,17 @@ def kind(folder: Path) -> str:
 
 
 def is_local(folder: Path) -> bool:
-    """Whether nothing but this node can see `folder`. A network file system may show what others did a minute late."""
+    """Return whether only this node can see `folder`. Network file systems may show others' files a minute late."""
     return kind(folder) in LOCAL
 
 
-LATE_S = 90.0  # what a network file system may take to show another node's file: NFS caches folders for 60 s
-LOCAL_S = 2.0  # on a disk of this node's own nothing comes late
+LATE_S = 90.0  # time for a network file system to show another node's file: NFS caches folders for 60 s
+LOCAL_S = 2.0  # the same for a disk of this node, where files show at once
 ASK_EVERY_S = 0.5
 
 
 def check(folder: Path, option: str) -> None:
-    """Raise ConfigError on every rank when `folder`, which rank 0 has made, is another one elsewhere. Collective."""
+    """Raise ConfigError on every rank when another node does not see the `folder` that rank 0 has made. Collective."""
     if distributed.local_size_from_env() >= distributed.world_size_from_env():
         return
     with _token(folder) as mine:
@@ -57,8 +57,10 @@ def check(folder: Path, option: str) -> None:
 
 
 def check_newest(folder: Path, patterns: Sequence[str], option: str) -> None:
-    """The same where rank 0 may write nothing: the newest file of `patterns` that it finds in `folder` is there on
-    every node. Collective."""
+    """Check as `check` does without writing to `folder`. Collective.
+
+    Every node must see the newest file of `patterns` that rank 0 finds there. Raises ConfigError on every rank.
+    """
     if distributed.local_size_from_env() >= distributed.world_size_from_env():
         return
     found: tuple[Path, int] | None = None
@@ -86,7 +88,10 @@ def _refuse(problem: str | None, option: str) -> None:
 
 @contextmanager
 def _token(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """(name, problem) on rank 0: of a file that only this launch can have written; gone when all have looked."""
+    """Yield (name, problem) of a file that rank 0 writes, with a name no other launch uses; delete it at the end.
+
+    `problem` is only known on rank 0.
+    """
     token, problem = folder / f".shared-{uuid.uuid4().hex}", None
     if distributed.rank_from_env() == 0:
         try:
@@ -101,12 +106,12 @@ def _token(folder: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _seen(path: Path, size: int | None = None) -> bool:
-    """Whether this node's first rank finds the file; it looks for a while where other nodes' files come late."""
+    """Return whether this node's first rank finds the file. It retries, because other nodes' files may show late."""
     if distributed.local_rank_from_env() != 0:
         return True
     end = time.monotonic() + (LOCAL_S if is_local(path.parent) else LATE_S)
     while True:
-        # listing the folder asks the server anew, where a cached answer would say that there is no such file
+        # listing the folder asks the server anew; looking up the name may give a cached "no such file"
         listed = path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}
         if listed and (size is None or path.stat().st_size == size):
             return True

@@ -1,8 +1,9 @@
-"""The weights in DeepSpeed's files of a saved state, read one at a time without an engine; Adam's moments too.
+"""Read weights and Adam's moments from DeepSpeed's files of a saved state, one at a time and without an engine.
 
 Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
-ZeRO 1 and 2 cut each group of parameters, end to end, into equal parts for the ranks; ZeRO 3 cuts each parameter.
-Files are mapped, not read: what stays in memory is the weight asked for, and at most WINDOW_BYTES of file pages.
+ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts for the ranks; ZeRO 3 cuts
+each parameter. Files are memory-mapped: in memory are only the weight asked for, and at most WINDOW_BYTES of file
+pages.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import torch
 from remat.saving import safe_load
 from remat.saving.manifest import SaveError
 
-WINDOW_BYTES = 512 * 1024**2  # then the files are mapped anew, which lets go of the pages read so far
+WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
 
 
 class SavedWeights:
-    """`names` are those that `read` knows: trained weights in fp32 (at stage 0 as the module holds them), buffers.
+    """Weights of a saved state. `names` are those that `read` accepts: trained weights and buffers.
 
-    With `moments`, which exist from stage 1 on, `read` knows the two moments of each trained weight as well.
-    Raises SaveError when the files do not hold what they describe.
+    Trained weights are in fp32, at stage 0 as the module holds them. With `moments`, which exist from stage 1 on,
+    `read` also returns the two moments of each trained weight. Raises SaveError when the files do not hold what they
+    describe.
     """
 
     def __init__(self, folder: Path, zero_stage: int, *, moments: bool = False) -> None:
@@ -52,14 +54,14 @@ class SavedWeights:
 
     @property
     def group_numels(self) -> list[int]:
-        """Numbers in each group of the optimizer, below stage 3; one for all at stage 3."""
+        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
         groups: dict[int, int] = {}
         for index, _, shape in self._places.values():
             groups[index] = groups.get(index, 0) + shape.numel()
         return list(groups.values())
 
     def read(self, name: str, state: str = MASTER) -> torch.Tensor:
-        """A copy of one weight, whole; or of one of its MOMENTS, in its shape."""
+        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape."""
         name = self._same.get(name, name)
         if self._read_bytes > WINDOW_BYTES:
             self._open()
@@ -86,7 +88,7 @@ class SavedWeights:
         self._read_bytes = 0
 
     def _find(self, model: dict[str, Any]) -> dict[str, tuple[int, int, torch.Size]]:
-        """Name -> (group, offset, shape); the offset counts in the joined group, at stage 3 in a rank's own part."""
+        """Return name -> (group, offset, shape). The offset is in the joined group, at stage 3 in a rank's own part."""
         places, ranks = {}, len(self._ranks)
         groups: list[dict[str, torch.Size]] = model["param_shapes"]
         if self._stage == 3:
@@ -105,7 +107,7 @@ class SavedWeights:
         return places
 
     def _own(self, optimizer: dict[str, Any], state: str) -> list[torch.Tensor]:
-        """One rank's flat tensors of a state, in the order of the groups."""
+        """Return one rank's flat tensors of `state` (the master or a moment), in the order of the groups."""
         if state == MASTER:
             key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
             masters: list[torch.Tensor] = optimizer[key]
@@ -128,13 +130,13 @@ class SavedWeights:
 
 
 def base_optimizer(optimizer: dict[str, Any], zero_stage: int) -> dict[str, Any]:
-    """Adam's own state dict within DeepSpeed's "optimizer_state_dict" of one rank."""
+    """Return Adam's own state dict from one rank's "optimizer_state_dict" of DeepSpeed."""
     found: dict[str, Any] = optimizer["optimizer_state_dict" if zero_stage == 3 else "base_optimizer_state"]
     return found
 
 
 def _slices(flats: Sequence[torch.Tensor], offset: int, numel: int) -> list[torch.Tensor]:
-    """Views of `numel` numbers from `offset` on, as if `flats` were one."""
+    """Return views of `numel` numbers from `offset` on, as if `flats` were one tensor."""
     found = []
     for flat in flats:
         start, end = max(0, offset), min(flat.numel(), offset + numel)
@@ -145,18 +147,18 @@ def _slices(flats: Sequence[torch.Tensor], offset: int, numel: int) -> list[torc
 
 
 def optimizer_files(folder: Path) -> list[Path]:
-    """One file per rank, in their order."""
+    """Return the optimizer files, one per rank, in rank order."""
     return sorted(folder.glob("*_optim_states.pt"), key=_rank)
 
 
 def module_file(folder: Path, zero_stage: int) -> Path:
-    """What rank 0 wrote of the module."""
+    """Return the file in which rank 0 saved the module's states."""
     first = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
     return folder / first
 
 
 def mapped(file: Path) -> dict[str, Any]:
-    """A file of torch.save with its tensors left on the disk. Raises UnsafeFile when it is not data alone."""
+    """Load a file of torch.save, its tensors memory-mapped. Raises UnsafeFile when it is not data alone."""
     content: dict[str, Any] = safe_load.load(file, mapped=True)
     return content
 
