@@ -9,6 +9,7 @@ import torch
 
 from remat.config import compose, ds_config
 from remat.config.options import Precision
+from remat.machine import ops
 from remat.planning import model_states
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category
@@ -30,6 +31,7 @@ def both(strategy: str, precision: Precision) -> tuple[dict[str, int], dict[str,
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    ops.ensure("cpu_adam", print)  # as a run does: torch alone would build it anew under another path
     values = ds_config.RunValues(
         world_size=2,
         micro_batch_size=1,

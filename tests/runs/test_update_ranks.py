@@ -9,6 +9,7 @@ import torch
 
 from remat.config import compose, ds_config
 from remat.config.options import Precision
+from remat.machine import ops
 from remat.model import optimizer as optim
 from remat.planning import model_states
 from tests.support import small_models
@@ -33,6 +34,7 @@ def measured(name: str, stage: int, precision: Precision, sub_group: int) -> dic
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    ops.ensure("cpu_adam", print)  # as a run does: torch alone would build it anew under another path
     values = ds_config.RunValues(
         world_size=2,
         micro_batch_size=1,
