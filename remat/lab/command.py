@@ -1,4 +1,4 @@
-"""`remat compare`, from its words to its files: what to compare, launch what is not known, show, write, draw."""
+"""Run `remat compare` from its arguments to its files: choose, launch what has no result, print, write, draw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = {FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT}
 
 @dataclass(frozen=True)
 class Options:
-    """Those of the command line. 0 and "": as the experiment says."""
+    """The options of the command line. 0 and "" mean: as the experiment says."""
 
     repeats: int = 0
     ranks: int = 0
@@ -38,9 +38,9 @@ class Options:
 
 
 def run(args: Sequence[str], options: Options) -> int:
-    """The exit code: 0 when any point has a result, be it that it ran out of memory; 1 when all failed; 130: stopped.
+    """Compare, and return the exit code: 0 when any point has a result, 1 when all failed, 130 when stopped.
 
-    Raises ConfigError for what cannot be compared, before anything is launched.
+    Running out of memory is a result. Raises ConfigError for what cannot be compared, before anything is launched.
     """
     if options.repeats < 0 or options.ranks < 0:
         raise ConfigError("--repeats and --ranks: at least 1")
@@ -69,7 +69,7 @@ def run(args: Sequence[str], options: Options) -> int:
 
 
 def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
-    """The experiment that the words ask for. Raises ConfigError."""
+    """Return the experiment that the arguments ask for. Raises ConfigError."""
     asked = compose.parse(list(args))
     labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
     rest = [word for word in asked.overrides if not word.startswith("lab=")]
@@ -85,7 +85,7 @@ def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
 def write(
     folder: Path, chosen: Experiment, outcome: Outcome, rows: Sequence[Row], place: Place, publish: Path | None
 ) -> list[Path]:
-    """results.json first, results.csv, the pictures and the page; their paths."""
+    """Write results.json first, then results.csv, the pictures and the page; return their paths."""
     content = figures.as_json(chosen, outcome.results, rows, place)
     paths = [folder / "results.json", folder / "results.csv"]
     run_dir.write_json(paths[0], content)
@@ -102,7 +102,7 @@ def write(
 
 
 def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Sequence[Path]) -> None:
-    """The table, what was launched now and what was known, and where the rest lies."""
+    """Print the table, how many results are new, and where the files are."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     table.show(chosen, rows, console)
     known = sum(result.ran for result in outcome.results) - outcome.launched
@@ -115,7 +115,7 @@ def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Seque
 
 
 def listed(config_dirs: Sequence[Path] = ()) -> str:
-    """A line for each named experiment: its name, the claims it answers, its question."""
+    """Return a line for each named experiment: its name, the claims it answers, its question."""
     lines = []
     known = experiment.names(config_dirs)
     width = max((len(name) for name in known), default=0)
