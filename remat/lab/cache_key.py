@@ -1,4 +1,4 @@
-"""What makes a stored result the answer to a launch: the composed configuration, the code that runs it, the machine."""
+"""Compute the cache key of a launch's result: the composed configuration, the code that runs it, the machine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from remat.config.units import GIB
 from remat.machine.memory import host_memory
 from remat.machine.start_up import available_cores
 
-FORMAT = 2  # of a stored result: raise it when what is measured changes
+FORMAT = 2  # version of stored results: raise it when what is measured changes
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The machine as far as figures depend on it. `device` is where a rank computes: cpu or cuda."""
+    """The machine, as far as figures depend on it. `device` is where a rank computes: cpu or cuda."""
 
     device: str
     hardware: dict[str, Any]
 
 
 def here(ranks: int) -> Place:
-    """This machine, with the threads that each rank will have."""
+    """Return this machine, with the threads that each rank will have."""
     import torch
 
     from remat.report import run_dir
@@ -49,15 +49,15 @@ def here(ranks: int) -> Place:
 
 
 def threads(ranks: int) -> int:
-    """Of each rank on a CPU: what OMP_NUM_THREADS says, or its share of the cores that may be used."""
+    """Return the threads of each rank on a CPU: OMP_NUM_THREADS, or its share of the available cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(asked) if asked.isdigit() and int(asked) else max(1, available_cores() // ranks)
 
 
 def key(words: Sequence[str], ranks: int, place: Place) -> str:
-    """The same for launches of which one result will do. Raises ConfigError for words that no run can have.
+    """Return the cache key of a launch. Launches with the same key share one result.
 
-    Where a run lands and what it is called do not count.
+    Where a run lands and what it is called do not count. Raises ConfigError for arguments that no run can have.
     """
     asked = compose.parse(list(words))
     made = compose.compose_run(asked.overrides, asked.config_dirs)
@@ -75,7 +75,10 @@ def key(words: Sequence[str], ranks: int, place: Place) -> str:
 
 @cache
 def code() -> str:
-    """A digest of the source that a launch runs, uncommitted changes too; what only compares and draws is left out."""
+    """Return a digest of the source that a launch runs, uncommitted changes included.
+
+    The code of the laboratory, which only compares and draws, is left out.
+    """
     digest = hashlib.sha256()
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE / "lab"]
     for path in [*files, *sorted(compose.DS_CONFIG_DIR.glob("*.json"))]:

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: four panels (loss, peak memory, step time, trade-off), and memory against time."""
+"""Draw a comparison: four panels (loss, peak memory, step time, trade-off), and memory against time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MEMORY_NAMES = {
     "micro_batch": "peak of a micro-batch without model states",
 }
 LABEL_WIDTH = 32
-OFFSETS = [  # of numbers from their points, the first that is free; in points of print
+OFFSETS = [  # of a number from its point, in points of print; the first free one is used
     (8, 5), (8, -14), (-20, 5), (-20, -14), (10, -4), (-24, -4), (24, 5), (24, -14), (-36, 5), (-36, -14), (40, -4),
 ]  # fmt: skip
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
-    """By name; without any finished point there is nothing to draw."""
+    """Return the pictures by name; none when no point finished."""
     if not any(row.step for row in rows):
         return {}
     makers: dict[str, tuple[str, Callable[[Experiment, Sequence[Row], Theme], Figure]]] = {
@@ -55,7 +55,10 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
 
 
 def fronts(rows: Sequence[Row]) -> list[list[Row]]:
-    """Of the points of each baseline, which do the same work, those that none of them beats in memory and time."""
+    """Return the memory-time Pareto front of the points that share a baseline, one front per baseline.
+
+    Points with the same baseline do the same work.
+    """
     return [
         _front([row for row in rows if row.baseline == name])
         for name in dict.fromkeys(r.baseline for r in rows)
@@ -63,14 +66,14 @@ def fronts(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _front(rows: Sequence[Row]) -> list[Row]:
-    """By memory, the least first."""
+    """Return the Pareto front, the point with least memory first."""
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
     costs = [_cost(row) for row in timed]
     return sorted((row for row in timed if not is_dominated(_cost(row), costs)), key=_cost)
 
 
 def tradeoff(rows: Sequence[Row], which: str) -> list[tuple[Row, float, float]]:
-    """(point, % of its baseline's bytes saved, % more time than its baseline), of all but the baselines."""
+    """Return (point, % of its baseline's bytes saved, % more time than its baseline) for all but the baselines."""
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:
@@ -112,14 +115,14 @@ def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     _bars(memory, rows, styles, theme, of="memory")
     _bars(times, rows, styles, theme, of="time")
     memory.set_yticks(range(len(rows)), names)
-    times.set_yticks([])  # in the order of the panel beside it
+    times.set_yticks([])  # same order as in the panel beside it
     handles, _ = losses.get_legend_handles_labels()
     figure.legend(handles, legend, loc="outside lower left", ncols=columns, fontsize=8.5, handlelength=3)
     return figure
 
 
 def _wrapped(name: str) -> str:
-    """On at most three lines."""
+    """Wrap a name to at most three lines."""
     return "\n".join(textwrap.wrap(name, LABEL_WIDTH, max_lines=3, placeholder=" ..."))
 
 
@@ -129,7 +132,7 @@ def _heading(experiment: Experiment) -> str:
 
 
 def _line(place: int, theme: Theme) -> dict[str, Any]:
-    """Every point its own colour, line and marker, also where there are more points than colours."""
+    """Give every point its own colour, line and marker, even with more points than colours."""
     turn = place // len(COLORS)
     return {
         "color": getattr(theme, COLORS[place % len(COLORS)]),
@@ -139,7 +142,7 @@ def _line(place: int, theme: Theme) -> dict[str, Any]:
 
 
 def _losses(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
-    """The first points are the widest lines, so that equal curves show below each other."""
+    """Draw the loss curves. The first points have the widest lines, so that equal curves stay visible."""
     for place, row in enumerate(rows):
         if row.loss:
             steps, values = zip(*row.loss, strict=True)
@@ -152,7 +155,7 @@ def _losses(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]]) 
 
 
 def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme, *, of: str) -> None:
-    """A bar for each point; of one without a figure its ending in words."""
+    """Draw a bar for each point; a point without a figure shows its status in words."""
     scale, unit = _scale(rows) if of == "memory" else (1, "s")
     values = [_value(row, of) for row in rows]
     longest = max((value / scale for value in values if value is not None), default=1.0)
@@ -206,7 +209,7 @@ def _scale(rows: Sequence[Row]) -> tuple[int, str]:
 def _trade(
     axes: Axes, experiment: Experiment, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme
 ) -> None:
-    """Each point against its own baseline, which lies at zero."""
+    """Draw each point against its own baseline, which lies at zero."""
     found = tradeoff(rows, experiment.tradeoff)
     axes.set_title("Trade-off against each point's baseline")
     if not found:
@@ -235,7 +238,7 @@ def _trade(
             linestyle="",
         )
     axes.margins(0.14)
-    if max(abs(saved) for _, saved, _ in found) < 1:  # nothing saved: no axis of shares of a percent
+    if max(abs(saved) for _, saved, _ in found) < 1:  # nothing saved: do not zoom in on fractions of a percent
         axes.set_xlim(-20, 20)
     axes.set_xlabel(f"{MEMORY_NAMES[experiment.tradeoff]} saved")
     axes.set_ylabel("more time per step")
@@ -244,7 +247,7 @@ def _trade(
 
 
 def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
-    """Numbers stand at the points and are told beside the picture, so that names of any length fit."""
+    """Draw memory against time. Points are numbered and explained beside the picture, so names of any length fit."""
     best = [front for front in fronts(rows) if front]
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
     scale, unit = _scale(rows)
@@ -291,17 +294,18 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
 def _free_spots(
     figure: Figure, axes: Axes, places: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[int, int]]:
-    """Where the number of each point stands, in points of print from it: on no other number and on no point.
+    """Return where to print the number of each point, as an offset in points of print.
 
-    `places` are in data of the finished axes. The first of OFFSETS that is free; the last where none is.
+    `places` are in data coordinates of the finished axes. A number overlaps no other number and no point: it takes the
+    first of OFFSETS that is free, or the last where none is.
     """
-    figure.draw_without_rendering()  # the layout settles where data lie
+    figure.draw_without_rendering()  # only the final layout says where data lie
     at = {name: axes.transData.transform(place) * 72 / figure.dpi for name, place in places.items()}
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at.values()]
     found: dict[str, tuple[int, int]] = {}
-    for name, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):  # from above, as OFFSETS begin
+    for name, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):  # from the top, as OFFSETS begin
         for offset in OFFSETS:
-            box = Bbox.from_bounds(x + offset[0], y + offset[1], 14, 10)  # of two figures
+            box = Bbox.from_bounds(x + offset[0], y + offset[1], 14, 10)  # the size of two digits
             if not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
@@ -310,7 +314,7 @@ def _free_spots(
 
 
 def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:
-    """What the numbers stand for."""
+    """List what the numbers stand for."""
     axes.set_axis_off()
     lines = []
     for number, row in enumerate(rows, start=1):

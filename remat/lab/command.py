@@ -1,4 +1,4 @@
-"""`remat compare`, from its words to its files: what to compare, launch what is not known, show, write, draw."""
+"""Run `remat compare` from its arguments to its files: choose, launch what has no result, print, write, draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWERS = {FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT}
 
 @dataclass(frozen=True)
 class Options:
-    """Those of the command line. 0 and "": as the experiment says."""
+    """The options of the command line. 0 and "" mean: as the experiment says."""
 
     repeats: int = 0
     ranks: int = 0
@@ -36,9 +36,9 @@ class Options:
 
 
 def run(args: Sequence[str], options: Options) -> int:
-    """The exit code: 0 when any point has a result, be it that it ran out of memory; 1 when all failed; 130: stopped.
+    """Compare, and return the exit code: 0 when any point has a result, 1 when all failed, 130 when stopped.
 
-    Raises ConfigError for what cannot be compared, before anything is launched.
+    Running out of memory is a result. Raises ConfigError for what cannot be compared, before anything is launched.
     """
     place = cache_key.here(options.ranks or 1)
     chosen = choose(args, options, place.device)
@@ -73,7 +73,7 @@ def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
 def write(
     folder: Path, chosen: Experiment, outcome: Outcome, rows: Sequence[Row], place: Place, publish: Path | None
 ) -> list[Path]:
-    """results.json first, results.csv, the pictures and the page; their paths."""
+    """Write results.json first, then results.csv, the pictures and the page; return their paths."""
     content = figures.as_json(chosen, outcome.results, rows, place)
     paths = [folder / "results.json", folder / "results.csv"]
     run_dir.write_json(paths[0], content)
@@ -90,7 +90,7 @@ def write(
 
 
 def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Sequence[Path]) -> None:
-    """The table, what was launched now and what was known, and where the rest lies."""
+    """Print the table, how many results are new, and where the files are."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     table.show(chosen, rows, console)
     known = sum(result.ran for result in outcome.results) - outcome.launched

@@ -1,4 +1,4 @@
-"""What is compared: named experiments (`conf/lab/NAME.yaml`) and those written on the command line, as one schema."""
+"""Define what is compared: named experiments (`conf/lab/NAME.yaml`) and those of the command line, as one schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat.config.words import read_values, split
 FOLDER = compose.CONF_DIR / "lab"
 MOST_POINTS = 64
 STEPS = 8
-LEAN = (  # what each launch begins with: a row per step, a short evaluation, nothing saved; any word may undo it
+LEAN = (  # first arguments of each launch: a row per step, a short evaluation, nothing saved; others override them
     f"train.steps={STEPS}",
     "train.log_every=1",
     "train.eval_every=0",
@@ -29,19 +29,22 @@ LEAN = (  # what each launch begins with: a row per step, a short evaluation, no
     "save.export=false",
     "tracking=wandb_disabled",
 )
-MEMORY = ("peak", "kept", "micro_batch")  # what the trade-off picture may set against time
+MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
 OWN_WORDS = (
     "name",
     "run_id",
     "output_dir",
     "resume",
-)  # the laboratory's: where a run lands, and that it is fresh
-AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # words that YAML reads as something else
+)  # set by the laboratory: where a run lands, and that it is fresh
+AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # names that YAML does not read as text
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointFile:
-    """A point, or several: a word with commas stands for one point per value. `cpu` and `gpu` come after the rest."""
+    """A point, or several: an argument with commas stands for one point per value.
+
+    `cpu` or `gpu` is added after the rest.
+    """
 
     name: str
     overrides: list[str] = field(default_factory=list)
@@ -55,7 +58,7 @@ class ScaleFile:
 
     overrides: list[str] = field(default_factory=list)
     reduction: str = ""
-    ranks: int = 0  # 0: those of the experiment
+    ranks: int = 0  # 0: as many as the experiment says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class ExperimentFile:
     cpu: ScaleFile = field(default_factory=ScaleFile)
     gpu: ScaleFile = field(default_factory=ScaleFile)
     baseline: str = (
-        ""  # a point's name, or option=value: of each point the one that differs in that; "": the first
+        ""  # a point's name; option=value: the point that differs only in that option; "": the first
     )
     repeats: int = 2
     ranks: int = 1
@@ -79,7 +82,10 @@ class ExperimentFile:
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration. `words` ask for it in full; `own` are those in which it differs; `baseline` is a name."""
+    """One configuration.
+
+    `words` are all its arguments, `own` those in which it differs from the others, `baseline` is the name of a point.
+    """
 
     name: str
     slug: str
@@ -105,7 +111,7 @@ class Experiment:
 
 
 def names(folders: Sequence[Path] = ()) -> dict[str, Path]:
-    """Every named experiment; those of the user's folders replace ours."""
+    """Return every named experiment with its file; those of the user's folders replace ours."""
     found: dict[str, Path] = {}
     for folder in (FOLDER, *(path / "lab" for path in folders)):
         found |= {path.stem: path for path in sorted(folder.glob("*.yaml"))}
@@ -113,7 +119,7 @@ def names(folders: Sequence[Path] = ()) -> dict[str, Path]:
 
 
 def read(path: Path) -> ExperimentFile:
-    """Raises ConfigError with every problem of the file."""
+    """Read an experiment file. Raises ConfigError with every problem in it."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -162,7 +168,7 @@ def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
 def named(
     name: str, more: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = ""
 ) -> Experiment:
-    """The experiment `name` with `more` words after all others in every point. Raises ConfigError."""
+    """Return the experiment `name`; `more` is added as the last arguments of every point. Raises ConfigError."""
     known = names(folders)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
@@ -212,7 +218,10 @@ def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), base
 
 
 def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(label, words) of every combination of the values that words with commas list; the label names the values."""
+    """Return (label, words) of every combination of the values that are listed with commas.
+
+    The label names the values.
+    """
     lists = [
         [f"{word.partition('=')[0]}={value}" for value in read_values(word)] if "=" in word else [word]
         for word in words
@@ -225,19 +234,22 @@ def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def slug(text: str) -> str:
-    """A folder's name that stays text wherever it is read: `small, none` -> small-none, `512` -> p-512."""
+    """Return a folder name that no reader takes for a number or a constant.
+
+    `small, none` -> small-none, `512` -> p-512.
+    """
     short = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")
     return short if short[:1].isalpha() and short.lower() not in AMBIGUOUS else f"p-{short}"
 
 
 def merged(words: Sequence[str]) -> list[str]:
-    """Of several words for one option the last."""
+    """Keep only the last argument of each option."""
     last = {word.partition("=")[0]: word for word in words}
     return [word for word in words if last[word.partition("=")[0]] is word]
 
 
 def _label(words: Sequence[str]) -> str:
-    """Of a group its choice alone, of an option its short name too."""
+    """Return a label: for a group its choice alone, for an option also its short name."""
     parts = []
     for word in words:
         option, _, value = word.partition("=")
@@ -252,7 +264,10 @@ def _points(
     baseline: str,
     folders: Sequence[Path],
 ) -> tuple[Point, ...]:
-    """Each with all its words. Raises ConfigError for names used twice and a baseline that is none of them."""
+    """Return the points, each with all its arguments.
+
+    Raises ConfigError for names used twice and a baseline that is none of them.
+    """
     if len(expanded) > MOST_POINTS:
         raise ConfigError(f"remat compare: {len(expanded)} points, at most {MOST_POINTS}; compare fewer values")
     search = [f"--config-dir={folder}" for folder in folders]
@@ -273,7 +288,7 @@ def _points(
 
 
 def _baseline(point: Point, points: Sequence[Point], baseline: str) -> str:
-    """The name of what `point` is measured against."""
+    """Return the name of the point that `point` is measured against."""
     if not baseline:
         return points[0].name
     if "=" not in baseline or baseline in {p.name for p in points}:
@@ -309,7 +324,10 @@ def _problems(content: ExperimentFile) -> list[str]:
 
 
 def _typed(kind: Any, content: Any, place: str, problems: list[str]) -> Any:
-    """`content` as the dataclass `kind`; what is unknown, missing or of another type goes to `problems`."""
+    """Return `content` as the dataclass `kind`.
+
+    Entries that are unknown, missing or of another type are added to `problems`.
+    """
     if not isinstance(content, dict):
         problems.append(f"{place or 'the file'}: needs {', '.join(item.name for item in fields(kind))}")
         return None

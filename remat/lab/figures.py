@@ -1,4 +1,4 @@
-"""From results to figures: medians and quartiles over all repeats, ratios to the baseline with their spread."""
+"""Turn results into figures: medians and quartiles over all repeats, ratios to the baseline with their spread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.lab.measure import (
     Measured,
 )
 
-ORDER = (  # which ending speaks for a point without figures
+ORDER = (  # the first of these that occurred is the status of a point without figures
     OUT_OF_MEMORY,
     DOES_NOT_FIT,
     FAILED,
@@ -33,7 +33,7 @@ ORDER = (  # which ending speaks for a point without figures
 
 @dataclass(frozen=True)
 class Spread:
-    """Of all steady steps of all repeats together: the median and the quartiles around it."""
+    """The median and the quartiles of all steady steps of all repeats together."""
 
     median: float
     low: float
@@ -43,10 +43,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """A point. `times` in seconds; `ratio` is its step time over its baseline's, from quartile against quartile.
+    """The figures of a point. `times` are in seconds; `ratio` is its step time over its baseline's.
 
-    Bytes are the most of any repeat; `same_bytes` says that all repeats agree on every one. Without figures there are
-    only `status` and `words`.
+    Bytes are the maximum over repeats; `same_bytes` says whether all repeats agree on all of them. A point without
+    figures has only `status` and `words`.
     """
 
     name: str
@@ -86,13 +86,13 @@ class Row:
         return self.loss[-1][1] if self.loss else None
 
     def memory(self, which: str) -> int | None:
-        """Bytes of `peak`, `kept` or `micro_batch`."""
+        """Return the bytes of `peak`, `kept` or `micro_batch`."""
         found: int | None = getattr(self, f"{which}_bytes")
         return found
 
 
 def rows(experiment: Experiment, results: Sequence[Result]) -> list[Row]:
-    """One row per point, in the order of the experiment."""
+    """Return one row per point, in the order of the experiment."""
     made = {
         point.name: _row(point, [r for r in results if r.point == point.name]) for point in experiment.points
     }
@@ -100,7 +100,7 @@ def rows(experiment: Experiment, results: Sequence[Result]) -> list[Row]:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of nothing; of one value itself."""
+    """Return median and quartiles; None without values, and one value as all three."""
     if not values:
         return None
     low, middle, high = (
@@ -110,7 +110,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def ratio(mine: Spread, base: Spread) -> Spread:
-    """Median over median; from the lower quartile over the upper one to the upper one over the lower one."""
+    """Divide two spreads: median by median, and the opposite quartiles by each other.
+
+    The low end is the lower quartile over the baseline's upper one, the high end the reverse.
+    """
     return Spread(
         mine.median / base.median, mine.low / base.high, mine.high / base.low, min(mine.count, base.count)
     )
@@ -119,7 +122,7 @@ def ratio(mine: Spread, base: Spread) -> Spread:
 def as_json(
     experiment: Experiment, results: Sequence[Result], found: Sequence[Row], place: Place
 ) -> dict[str, Any]:
-    """The content of results.json: what was asked, where, and every row."""
+    """Return the content of results.json: what was asked, where, and every row."""
     finished = [result for result in results if result.status == FINISHED]
     known = [result.measured for result in finished if result.measured]
     return {
@@ -142,7 +145,7 @@ def as_json(
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """One line per launch: plain numbers in bytes, seconds and nats per token; empty where there is none."""
+    """Return one line per launch: plain numbers in bytes, seconds and nats per token; empty where there is none."""
     lines = [_flat(result) for result in results]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
@@ -201,7 +204,7 @@ def _against(row: Row, base: Row) -> Row:
 
 
 def _bytes(measured: Measured) -> tuple[object, ...]:
-    """All that must be the same whenever the same is run on the same machine."""
+    """Return all byte counts, which must be equal whenever the same run is repeated on the same machine."""
     return (
         measured.peak_bytes,
         measured.counted_bytes,

@@ -1,4 +1,4 @@
-"""One launch of one point, through `remat launch`, and its result as one file that is whole or absent."""
+"""Launch one point through `remat launch`, and store its result as one file that is whole or absent."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from remat.lab.measure import FAILED, FINISHED, Measured
 from remat.launch import processes
 from remat.report import run_dir
 
-GRACE_S = 1.0  # a run that is stopped here is thrown away: its ranks need no time to save
+GRACE_S = 1.0  # a launch stopped here is thrown away, so its ranks need no time to save
 KEPT_OF_ENV = ("python", "torch", "deepspeed", "transformers", "commit", "started", "platform")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one launch. `status`: finished, out of memory, does not fit, failed, or refused: by this machine, or (without
-    a key) by composition, which nothing was launched for."""
+    """The result of one launch.
+
+    `status`: finished, out of memory, does not fit, failed, not launched or refused. A launch is refused by this
+    machine or, without a `key`, by composition, and then nothing was launched.
+    """
 
     key: str
     point: str
@@ -52,7 +55,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a repeat of a point lands: `r1/` is its run directory, `r1.logs/` what it said, `r1.json` its result."""
+    """The files of one repeat of a point.
+
+    `r1/` is its run directory, `r1.logs/` its output, `r1.json` its result.
+    """
 
     folder: Path  # of the experiment
     point: Point
@@ -76,7 +82,7 @@ class Spot:
 
 
 def stored(spot: Spot, key: str) -> Result | None:
-    """The result of an earlier launch that asked for the same; None when there is none, or of something else."""
+    """Return the result of an earlier launch with the same key; None when there is none."""
     try:
         content = json.loads(spot.result.read_text())
         found = Result(**content | {"measured": _measured(content["measured"])})
@@ -86,19 +92,22 @@ def stored(spot: Spot, key: str) -> Result | None:
 
 
 def from_here(path: Path) -> Path:
-    """As seen from the current folder, where launches start: no path of this machine in a result."""
+    """Return `path` relative to the current folder, so that results name no path of this machine.
+
+    Launches start in the current folder.
+    """
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def quoted(value: str) -> str:
-    """A value as Hydra reads it, whatever is in it."""
+    """Quote a value so that Hydra reads it unchanged."""
     if re.fullmatch(r"[\w./+-]+", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
-    """Run it to its end and store what it shows. KeyboardInterrupt ends it at once and stores nothing."""
+    """Run a point to its end and store its result. KeyboardInterrupt ends it at once and stores nothing."""
     for old in (spot.run, spot.logs):
         shutil.rmtree(old, ignore_errors=True)
     spot.result.unlink(missing_ok=True)
@@ -111,7 +120,7 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
     ]
     options = ["--log-dir", str(spot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
-    script = str(compose.ROOT / "train.py")  # named, for --config-dir among the words is its option
+    script = str(compose.ROOT / "train.py")  # named, so that --config-dir is read as its option
     code = _run([sys.executable, "-m", "remat.cli", "launch", *options, script, *words], spot.logs, place)
     text = "\n".join(path.read_text(errors="replace") for path in sorted(spot.logs.glob("*.log")))
     end, found = measure.ended(code, text), None
@@ -139,7 +148,10 @@ def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
 
 
 def _run(command: Sequence[str], logs: Path, place: Place) -> int:
-    """The exit code. What the launcher says goes to a file; when this process goes, it goes."""
+    """Run the command and return its exit code.
+
+    The launcher's output goes to a file. The launcher ends when this process does.
+    """
     env = dict(os.environ) | {"OMP_NUM_THREADS": str(place.hardware["threads_per_rank"])}
     libc = ctypes.CDLL(None)
 
@@ -159,13 +171,13 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
         try:
             return process.wait()
         except BaseException:
-            process.send_signal(signal.SIGTERM)  # it ends its ranks, by force after GRACE_S
+            process.send_signal(signal.SIGTERM)  # it ends its ranks, and kills them after GRACE_S
             process.wait()
             raise
 
 
 def _env(run: Path) -> dict[str, Any]:
-    """Versions, commit and date as the launch wrote them; of one that did not come so far the date alone."""
+    """Read versions, commit and date from env.json; if it was never written, return only the date."""
     try:
         written = json.loads((run / "env.json").read_text())
     except (OSError, ValueError):

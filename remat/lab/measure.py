@@ -1,4 +1,4 @@
-"""What a launch shows, read from the files it left: memory, time, loss, plan against measured."""
+"""Read what a launch measured from the files it left: memory, time, loss, plan against measured."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ KILLED = re.compile(r"rank \d+ was killed \(SIGKILL\).*counts [1-9]\d* out-of-me
 SAYS = re.compile(r"^remat(?: \(rank \d+\))?: (.+)$", re.MULTILINE)
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED = 2, 3, 70
 EXIT_KILLED = 137
-STILL = "Start anyway with force=true"  # ends the refusal of a run that its plan says does not fit
+STILL = (
+    "Start anyway with force=true"  # last words of a refusal because the plan says that the run does not fit
+)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended: finished, out of memory, does not fit, refused or failed; and in which words."""
+    """How a launch ended: finished, out of memory, does not fit, refused or failed; and its message."""
 
     status: str
     words: str = ""
@@ -49,8 +51,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Peak:
-    """`counted_bytes` is what was measured and `planned_bytes` what the plan says of the same. `peak_bytes` is higher
-    where an optimizer step needs more (`in_update`): on CPUs that is as planned.
+    """The peak memory of a launch: `counted_bytes` was measured, `planned_bytes` is the plan for the same.
+
+    `peak_bytes` is higher where an optimizer step needs more (`in_update`). On CPUs that part is planned, not
+    measured.
     """
 
     peak_bytes: int | None
@@ -64,7 +68,8 @@ class Peak:
 class Measured:
     """Bytes of one rank, the highest where they differ; times in seconds per steady step, losses in nats per token.
 
-    `steps` has for each steady step its data, forward, backward and optimizer seconds beside the whole. None: unknown.
+    `steps` has the seconds of each steady step: the whole and its data, forward, backward and optimizer. None means
+    unknown.
     """
 
     peak_bytes: int | None = None
@@ -77,8 +82,8 @@ class Measured:
     kept_bytes_per_layer: list[int] = field(default_factory=list)
     moved_bytes: int = 0
     micro_batch_bytes: int | None = None
-    states_bytes: dict[str, int] = field(default_factory=dict)  # held, by category and place
-    off_gpu_bytes: int = 0  # of these, what the strategy keeps off the GPU
+    states_bytes: dict[str, int] = field(default_factory=dict)  # measured, by category and place
+    off_gpu_bytes: int = 0  # the part that the strategy keeps off the GPU
     recomputed_percent: float | None = None
     steps: dict[str, list[float]] = field(default_factory=dict)
     first_steady_step: int = 0
@@ -90,7 +95,10 @@ class Measured:
 
 
 def ended(code: int, text: str) -> Ended:
-    """`text` is all that the launch said. What is no success is told in its own first line."""
+    """Classify a launch by exit code and output; for failures also return the first line of the error.
+
+    `text` is the whole output of the launch.
+    """
     said = SAYS.findall(text)
     first = said[0] if said else f"exit code {code}, without a word of remat's own"
     if code == 0:
@@ -109,12 +117,12 @@ def ended(code: int, text: str) -> Ended:
 
 
 def _refusal(text: str) -> str:
-    """What is too small, by how much: the lines of the refusal that begin with a dash."""
+    """Return what is too small, and by how much: the lines of the refusal that begin with a dash."""
     return "; ".join(dict.fromkeys(re.findall(r"^- (.+)$", text.partition(STILL)[0], re.MULTILINE)))
 
 
 def read(folder: Path) -> Measured:
-    """Raises ValueError when the folder is not that of a run that came to its end."""
+    """Read the folder of a finished run. Raises ValueError when the run did not come to its end."""
     ledger, plan, proof = (_json(folder / name) for name in ("ledger.json", "plan.json", "proof.json"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
@@ -173,7 +181,10 @@ def _peak(
 def _counted(
     figures: Mapping[str, tuple[float | None, float | None]], plan: Mapping[str, Any], zero_stage: int
 ) -> int | None:
-    """Below stage 3 gradients come and go with a backward: they are a part of the micro-batch."""
+    """Return the counted peak: model states that a GPU would hold, and the peak of a micro-batch.
+
+    Below stage 3 gradients come and go with a backward, so they are part of the micro-batch.
+    """
     held, off, micro_batch = _held(figures), _off_gpu(plan), figures[MICRO_BATCH][1]
     if micro_batch is None or not held:
         return None
@@ -187,7 +198,7 @@ def _counted(
 
 
 def _held(figures: Mapping[str, tuple[float | None, float | None]]) -> dict[str, int]:
-    """Measured bytes of the model states by category and place."""
+    """Return the measured bytes of the model states by category and place."""
     return {
         name: int(measured)
         for name, (_, measured) in figures.items()
@@ -203,7 +214,7 @@ CATEGORIES = {
 
 
 def _off_gpu(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of the model states that the strategy keeps in host memory, by category, as planned."""
+    """Return the planned bytes of the model states that the strategy keeps in host memory, by category."""
     found: dict[str, int] = {}
     for item in plan["model_states"]:
         if item["place"] != "gpu":
@@ -215,7 +226,10 @@ def _off_gpu(plan: Mapping[str, Any]) -> dict[str, int]:
 def _steady(
     rows: list[dict[str, float]], zero_stage: int, micro_batches: int
 ) -> tuple[list[dict[str, float]], int]:
-    """Rows after the steps that are watched op by op: the first, and under ZeRO-3 that of the fourth micro-batch."""
+    """Return the rows after the steps that are traced op by op.
+
+    These are the first step, and under ZeRO-3 also the step of the fourth micro-batch.
+    """
     watched = math.ceil((LEARNT + 1) / micro_batches) if zero_stage == 3 else 1
     timed = [row for row in rows if STEP_S in row]
     before = [0.0, *(row["step"] for row in timed)]  # a row is the mean of the steps since the one before it
@@ -227,7 +241,7 @@ def _accumulated(folder: Path) -> int:
 
 
 def _plain(row: Mapping[str, Any], side: str) -> float | None:
-    """In bytes where the unit is one of memory: scaled by powers of two, so nothing is lost."""
+    """Return a figure in bytes where its unit is one of memory. The scale is a power of two, so nothing is lost."""
     value = row[side]
     return None if value is None else value * UNITS[row["unit"]]
 

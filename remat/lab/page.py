@@ -1,4 +1,4 @@
-"""The comparison as one self-contained HTML page."""
+"""Render a comparison as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = ("step", "data", "forward", "backward", "optimizer")
 def render(
     content: Mapping[str, Any], experiment: Experiment, rows: Sequence[Row], pictures: list[Picture]
 ) -> str:
-    """The HTML text. `content` is that of results.json."""
+    """Return the HTML text. `content` is that of results.json."""
     tables = [_overview(content, rows), _states(rows), _times(rows), _plan(rows), _endings(rows)]
     made = Page(
         title=experiment.title,
@@ -119,7 +119,7 @@ def _times(rows: Sequence[Row]) -> Table:
 
 
 def _plan(rows: Sequence[Row]) -> Table:
-    """Every category of every point that has both figures."""
+    """Make the table of plan against measured: every category of every point that has both figures."""
     categories = list(
         dict.fromkeys(
             line["category"]

@@ -1,6 +1,7 @@
 """Add an experiment to the committed results: `points.csv` has a row for each point, `environments.json` says where.
 
-Everything that a launch measured stays in its own folder under outputs/. Committed is what documentation reads.
+Everything that a launch measured stays in its own folder under outputs/. Only what the documentation reads is
+committed.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def name_machine(content: Mapping[str, Any]) -> str:
 
 
 def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
-    """Write the rows of one experiment in place of its older ones from the same kind of machine; return the files.
+    """Replace the rows of an experiment from the same kind of machine; return the files.
 
-    `content` is what results.json says of the experiment.
+    `content` is that of results.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = redact(content)
@@ -64,7 +65,7 @@ def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
 
 
 def read_points(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of points.csv as text; none where there is no such file."""
+    """Return the rows of points.csv as text; no rows without the file."""
     path = folder / POINTS
     return list(csv.DictReader(path.open(newline=""))) if path.exists() else []
 
@@ -72,7 +73,8 @@ def read_points(folder: Path) -> list[dict[str, str]]:
 def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
     """Return a point as one row: bytes, seconds (medians over all repeats) and nats per token.
 
-    `ratio` is the step over the baseline's; `ratio_low` and `ratio_high` compare quartiles. `losses` has every step.
+    `ratio` is the step time over the baseline's; `ratio_low` and `ratio_high` compare quartiles. `losses` has every
+    step.
     """
     times, ratio, rate = point["times"], point["ratio"] or {}, point["tokens_per_s"] or {}
     return {

@@ -1,4 +1,4 @@
-"""Every point again and again, in turns, so that what drifts on the machine drifts for all; what is known is kept."""
+"""Launch every point in turns, again and again, so that drift of the machine affects all; known results are kept."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
 
 
 class Teller(Protocol):
-    """Says how far it is: `begins` before a launch, `ended` after it."""
+    """A reporter of progress: `begins` is called before a launch, `ended` after it."""
 
     def begins(self, done: int, spot: Spot, left_s: float | None) -> None: ...
 
     def ended(self, done: int, result: Result, left_s: float) -> None: ...
 
 
-Telling = Callable[[int], AbstractContextManager[Teller]]  # for so many launches
+Telling = Callable[[int], AbstractContextManager[Teller]]  # takes the number of launches
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`results` in the order of the rounds; `launched` of them now, the others are from an earlier call."""
+    """The `results` in launch order; `launched` of them are new, the others come from an earlier call."""
 
     results: list[Result]
     launched: int
 
     @property
     def stopped(self) -> bool:
-        """By Ctrl-C: what was not launched any more says so."""
+        """Whether Ctrl-C ended it. Points that were not launched then say so."""
         return any(result.status == NOT_LAUNCHED for result in self.results)
 
 
 def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
-    """All points once, then all again."""
+    """Return all points once, then all again."""
     return [(point, repeat) for repeat in range(1, repeats + 1) for point in points]
 
 
 def asked_keys(experiment: Experiment, place: Place) -> dict[str, str | ConfigError]:
-    """By point the key of its results, or why it is refused. Raises ConfigError when all points are."""
+    """Return for each point the key of its results, or why it is refused.
+
+    Raises ConfigError when every point is refused.
+    """
     found: dict[str, str | ConfigError] = {}
     for point in experiment.points:
         try:
@@ -73,9 +76,10 @@ def run(
     *,
     fresh: bool = False,
 ) -> Outcome:
-    """Launch what has no result yet, with `fresh` everything.
+    """Launch what has no result yet; with `fresh` everything.
 
-    What failed or was refused by the machine is tried again, what did not fit or ran out of memory is not.
+    Points that failed or were refused by the machine are tried again. Points that did not fit or ran out of memory are
+    not.
     """
     asked = asked_keys(experiment, place)
     turns = [Spot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
@@ -110,7 +114,7 @@ def _not_launched(spot: Spot) -> Result:
 
 
 class _Seconds:
-    """How long launches took, for the estimate of the rest."""
+    """The durations of launches, to estimate the time left."""
 
     def __init__(self, known: dict[Spot, Result]) -> None:
         self._of: dict[str, list[float]] = {}
@@ -122,7 +126,10 @@ class _Seconds:
             self._of.setdefault(result.point, []).append(result.seconds)
 
     def left(self, to_do: Sequence[Spot]) -> float | None:
-        """None before the first launch. A point that never ran takes what the others take."""
+        """Return the estimated seconds; None before the first launch.
+
+        A point that never ran is assumed to take as long as the others.
+        """
         every = [value for values in self._of.values() for value in values]
         if not every:
             return None
@@ -131,7 +138,7 @@ class _Seconds:
 
 
 class Lines:
-    """One line at the end of each launch."""
+    """A reporter that prints one line at the end of each launch."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._total, self._say = total, say
@@ -145,7 +152,7 @@ class Lines:
 
 
 class Bar:
-    """A bar with the time left, over the lines."""
+    """A reporter with a bar and the time left, below the lines."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._progress = progress
@@ -163,7 +170,7 @@ class Bar:
 
 @contextmanager
 def on_terminal(total: int, console: Console) -> Iterator[Teller]:
-    """A bar on a terminal, plain lines elsewhere."""
+    """Use a bar on a terminal, plain lines elsewhere."""
     if not total or not console.is_terminal:
         yield Lines(total, lambda text: print(text, file=sys.stderr, flush=True))
         return
@@ -179,7 +186,7 @@ def on_terminal(total: int, console: Console) -> Iterator[Teller]:
 
 
 def in_a_line(result: Result) -> str:
-    """`small, none, r1: 0.83 s per step, peak 812.3 MiB`, or what went wrong."""
+    """Return `small, none, r1: 0.83 s per step, peak 812.3 MiB`, or what went wrong."""
     name = f"{result.point}, r{result.repeat}"
     if result.measured is None:
         return f"{name}: {result.status}: {result.words}"
@@ -190,7 +197,7 @@ def in_a_line(result: Result) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1:05`, `2:03:00`."""
+    """Format seconds as `1:05` or `2:03:00`."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,4 +1,4 @@
-"""The comparison on a terminal."""
+"""Print a comparison on a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADINGS = (
 
 
 def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
-    """Print it, with what each heading means below."""
+    """Print the table, with notes below it."""
     console.print(title(experiment), style="bold")
     for text in (experiment.question, experiment.reduction):
         if text:
@@ -49,7 +49,7 @@ def title(experiment: Experiment) -> str:
 
 
 def headings(rows: Sequence[Row]) -> list[str]:
-    """With the unit of bytes: GiB where a peak is that large."""
+    """Return the headings with the unit of bytes: GiB where a peak is that large."""
     name, _ = unit(rows)
     return [f"{text}, {name}" if text in ("peak memory", "kept activations") else text for text in HEADINGS]
 
@@ -59,7 +59,7 @@ def unit(rows: Sequence[Row]) -> tuple[str, int]:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Of a point without figures its ending, in the place of its peak."""
+    """Return the cells of a row. A point without results shows its status in the peak column."""
     if row.step is None and row.peak_bytes is None:
         return [row.name, row.status, *[""] * (len(HEADINGS) - 2)]
     _, scale = unit(rows)
@@ -77,12 +77,12 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def error(planned: float | None, measured: float | None) -> str:
-    """The plan against what was measured: `-0.3%` where it said too little."""
+    """Return how far the plan is off: `-0.3%` where it planned too little."""
     return f"{planned / measured - 1:+.1%}" if planned and measured else ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What did not finish and why, and what a reader could misread."""
+    """Return what did not finish and why, and what a reader could misread."""
     found = [f"{row.name}: {row.status}: {row.words}" for row in rows if row.status != "finished"]
     found += [f"{row.name}: {row.words}" for row in rows if row.status == "finished" and row.words]
     found += [

@@ -1,9 +1,10 @@
 """Train small adapters beside frozen linear layers: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023).
 
-peft makes the adapters, bitsandbytes the 4-bit weights; each is imported only when it is asked for. Adapters have the
-model's dtype, since DeepSpeed trains one dtype; Adam updates its fp32 master copy. Under ZeRO-3 they are created as
-shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised constants;
-embeddings, the output head, norms and biases keep the dtype of training. Runs and plans ask the same functions here.
+peft makes the adapters and bitsandbytes the 4-bit weights. Each is imported only when it is asked for. Adapters have
+the model's dtype, because DeepSpeed trains one dtype; Adam updates their fp32 master copy. Under ZeRO-3 adapters are
+created as shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised
+constants. Embeddings, the output head, norms and biases keep the training dtype. Runs and plans call the same
+functions of this file.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from transformers.pytorch_utils import Conv1D
 from remat.config.options import ConfigError, PeftConfig
 from remat.machine import rng
 
-BLOCK = 64  # weights that share a constant
+BLOCK = 64  # weights that share a quantisation constant
 
 if TYPE_CHECKING:
     from peft import PeftModel
-ADAPTER = "default"  # peft's own name for the only adapter; it is not part of the files' keys
+ADAPTER = "default"  # peft's name for a single adapter; the keys in its files do not contain it
 
 
 def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str]:
-    """Leaf names of the linear modules inside the decoder `layers` that get an adapter, in the order of the model.
+    """Return the names of the linear modules in the decoder `layers` that get an adapter, in model order.
 
-    Empty `wanted` means all of them; the output head is outside the layers and never among them. GPT-2's `Conv1D`
-    counts as linear. Raises ConfigError naming what was found when `wanted` has another name, or nothing is there.
+    A name is the last part of a module's path. Empty `wanted` means all of them. The output head is outside the layers
+    and never among them. GPT-2's `Conv1D` counts as linear. Raises ConfigError, naming the modules that exist, when
+    `wanted` has an unknown name or the layers have no linear module.
     """
     found: dict[str, None] = {}
     for layer in layers:
@@ -49,9 +51,10 @@ def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str
 
 
 def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -> PeftModel:
-    """`model` with its weights frozen and adapters, of no defined value, in its decoder `layers`; changed in place.
+    """Freeze `model` in place and put adapters into its decoder `layers`.
 
-    Fit for a model on the meta device, to count. Raises ConfigError as `find_targets` does.
+    The adapters' values are undefined. Works on the meta device too, to count parameters. Raises ConfigError as
+    `find_targets` does.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -67,11 +70,11 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
         exclude_modules="|".join(re.escape(path) for path, module in chosen if id(module) not in inside)
         or None,
         fan_in_fan_out=all(isinstance(module, Conv1D) for _, module in chosen),
-        init_lora_weights=False,  # peft would draw before ZeRO-3 could gather: `apply` draws afterwards
+        init_lora_weights=False,  # peft would draw before ZeRO-3 could gather: `add_lora` draws afterwards
     )
     config.base_model_name_or_path = model.name_or_path or None
     wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
-    config.init_lora_weights = True  # what `apply` does, and what a reader of adapter_config.json expects
+    config.init_lora_weights = True  # what `add_lora` does, and what a reader of adapter_config.json expects
     return wrapped
 
 
@@ -84,9 +87,10 @@ def add_lora(
     zero_stage: int,
     seed: int,
 ) -> PeftModel:
-    """Adapters on a built model, each a shard under ZeRO-3, with peft's first values: A uniform, B zero.
+    """Add adapters to a built model and give them peft's initial values: A uniform, B zero.
 
-    The values are the same on every rank, and on a CPU at every ZeRO stage. Collective under ZeRO-3.
+    Under ZeRO-3 each adapter is a shard, and the call is collective. The values are the same on every rank, and on a
+    CPU at every ZeRO stage.
     """
     with _sharded(ds_config) if zero_stage == 3 else contextlib.nullcontext():
         wrapped = wrap(model, cfg, layers)
@@ -100,7 +104,7 @@ def add_lora(
 
 
 def check_lora_offload(param_device: str | None) -> None:
-    """Raise ConfigError for what DeepSpeed 0.19.8 cannot do: it assigns a frozen parameter's swap buffer twice."""
+    """Raise ConfigError for parameters on NVMe: DeepSpeed 0.19.8 assigns a frozen parameter's swap buffer twice."""
     if param_device == "nvme":
         raise ConfigError(
             "peft.method=lora freezes parameters, which DeepSpeed cannot prefetch from NVMe: choose "
@@ -110,20 +114,20 @@ def check_lora_offload(param_device: str | None) -> None:
 
 
 def describe_lora(cfg: PeftConfig, trained: int, total: int) -> str:
-    """The run's header: what is trained, in parameters."""
+    """Describe for the run's header how many parameters are trained."""
     where = ", ".join(cfg.target_modules) or "every linear module of the decoder layers"
     return f"LoRA r={cfg.r} alpha={cfg.alpha} on {where}: {trained:,} of {total:,} parameters trained"
 
 
 def _sharded(ds_config: dict[str, Any]) -> Any:
-    """Modules created inside are partitioned at once."""
+    """Return a context in which ZeRO-3 partitions every new module at once."""
     import deepspeed
 
     return deepspeed.zero.Init(config_dict_or_path=ds_config)
 
 
 def _whole(module: Any) -> Any:
-    """Both adapter matrices gathered, to be written by rank 0 for all."""
+    """Return a context that gathers both adapter matrices; what rank 0 writes reaches all ranks."""
     import deepspeed
 
     matrices = [module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight]
@@ -131,7 +135,7 @@ def _whole(module: Any) -> Any:
 
 
 def check_quantised(zero_stage: int) -> None:
-    """Raise ConfigError for what cannot work: bitsandbytes is not there, or ZeRO-3 would shard nothing."""
+    """Raise ConfigError when bitsandbytes is missing, or under ZeRO-3, which would not shard the base."""
     if zero_stage == 3:
         raise ConfigError(
             "peft.method=qlora with ZeRO-3 (deepspeed.config): transformers does not shard a model that it quantises, "
@@ -142,9 +146,10 @@ def check_quantised(zero_stage: int) -> None:
 
 
 def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Elements of each weight that will be quantised. Fit for a model on the meta device.
+    """Return the number of elements of each weight that will be quantised.
 
-    Raises ConfigError when most of the layers is not made of linear modules, as fused experts are not.
+    Works on the meta device too. Raises ConfigError when linear modules hold less than half of the layers' parameters,
+    as with fused experts.
     """
     found = tuple(module.weight.numel() for layer in layers for module in _plain_linears(layer))
     total = sum(p.numel() for layer in layers for p in layer.parameters())
@@ -159,7 +164,7 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
 def loading_quantised(
     skeleton: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Arguments of `from_pretrained` that quantise each weight as it is read, right onto `device`."""
+    """Return `from_pretrained` arguments that quantise each weight as it is read, directly onto `device`."""
     from transformers import BitsAndBytesConfig
 
     inside = _ids(layers)
@@ -180,9 +185,9 @@ def loading_quantised(
 
 
 def quantise(model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    """Quantise what is not yet of a transformers model, one weight at a time, onto `device`.
+    """Quantise the remaining linear modules of a transformers model onto `device`, one weight at a time.
 
-    Fit for meta, where shapes alone are made.
+    Works on the meta device too, where only shapes are made.
     """
     bnb, inside = _bitsandbytes(), _ids(layers)
     todo = [(path, module) for path, module in model.named_modules() if id(module) in inside]
@@ -192,11 +197,11 @@ def quantise(model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _set_up(module)
-    model.is_loaded_in_4bit = True  # what peft asks
+    model.is_loaded_in_4bit = True  # peft reads this
 
 
 def describe_quantised(weights: Sequence[int]) -> str:
-    """The run's header: what is quantised, in parameters."""
+    """Describe for the run's header how many parameters are quantised."""
     return f"{sum(weights):,} parameters in {len(weights)} matrices as 4-bit NF4, the rest as trained"
 
 
@@ -205,7 +210,7 @@ def _quantised(module: Any, bnb: Any, dtype: torch.dtype, device: torch.device) 
     rows, columns = weight.shape
     with torch.device("meta"):
         new = bnb.nn.Linear4bit(columns, rows, module.bias is not None, dtype, quant_type="nf4")
-    # The table of 8-bit constants is made once per process: not on meta, where it would have no values.
+    # bitsandbytes makes the table of 8-bit constants once per process. Made on meta, it would have no values.
     bnb.functional.name2qmap.setdefault("dynamic", bnb.functional.create_dynamic_map())
     packed, state = bnb.functional.quantize_4bit(
         weight.detach().to(device).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -221,13 +226,13 @@ def _quantised(module: Any, bnb: Any, dtype: torch.dtype, device: torch.device) 
 
 def _set_up(module: Any) -> None:
     module.support_avx512bf16_for_cpu = (
-        False  # an evaluation would repack weights for a kernel without a gradient
+        False  # an evaluation would repack weights for a kernel that has no backward
     )
     module.register_state_dict_post_hook(_without_constants)
 
 
 def _without_constants(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Of a frozen weight nothing is saved, so neither are its constants."""
+    """Drop the quantisation constants from a state dict: frozen weights are not saved, so neither are these."""
     for name in [name for name in state if name.startswith(f"{prefix}weight.")]:
         del state[name]
 
@@ -247,7 +252,7 @@ def _plain_linears(layer: nn.Module) -> Iterator[Any]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Of the classes that transformers replaces."""
+    """Return whether `module` is of a class that transformers replaces when it quantises."""
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 

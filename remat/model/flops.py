@@ -1,8 +1,9 @@
-"""Count FLOPs per token of a decoder, for MFU and HFU: in its own forward on the meta device, not guessed from sizes.
+"""Count the FLOPs per token of a decoder, for MFU and HFU.
 
-Products with weights are counted as they run, experts by the number that each token visits, attention by the widths of
-query and value and the keys that a token can see. One operation is counted by torch's formula, or by ours where torch
-has none or too narrow a one; a multiply-add is 2. What cannot be counted is refused: no figure is better than a wrong
+The model's own forward runs on the meta device; nothing is guessed from sizes. Products with weights are counted as
+they run. Experts count as many times as a token visits one. Attention counts by the widths of query and value and by
+the keys a token can see. One operation is counted by torch's formula, or by ours where torch has none or one that
+covers too little. A multiply-add is 2. A model that cannot be counted is refused: no figure is better than a wrong
 one.
 """
 
@@ -29,11 +30,14 @@ from remat.config.options import ConfigError
 from remat.model import meta_kernels
 
 aten = torch.ops.aten
-FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name: the library is there only if it is used
+FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name, because bitsandbytes is optional
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """`formula(func)(*args, **kwargs, out_val=result)`; None when `func` is no matrix product and no attention."""
+    """Return the FLOP formula of `func`, or None when it is no matrix product and no attention.
+
+    Call it as `formula(*args, **kwargs, out_val=result)`.
+    """
     packet = getattr(func, "_overloadpacket", func)
     if str(packet) == FOUR_BIT_PRODUCT:
         return _four_bit
@@ -41,10 +45,11 @@ def flop_formula(func: Any) -> Callable[..., int] | None:
 
 
 def dequantised_bytes(func: Any, args: Any) -> int:
-    """What a product with a 4-bit weight allocates within: the weight in the dtype of its input, and its constants.
+    """Return the bytes that a product with a 4-bit weight allocates inside its kernel.
 
-    No dispatcher sees it. bitsandbytes 0.50.2, backends/cuda/ops.py:911-914, as on a CPU (backends/default/ops.py:336).
-    A fused kernel that needs neither runs for few tokens only (cuda/ops.py:583).
+    They are the weight in the dtype of the input, and its constants. No dispatch mode sees them. From bitsandbytes
+    0.50.2, backends/cuda/ops.py:911-914; the same on a CPU (backends/default/ops.py:336). A fused kernel that needs
+    neither runs for few tokens only (cuda/ops.py:583).
     """
     if str(getattr(func, "_overloadpacket", func)) != FOUR_BIT_PRODUCT:
         return 0
@@ -53,12 +58,12 @@ def dequantised_bytes(func: Any, args: Any) -> int:
 
 
 def _four_bit(left: Any, packed: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
-    """[..., k] x [n, k] as `shape` says."""
+    """Count a product with a 4-bit weight: [..., k] x [n, k], where `shape` is (n, k)."""
     return 2 * int(left.numel()) * int(shape[0])
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """QK^T and PV: [b, h, s_q, d_q], [b, h or fewer, s_k, d_q], [b, h or fewer, s_k, d_v].
+    """Count QK^T and PV: [b, h, s_q, d_q], [b, h or fewer, s_k, d_q], [b, h or fewer, s_k, d_v].
 
     torch's own formulas refuse grouped-query attention before 2.13.
     """
@@ -67,13 +72,16 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """QK^T again, then the gradients of P, V, Q and K: five products, three of them of the width of the query."""
+    """Count the backward: QK^T again, then the gradients of P, V, Q and K.
+
+    These are five products; three of them have the width of the query.
+    """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 def _grouped_mm(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """[tokens, k] x [experts, k, n] forward, [k, tokens] x [tokens, n] for the weights' gradient."""
+    """Count [tokens, k] x [experts, k, n] in forward, [k, tokens] x [tokens, n] for the weights' gradient."""
     return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
 
 
@@ -86,10 +94,10 @@ _OWN: dict[Any, Callable[..., int]] = {
 
 
 COUNTED = "remat_counted"  # the name of our attention, masks and experts in transformers' tables
-STEPWISE = (32, 64)  # tokens; enough for a model that computes token by token, which takes its time
-CHUNKED = (256, 512)  # whole chunks of every linear attention
-LINEAR = 1e-3  # share of what is no attention that may grow faster than the sequence: its first and last chunk
-CHOSEN = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_k")  # how modules call the experts of a token
+STEPWISE = (32, 64)  # tokens; few, because a model that computes token by token is slow
+CHUNKED = (256, 512)  # tokens; whole chunks of every linear attention
+LINEAR = 1e-3  # share of other products that may grow faster than the sequence: the first and last chunk
+CHOSEN = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_k")  # module attributes: experts per token
 WINDOWS = (
     "sliding_window",
     "window_size",
@@ -103,12 +111,13 @@ BIASED = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv")  # thei
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of one token of a sequence of a given length; FLOPs of a forward, 2 per multiply-add.
+    """Forward FLOPs of one token in a sequence of a given length, 2 per multiply-add.
 
-    `num_params_active` is what a token passes through, with those of its experts and without what it never meets;
-    `weights` its products with them, `trained_weights` those with weights that have a gradient; `attention` scores and
-    weighted values; `mixing` all other products of activations: linear attention and state spaces; `output_layer` is
-    part of `weights`.
+    - `num_params_active`: parameters a token passes through, its own experts included; the others are left out.
+    - `weights`: products with these parameters. `trained_weights`: only those whose weight has a gradient.
+    - `attention`: scores and weighted values.
+    - `mixing`: all other products of activations, as in linear attention and state spaces.
+    - `output_layer`: the output layer's part of `weights`.
     """
 
     num_params: int
@@ -125,10 +134,10 @@ class ModelFlops:
         """Forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B).
 
         Of the 6, forward takes 2, the gradient of the input 2 and the gradient of the weight 2 (Kaplan et al. 2020,
-        section 2.1), and a frozen weight has none of the last. (The first layer's frozen projections of the embedding,
-        which need no gradient of their input either, are counted with 4.) Attention counts the full square of the
-        sequence although a causal kernel computes about half of it, as PaLM does, so that figures compare; in a layer
-        with a window or chunks, its rows times the keys that a token can see.
+        section 2.1). A frozen weight has no gradient, so its last 2 are left out. The first layer's frozen projections
+        of the embedding need no gradient of their input either, but are counted with 4. Attention counts the full
+        square of the sequence, although a causal kernel computes about half of it: PaLM does so too, and figures stay
+        comparable. In a layer with a window or chunks it counts the rows times the keys that a token can see.
         """
         return 2.0 * self.weights + self.trained_weights + 3.0 * (self.attention + self.mixing)
 
@@ -136,15 +145,15 @@ class ModelFlops:
     def layers_forward_flops_per_token(self) -> float:
         """One forward without the output layer: what recomputing all layers would add.
 
-        How much of it a policy really runs again is counted in a run's first step.
+        How much of it a policy really recomputes is counted in a run's first step.
         """
         return self.weights - self.output_layer + self.attention + self.mixing
 
 
 def count(net: Any, seq_len: int) -> ModelFlops:
-    """Of a causal language model on the meta device, built with attention=eager, and a sequence of `seq_len` tokens.
+    """Count a causal language model on the meta device for a sequence of `seq_len` tokens.
 
-    Raises ConfigError, with the reason, for a model that cannot be counted.
+    `net` must be built with attention=eager. Raises ConfigError, with the reason, for a model that cannot be counted.
     """
     runs = _forwards(net, seq_len)
     last = runs[-1]
@@ -173,7 +182,7 @@ def count(net: Any, seq_len: int) -> ModelFlops:
 
 
 def formula_text() -> str:
-    """The definitions behind MFU and HFU, for env.json."""
+    """Return the definitions of MFU and HFU, for env.json."""
     return (
         "model FLOPs per token = 6*N + 12*L*h*s (PaLM, appendix B), counted in the model's own forward on the meta "
         "device: N = active parameters (of experts those that a token visits) without an embedding that "
@@ -190,7 +199,10 @@ def formula_text() -> str:
 
 
 class _Call(NamedTuple):
-    """One attention: `width` is that of query and value over all heads; `window` the keys a token can see at most."""
+    """One call of attention.
+
+    `width` is that of query and value over all heads; `window` is the most keys a token can see.
+    """
 
     width: int
     queries: int
@@ -199,7 +211,7 @@ class _Call(NamedTuple):
 
 
 class _Forward(TorchDispatchMode):
-    """What one forward of one sequence does. Weights are known by `id`, tensors by their storage."""
+    """A count of what one forward of one sequence does. Weights are known by `id`, tensors by their storage."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -212,15 +224,15 @@ class _Forward(TorchDispatchMode):
         self.length, self.operations, self._most_operations = length, 0, most_operations
         self.weights = {id(p): p for p in net.parameters()}
         self.products: dict[int, float] = defaultdict(float)
-        self.shares = _shares_of_dense_experts(net)  # of an expert's weights, the part that a token visits
-        self.passed: set[int] = set()  # weights in any operation but a look-up
+        self.shares = _shares_of_dense_experts(net)  # the share of an expert's weights that a token visits
+        self.passed: set[int] = set()  # weights used in any operation but a look-up
         self.looked_up: set[int] = set()
-        self.mixing = 0.0  # products of activations
+        self.mixing = 0.0  # FLOPs of products of activations
         self.calls: list[_Call] = []
-        self.windows: dict[int, int | None] = {}  # of masks
+        self.windows: dict[int, int | None] = {}  # window sizes of masks, by storage
         self.masks_are_local = False
         self._owner = {p.untyped_storage()._cdata: id(p) for p in net.parameters()}
-        self._alive: list[Tensor] = []  # keeps an address from being used again
+        self._alive: list[Tensor] = []  # keeps addresses from being reused
 
     def active(self, key: int) -> float:
         return self.weights[key].numel() * self.shares.get(key, 1.0)
@@ -248,7 +260,7 @@ class _Forward(TorchDispatchMode):
         return result
 
     def _inherit(self, source: Tensor, owner: int | None, result: Tensor) -> None:
-        """A view or a copy of a weight is that weight, one of a mask that mask."""
+        """Record that a view or copy of a weight is that weight, and a view or copy of a mask that mask."""
         key, made = source.untyped_storage()._cdata, result.untyped_storage()._cdata
         if made == key:
             return
@@ -266,7 +278,7 @@ class _Forward(TorchDispatchMode):
         if len(owners) == 1:
             self.products[owners[0]] += flops * self.shares.get(owners[0], 1.0)
         elif not owners:
-            self.mixing += flops  # of two weights: once, not for each token
+            self.mixing += flops  # a product of two weights: once, not for each token
 
     def attend(
         self,
@@ -277,7 +289,7 @@ class _Forward(TorchDispatchMode):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """An attention function of transformers: [b, heads, s, d_q], [b, .., s_k, d_q], [b, .., s_k, d_v]."""
+        """Stand in for transformers' attention function: [b, heads, s, d_q], [b, .., s_k, d_q], [b, .., s_k, d_v]."""
         window = kwargs.get("sliding_window")
         if attention_mask is not None:
             window = self._window(module, attention_mask)
@@ -296,19 +308,19 @@ class _Forward(TorchDispatchMode):
     def mask(
         self, batch_size: int, q_length: int, kv_length: int, *, local_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """A mask function of transformers. `local_size` is the size of a window or of a chunk."""
+        """Stand in for transformers' mask function. `local_size` is the size of a window or of a chunk."""
         made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self.windows[made.untyped_storage()._cdata] = local_size
         self._alive.append(made)
         return made
 
     def eager_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask of a model that attends in code of its own."""
+        """Stand in for the mask of a model whose attention is its own code."""
         self.masks_are_local |= kwargs.get("local_size") is not None
         return _EAGER_MASK(*args, **kwargs)
 
     def visit(self, module: nn.Module, tokens: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """An experts function of transformers: [tokens, d], and the experts of each token [tokens, k]."""
+        """Stand in for transformers' experts function: [tokens, d], and the experts of each token [tokens, k]."""
         for weight in module.parameters():
             share = chosen.shape[-1] / weight.shape[0]
             if share > 1:
@@ -321,14 +333,17 @@ class _Forward(TorchDispatchMode):
 
 
 class _TooLong(Exception):
-    """A forward takes more operations than it may."""
+    """A forward that takes more operations than it may."""
 
 
 _EAGER_MASK = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
 
 def _forwards(net: Any, seq_len: int) -> tuple[_Forward, _Forward]:
-    """A shorter and a longer sequence, the longer one of `seq_len` tokens unless operations grow with the length."""
+    """Run a shorter and a longer sequence.
+
+    The longer one has `seq_len` tokens, unless the number of operations grows with the length.
+    """
     if seq_len <= CHUNKED[1]:
         return _forward(net, max(1, seq_len // 2)), _forward(net, seq_len)
     short, long = (_forward(net, length) for length in STEPWISE)
@@ -344,7 +359,7 @@ def _forwards(net: Any, seq_len: int) -> tuple[_Forward, _Forward]:
 
 
 def _check_selection(net: nn.Module, seq_len: int) -> None:
-    """Raise ConfigError where attention selects keys, which a shorter sequence does not show."""
+    """Raise ConfigError where attention selects keys: a shorter sequence does not show how many."""
     for module in net.modules():
         selected = getattr(module, "index_topk", None)
         if type(selected) is int and selected < seq_len:
@@ -354,7 +369,7 @@ def _check_selection(net: nn.Module, seq_len: int) -> None:
 
 
 def _check_experts(net: nn.Module, seen: _Forward) -> None:
-    """Raise ConfigError where tokens choose among experts that were not seen as such."""
+    """Raise ConfigError where tokens choose among experts but no call of experts was seen."""
     modules = dict(net.named_modules())
     for name, module in modules.items():
         if not any(type(getattr(module, key, None)) is int for key in CHOSEN):
@@ -368,7 +383,10 @@ def _check_experts(net: nn.Module, seen: _Forward) -> None:
 
 
 def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forward:
-    """Raises ConfigError where the model's own code fails on tensors without values, or cannot be counted."""
+    """Run one forward of `length` tokens and return its counts.
+
+    Raises ConfigError when the model's own code fails on tensors without values, or cannot be counted.
+    """
     seen = _Forward(net, length, most_operations)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     try:
@@ -384,12 +402,12 @@ def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forwa
 
 @contextmanager
 def _put_in(net: Any, seen: _Forward) -> Iterator[None]:
-    """The model's attention, masks and experts are ours, where transformers can exchange them."""
+    """Replace the model's attention, masks and experts by counting ones, where transformers allows it."""
     base = net.get_base_model() if hasattr(net, "get_base_model") else net
     masks = {COUNTED: seen.mask, "eager": seen.eager_mask}
     with (
         mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {COUNTED: seen.attend}),
-        mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, masks),  # where create_causal_mask looks
+        mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, masks),  # create_causal_mask looks here
         mock.patch.dict(ALL_EXPERTS_FUNCTIONS._global_mapping, {COUNTED: seen.visit}),
     ):
         base.set_attn_implementation(COUNTED)
@@ -398,7 +416,10 @@ def _put_in(net: Any, seen: _Forward) -> Iterator[None]:
 
 
 def _shares_of_dense_experts(net: nn.Module) -> dict[int, float]:
-    """Of models that compute all experts for all tokens, most of them of zeros (Llama 4): what a token visits."""
+    """Return the share of each expert's weights that a token visits, for models that run all experts.
+
+    Llama 4 computes all experts for all tokens, most of them on zeros.
+    """
     shares = {}
     for module in net.modules():
         chosen = next((n for key in CHOSEN if type(n := getattr(module, key, None)) is int), None)
@@ -410,14 +431,14 @@ def _shares_of_dense_experts(net: nn.Module) -> dict[int, float]:
 
 
 def _at(values: Sequence[float], runs: Sequence[_Forward], seq_len: int) -> float:
-    """On the straight line through what was counted in two runs; exact where one is of `seq_len` tokens."""
+    """Return the value for `seq_len` on the straight line through two runs; exact where one has that length."""
     short, long = (run.length for run in runs)
     slope = (values[1] - values[0]) / max(1, long - short)
     return values[1] + slope * (seq_len - long)
 
 
 def _attention(name: str, runs: Sequence[_Forward], seq_len: int) -> float:
-    """FLOPs of a sequence: scores and weighted values, 2 s k (d_q + d_v) of each head."""
+    """Return the attention FLOPs of a sequence: scores and weighted values, 2 s k (d_q + d_v) of each head."""
     changes = f"the FLOPs of {name} cannot be counted: its attention depends on the length of the sequence"
     if len({len(run.calls) for run in runs}) > 1:
         raise ConfigError(changes)
@@ -433,9 +454,9 @@ def _attention(name: str, runs: Sequence[_Forward], seq_len: int) -> float:
 
 
 def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, float]:
-    """FLOPs of a sequence in products of activations that grow with it, and those that grow with its square.
+    """Return the FLOPs of products of activations: those that grow with the length, and with its square.
 
-    The latter are the attention of a model that does not use transformers' attention functions.
+    The second are the attention of a model that does not use transformers' attention functions.
     """
     (first, second), (short, long) = (run.mixing for run in runs), (run.length for run in runs)
     square = (second / long - first / short) / max(1, long - short)
@@ -446,6 +467,6 @@ def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, fl
             f"the FLOPs of {type(net).__name__} cannot be counted: it attends in code of its own, and which keys a "
             "token sees is not known"
         )
-    if not grows or square < 0:  # a shorter sequence fills no whole chunk
+    if not grows or square < 0:  # a shorter sequence does not fill a whole chunk
         return second / long * seq_len, 0.0
     return max(0.0, first / short - square * short) * seq_len, square * seq_len**2

@@ -1,4 +1,4 @@
-"""Build a Hugging Face causal language model, sharded from the first byte under ZeRO-3, and say what it is."""
+"""Build a Hugging Face causal language model and describe it. Under ZeRO-3 it is sharded while it is created."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes in parameters, counted on a model without storage. The trained ones are all but what is frozen."""
+    """Sizes in parameters, counted on a model without storage. All that is not frozen is trained."""
 
     num_params: int
     largest_param: int
@@ -37,19 +37,22 @@ class ModelFacts:
     largest_trainable_param: int
     num_embedding_params: int
     class_name: str
-    quantised_weights: tuple[int, ...] = ()  # of those, in elements: the matrices held in 4 bits
+    quantised_weights: tuple[int, ...] = ()  # elements of each matrix held in 4 bits
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
-    """Enough to count and plan: `architecture` when given, so that neither network nor folder is needed."""
+    """Return a configuration that is enough to count and plan.
+
+    `architecture` is used when it is given, so that neither network nor folder is needed.
+    """
     return _from_fields(cfg) if cfg.architecture else _from_path(cfg)
 
 
 def load_config(cfg: ModelConfig) -> PretrainedConfig:
-    """The configuration the model is built with. Reads no weight.
+    """Return the configuration the model is built with. Reads no weight.
 
-    Pretrained weights come with their own (rotary scaling and the like are not in `architecture`), which must then
-    agree with every field given. Raises ConfigError naming the option and the value.
+    Pretrained weights come with their own configuration, which has more than `architecture` (rotary scaling, for
+    example). It must agree with every field that is given. Raises ConfigError naming the option and the value.
     """
     if cfg.init is ModelInit.random:
         return shape_config(cfg)
@@ -76,7 +79,7 @@ def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
         )
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except Exception as error:  # a value of another kind fails anywhere in the library, with any error
+    except Exception as error:  # a value of the wrong type can raise any error anywhere in the library
         raise ConfigError(
             f"model.architecture={cfg.architecture}: {_first_line(error)}; correct the field"
         ) from error
@@ -86,7 +89,7 @@ def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
 def _from_path(cfg: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # a damaged file fails anywhere in the library, with any error
+    except Exception as error:  # a damaged file can raise any error anywhere in the library
         raise ConfigError(
             f"model.path={cfg.path}: {_first_line(error)}; give a folder with config.json, or a hub name that this "
             "machine can reach"
@@ -95,10 +98,10 @@ def _from_path(cfg: ModelConfig) -> PretrainedConfig:
 
 
 def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
-    """`config` for training. Raises ConfigError for a depth that would take for ever to build."""
+    """Return `config` for training. Raises ConfigError for a depth that would take too long to build."""
     try:
         depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    except ValueError as error:  # it holds several
+    except ValueError as error:  # the error may list several problems
         raise ConfigError(f"{option}: {_first_line(error)}; choose a model with one decoder") from error
     if type(depth) is not int or not 0 < depth <= MOST_LAYERS:
         raise ConfigError(f"{option}: num_hidden_layers={depth} must be a whole number, 1 to {MOST_LAYERS}")
@@ -107,7 +110,7 @@ def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
 
 
 def hidden_size(config: PretrainedConfig) -> int:
-    """Width of a hidden state. Raises ConfigError for a config that names none."""
+    """Return the width of a hidden state. Raises ConfigError for a config that names none."""
     width = getattr(config.get_text_config(), "hidden_size", None)
     if type(width) is not int or width < 1:
         raise ConfigError(
@@ -118,9 +121,9 @@ def hidden_size(config: PretrainedConfig) -> int:
 
 
 def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: its modules without their memory, in a second or two for 70B.
+    """Build the model on the meta device: its modules without their memory, in a second or two for 70B.
 
-    Raises ConfigError when this is no causal language model, or has not the attention that was asked for.
+    Raises ConfigError when it is no causal language model, or lacks the attention that was asked for.
     """
     try:
         with torch.device("meta"):
@@ -130,7 +133,7 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
                 attn_implementation=str(cfg.attention),
             )
         return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
-    except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
+    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
         known = isinstance(error, (ValueError, ImportError))
         about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())
         problem = "not a causal language model" if known else "the model cannot be built from its config"
@@ -169,12 +172,12 @@ def build(
     loading: dict[str, Any] | None = None,
     onto: torch.device | None = None,
 ) -> PreTrainedModel:
-    """The model on this rank; under ZeRO-3 only this rank's shard of every parameter.
+    """Build the model on this rank; under ZeRO-3 only this rank's shard of every parameter.
 
-    `resuming` builds with random values, because a saved state with all of them follows; `loading` is further
+    `resuming` builds with random values, because all of them are then loaded from a saved state. `loading` is further
     arguments of `from_pretrained`. Below ZeRO-3 pretrained weights go one by one from their files `onto` that device,
-    so that no rank has them all in host memory. Raises ConfigError when
-    weights are missing or the attention implementation cannot be had.
+    so that no rank holds them all in host memory. Raises ConfigError when weights are missing or the attention
+    implementation is not available.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
     loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
@@ -200,7 +203,7 @@ def build(
         hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
         raise ConfigError(f"model.path={cfg.path}: {_first_line(error)}{hint}") from error
     if cfg.init is ModelInit.pretrained and resuming:
-        with contextlib.suppress(OSError):  # many folders have none
+        with contextlib.suppress(OSError):  # many folders have no such file
             model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
     model.config.use_cache = False
     model.train()
@@ -208,7 +211,7 @@ def build(
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
-    """Raise ConfigError when the tokenizer has ids beyond the embedding: it is never resized after sharding."""
+    """Raise ConfigError when the tokenizer has ids beyond the embedding, which is never resized after sharding."""
     size = config.get_text_config().vocab_size
     if vocabulary > size:
         raise ConfigError(
@@ -238,11 +241,11 @@ def assert_sharded(model: nn.Module, world_size: int) -> int:
 
 
 def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool, seed: int) -> PreTrainedModel:
-    """Random values that on a CPU do not depend on the ZeRO stage: draws start at initialisation, not at creation.
+    """Build the model with random values that, on a CPU, do not depend on the ZeRO stage.
 
-    Under ZeRO-3 transformers creates without initialising, then initialises gathered modules on rank 0; below it,
-    creation would draw first, so it is kept from doing so. With a GPU values are drawn there: a host draws bf16 on one
-    core, minutes for 7B.
+    All values are drawn at initialisation. Under ZeRO-3 transformers creates without initialising and then initialises
+    gathered modules on rank 0. Below ZeRO-3, creation would draw first, so it is kept from drawing. With a GPU the
+    values are drawn there: a host draws bf16 on one core, which takes minutes for 7B.
     """
     rng.seed(seed)
     if sharded:
@@ -257,7 +260,7 @@ def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool
 
 
 def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
-    """transformers fills what a folder lacks with random values and only warns; here that is an error."""
+    """Raise ConfigError for missing weights, which transformers would fill with random values and a warning."""
     missing, mismatched = sorted(report["missing_keys"]), list(report["mismatched_keys"])
     if missing or mismatched:
         raise ConfigError(
@@ -269,7 +272,7 @@ def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """transformers shards at creation only while an HfDeepSpeedConfig object is alive."""
+    """Keep an HfDeepSpeedConfig object alive: only then does transformers shard at creation."""
     if ds_config is None:
         yield
         return
@@ -284,6 +287,6 @@ def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """The library's own words where they are made for people, else also what kind of error it is."""
+    """Return the first line of an error, with its type unless the message is written for people."""
     text = (str(error).strip().splitlines() or [""])[0][:1000]
     return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

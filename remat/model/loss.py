@@ -1,12 +1,12 @@
-"""Next-token cross entropy, summed over trained tokens, in two forms of the same value.
+"""Compute the next-token cross entropy, summed over trained tokens, in two forms of the same value.
 
-`full` builds the logits of all tokens: with the fp32 copy, log-softmax and gradient, 12 bytes x tokens x vocabulary
-at the peak. `chunked` never has more than one chunk of logits: the output layer itself loops over chunks of tokens,
-each under activation checkpointing (torch), each through DeepSpeed's fp32 cross entropy that keeps one number per
-token (Triton on CUDA). It costs one more forward of the output layer.
+`full` builds the logits of all tokens. With the fp32 copy, log-softmax and gradient, it takes 12 bytes x tokens x
+vocabulary at the peak. `chunked` never has more than one chunk of logits: the output layer itself loops over chunks of
+tokens. Each chunk runs under activation checkpointing (torch) and through DeepSpeed's fp32 cross entropy, which keeps
+one number per token (Triton on CUDA). It costs one more forward of the output layer.
 
-The chunk loop runs inside the output layer's own call, so that ZeRO-3 gathers its weight once in forward and once
-in backward. torch's `linear_cross_entropy` is not used: in bf16 it returns the loss itself in bf16 (3 % off at a
+The loop over chunks runs inside the output layer's own call, so that ZeRO-3 gathers its weight once in forward and
+once in backward. torch's `linear_cross_entropy` is not used: in bf16 it returns the loss itself in bf16 (3 % off at a
 vocabulary of 5000).
 """
 
@@ -32,26 +32,26 @@ CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16, 256 MiB as fp3
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal scalars; two that are not finite count as equal, the step guard deals with them."""
+    """Compare two scalars. Two that are not finite count as equal: the step guard deals with them."""
     return torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """`labels` [batch, seq] moved left by one: target i is the token after i; the last has none."""
+    """Move `labels` [batch, seq] left by one: target i is the token after i; the last position has no target."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens per chunk of the chunked form."""
+    """Return the tokens per chunk of the chunked form."""
     return max(1, CHUNK_ELEMENTS // vocab_size)
 
 
 class TokenLoss:
-    """Calls a Hugging Face causal language model and returns the summed loss of its labels.
+    """A call of a Hugging Face causal language model that returns the summed loss of its labels.
 
-    `model` is the bare transformers model, `kind` the form. Only the instance of the output layer is touched, only
-    while a forward runs. Meta tensors have no values to compare (`verify=False`) and want another `cross_entropy`
-    in the chunked form.
+    `model` is the bare transformers model, `kind` the form. Only the output layer of this model is patched, and only
+    while a forward runs. Meta tensors have no values to compare (`verify=False`) and need another `cross_entropy` in
+    the chunked form.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TokenLoss:
         cross_entropy: CrossEntropy | None = None,
     ) -> None:
         self.kind = kind
-        self.verified = not verify  # compared once, on the first call: a host synchronisation
+        self.verified = not verify  # compared once, on the first call: it costs a host synchronisation
         self.cross_entropy = cross_entropy or fused_cross_entropy
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if self.head is None:
@@ -77,10 +77,10 @@ class TokenLoss:
             )
 
     def __call__(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Sum of the token losses, a float32 scalar on the batch's device; its mean is not taken here.
+        """Return the sum of the token losses, a float32 scalar on the batch's device; no mean is taken here.
 
-        `module` is what is called (the DeepSpeed engine or the model); `batch` has `input_ids` and `labels`,
-        both [batch, seq], labels unshifted with -100 where nothing is trained.
+        `module` is what is called (the DeepSpeed engine or the model). `batch` has `input_ids` and `labels`, both
+        [batch, seq]; labels are unshifted, with -100 where nothing is trained.
         """
         targets = shifted(batch["labels"])
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -101,7 +101,7 @@ class TokenLoss:
 
     @contextmanager
     def _armed(self, targets: Tensor) -> Iterator[list[Tensor]]:
-        """While active, the output layer returns the summed loss instead of logits."""
+        """Make the output layer return the summed loss instead of logits while the context is entered."""
         returned: list[Tensor] = []
 
         def forward(hidden: Tensor) -> Tensor:
@@ -116,9 +116,10 @@ class TokenLoss:
 
 
 class LossWindow:
-    """Summed loss and trained tokens since the last row of the record; this rank's loss stays on its device.
+    """Summed loss and trained tokens since the last row of the record.
 
-    It is part of the training state: `state` and `restore`.
+    This rank's loss stays on its device, so that adding needs no synchronisation. The window is part of the training
+    state: `state` and `restore`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,25 +131,31 @@ class LossWindow:
         self._tokens += global_tokens
 
     def mean(self) -> float:
-        """Mean loss per trained token over all ranks, NaN of none; one all-reduce and one host synchronisation."""
+        """Return the mean loss per trained token over all ranks; NaN without tokens.
+
+        Costs one all-reduce and one host synchronisation.
+        """
         total = self._loss.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total.item() / self._tokens if self._tokens else math.nan
 
     def take(self) -> float:
-        """`mean`; the window begins anew."""
+        """Return `mean` and start a new window."""
         mean = self.mean()
         self._loss.zero_()
         self._tokens = 0
         return mean
 
     def state(self) -> dict[str, Any]:
-        """Plain data, the same on all ranks: each rank's sum, which would be rounded otherwise if added here."""
+        """Return plain data, the same on all ranks. Collective.
+
+        It holds each rank's sum: adding them here would round differently from an uninterrupted run.
+        """
         return {"loss_by_rank": distributed.gather(self._loss.item()), "tokens": self._tokens}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`; where other ranks saved it, all of it is rank 0's."""
+        """Continue from a `state`. When another number of ranks saved it, rank 0 takes the whole sum."""
         sums, rank = state["loss_by_rank"], dist.get_rank()
         if len(sums) != dist.get_world_size():
             sums = [math.fsum(sums)] + [0.0] * (dist.get_world_size() - 1)
@@ -157,7 +164,7 @@ class LossWindow:
 
 
 def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """DeepSpeed's: keeps the logits and one number per row."""
+    """Return DeepSpeed's summed cross entropy, which keeps the logits and one number per row."""
     from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 
     return chunked_cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
@@ -170,7 +177,7 @@ def chunked_loss(
     targets: Tensor,
     cross_entropy: CrossEntropy = fused_cross_entropy,
 ) -> Tensor:
-    """Sum over tokens of cross entropy(hidden @ weight.T + bias, targets), float32 scalar.
+    """Return the sum over tokens of cross entropy(hidden @ weight.T + bias, targets), a float32 scalar.
 
     `hidden` [batch, seq, dim], `weight` [vocab, dim], `targets` [batch, seq] with -100 for no loss.
     """

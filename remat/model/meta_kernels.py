@@ -1,12 +1,13 @@
-"""The kernels of a GPU or a CPU for tensors on `meta`, which have shapes and no memory.
+"""Run models on `meta` tensors, which have shapes and no memory, with the kernels of a GPU or a CPU.
 
-On meta torch would pick its slow attention. While `as_in_a_run` is entered:
-- attention and dropout are the kernels that the device picks, called by name;
-- Hugging Face's question whether sequences are packed, which needs values, is answered: they are where documents are
-  kept apart;
-- torch's rules for meta tensors that are narrower than its kernels are widened;
+On meta tensors torch would choose its slow attention. While `as_in_a_run` is entered:
+- attention and dropout are the kernels that the device would choose, called by name;
+- Hugging Face's question whether sequences are packed, which needs values, is answered: they are packed where
+  documents are kept apart;
+- torch's rules for meta tensors are widened where its kernels accept more;
 - under ZeRO-3 a Linear is DeepSpeed's.
-A kernel that has no meta version is replaced by a function that saves the same tensors and moves the same bytes.
+
+A kernel without a meta version is replaced by a function that saves the same tensors and moves the same bytes.
 """
 
 from __future__ import annotations
@@ -41,10 +42,9 @@ PACKED = (
 def as_in_a_run(
     zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True, packed: bool = False
 ) -> Iterator[None]:
-    """Attention and dropout as a recent NVIDIA GPU runs them, or a CPU; and ZeRO-3's Linear.
+    """Run attention and dropout as a recent NVIDIA GPU does, or a CPU; and ZeRO-3's Linear.
 
-    `packed`: position ids restart within a block. What had to be assumed is appended to `assumptions`, once for every
-    time.
+    `packed`: position ids restart within a block. Each assumption is appended to `assumptions` every time it is made.
     """
     assumed: list[str] = [] if assumptions is None else assumptions
     kernel = _attention if on_gpu else _cpu_attention
@@ -70,7 +70,7 @@ def explained(model: nn.Module) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # a model's code may do anything with values that are not there
+    except Exception as error:  # a model's code may raise anything on tensors without values
         text = (str(error).strip() or "no reason given").splitlines()[0]
         frame = traceback.extract_tb(error.__traceback__)
         place = next((f for f in reversed(frame) if "/models/" in f.filename or "modeling" in f.filename), None)
@@ -83,7 +83,7 @@ def explained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def linear_of(zero_stage: int) -> Iterator[None]:
-    """Under ZeRO-3 F.linear is a function of DeepSpeed's, with other operations and saved tensors than torch's."""
+    """Replace F.linear as DeepSpeed does under ZeRO-3: its operations and saved tensors differ from torch's."""
     with mock.patch.object(F, "linear", _Zero3Linear.apply) if zero_stage == 3 else nullcontext():
         yield
 
@@ -91,7 +91,7 @@ def linear_of(zero_stage: int) -> Iterator[None]:
 class _Zero3Linear(torch.autograd.Function):
     """The operations of deepspeed/runtime/zero/linear.py:77-135 (0.19.8).
 
-    Its input is saved when the product is there, so a recomputation runs also a layer's last one.
+    The input is saved after the product is computed. So a recomputation also runs the last product of a layer.
     """
 
     @staticmethod
@@ -116,11 +116,11 @@ class _Zero3Linear(torch.autograd.Function):
 
 
 class _Kernels(TorchDispatchMode):
-    """Operations that torch's meta tensors cannot do, or do unlike the device.
+    """Operations that meta tensors cannot do, or do differently from the device.
 
-    A value is asked for that meta tensors do not have: `are these sequences whole?` Yes, but for `packed`
-    ones. A product of groups is refused
-    in all but bf16, which the kernels take. A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
+    transformers asks for one value, which meta tensors do not have: are these sequences whole? The answer is yes,
+    except inside `packed`. Meta tensors refuse a grouped product in all dtypes but bf16; the kernels take others too.
+    A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
     """
 
     def __init__(self, assumed: list[str], on_gpu: bool) -> None:
@@ -129,7 +129,7 @@ class _Kernels(TorchDispatchMode):
         self._whole = True
 
     def packed(self, position_ids: Tensor) -> Tensor | None:
-        """transformers' question, of position ids that restart."""
+        """Answer transformers' question for position ids that restart."""
         self._whole = False
         try:
             found: Tensor | None = INDICES(position_ids)
@@ -167,8 +167,10 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[tokens, k] x [experts, k, n], [k, tokens] x [tokens, n] or [experts, m, k] x [experts, k, n]: the shapes of
-    torch 2.13 (ATen/native/GroupedMMUtils.h), whose rows are padded to 16 bytes.
+    """Return an empty result with the shape and strides of torch 2.13 (ATen/native/GroupedMMUtils.h).
+
+    The products are [tokens, k] x [experts, k, n], [k, tokens] x [tokens, n] and [experts, m, k] x [experts, k, n].
+    Rows are padded to 16 bytes.
     """
     rows, columns = left.shape[-2], right.shape[-1]
     groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
@@ -182,7 +184,10 @@ def _grouped_mm(
 
 
 def _fused_dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """A GPU keeps one byte per element (ATen/native/Dropout.cpp, is_fused_kernel_acceptable); in place it does not."""
+    """Run dropout as a GPU does, which keeps one byte per element unless it works in place.
+
+    From ATen/native/Dropout.cpp, is_fused_kernel_acceptable.
+    """
     if training and 0 < p < 1 and not inplace and rows.is_meta:
         fused: Tensor = torch.native_dropout(rows, p, True)[0]
         return fused
@@ -200,8 +205,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Selection as in torch 2.13's sdp_utils.cpp: flash takes fp16 and bf16 without a mask, heads of one width up to
-    256 in query, key and value.
+    """Choose and run attention as torch 2.13's sdp_utils.cpp does on a GPU.
+
+    Flash takes fp16 and bf16 without a mask, with heads of one width, up to 256, in query, key and value. Everything
+    else runs the memory-efficient kernel.
     """
     one_width = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     if attn_mask is None and query.dtype in FLASH_DTYPES and one_width:
@@ -241,7 +248,7 @@ def _cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch itself picks for such tensors on a CPU, which has no flash with dropout."""
+    """Run the kernel that torch itself chooses for such tensors on a CPU, which has no flash with dropout."""
     mask = attn_mask
     if mask is not None and mask.dtype is torch.bool:  # as convert_boolean_attn_mask in attention.cpp
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
@@ -266,7 +273,10 @@ def _cpu_attention(
 
 
 def _as_on_a_cpu(tensor: Tensor) -> Tensor:
-    """A tensor of two rows with what torch looks at: dtype, heads, width, whether rows lie in one piece."""
+    """Return a small CPU tensor of at most two rows that torch's choice of kernel treats like `tensor`.
+
+    It keeps what torch looks at: dtype, heads, width, and whether rows are contiguous.
+    """
     batch, heads, rows, width = tensor.shape
     sizes = min(batch, 2), heads, min(rows, 2), width
     small = torch.empty(sizes, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -276,8 +286,10 @@ def _as_on_a_cpu(tensor: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """DeepSpeed's Triton kernel (runtime/chunked_cross_entropy.py:121), summed over rows: the logits, the targets and
-    one fp32 number per row are saved, and the gradient has the logits' dtype. Values are meaningless.
+    """Stand in for DeepSpeed's Triton kernel (runtime/chunked_cross_entropy.py:121), summed over rows.
+
+    It saves the logits, the targets and one fp32 number per row; the gradient has the logits' dtype. Values are
+    meaningless.
     """
     loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets.contiguous())
     return loss.sum()

@@ -1,4 +1,4 @@
-"""AdamW by placement, parameter groups, and learning-rate schedules as pure functions of the step."""
+"""Build AdamW for the place of its state, group parameters, and compute learning-rate schedules from the step alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 from remat.config.options import OptimConfig, Schedule
 
-KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what
+KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what it computes
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices are decayed, vectors (norms, biases) are not.
+    """Put trainable parameters into two groups: matrices are decayed, vectors (norms, biases) are not.
 
     Under ZeRO-3 a parameter's own shape is empty; DeepSpeed keeps the real one in `ds_shape`.
     """
@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build(
     model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW where its state lives: DeepSpeedCPUAdam in host memory, fused on CUDA, plain torch otherwise."""
+    """Build AdamW where its state lives: DeepSpeedCPUAdam in host memory, fused on CUDA, plain torch otherwise."""
     groups = parameter_groups(model, cfg.weight_decay)
     settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if offloaded:
@@ -50,12 +50,12 @@ def build(
 
 @contextlib.contextmanager
 def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While DeepSpeed builds its engine around `optimizer`, a step of it does nothing.
+    """Make `optimizer.step` do nothing while DeepSpeed builds its engine around the optimizer.
 
-    DeepSpeed's wrapper of 16-bit weights at stage 0 steps once on zero gradients when it is built, to have the state
-    allocated (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states): weights decay at the full rate before
-    the first batch, and the moments' corrections are one step ahead for the whole run. The state is allocated by the
-    first real step, as at the other stages.
+    At stage 0 DeepSpeed's wrapper of 16-bit weights takes a step on zero gradients when it is built, to allocate the
+    state (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states). Weights would decay at the full rate before
+    the first batch, and the moments' bias corrections would be one step ahead for the whole run. With this context the
+    first real step allocates the state, as at the other stages.
     """
     vars(optimizer)["step"] = lambda *args, **settings: None
     try:
@@ -66,7 +66,10 @@ def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
-    """Linux names the vendor, which is all that DeepSpeedCPUAdam asks py-cpuinfo for; that takes a second a rank."""
+    """Answer DeepSpeedCPUAdam's question for the CPU vendor from /proc/cpuinfo.
+
+    The vendor is all that it asks py-cpuinfo for, which takes a second per rank.
+    """
     import cpuinfo
 
     lines = cpuinfo_file.read_text().splitlines() if cpuinfo_file.exists() else []
@@ -77,7 +80,7 @@ def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[
     whole = cpuinfo.get_cpu_info
 
     def vendor() -> dict[str, str]:
-        cpuinfo.get_cpu_info = whole  # a build of the op asks for more
+        cpuinfo.get_cpu_info = whole  # a build of the op reads more than the vendor
         return {"vendor_id_raw": vendors[0]}
 
     cpuinfo.get_cpu_info = vendor
@@ -88,11 +91,11 @@ def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[
 
 
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) out of `total_steps`.
+    """Return the learning rate of optimizer step `step` (0-based) out of `total_steps`.
 
-    Warm-up is linear and reaches `lr` at step `warmup_steps`. Then: constant; linear or cosine (Loshchilov and
-    Hutter 2017, without restarts) down to `min_lr_ratio * lr` at the last step; wsd (Hu et al. 2024, MiniCPM)
-    stays at `lr` and falls linearly over the last `decay_steps`.
+    Warm-up is linear and reaches `lr` at step `warmup_steps`. Then: constant; linear or cosine (Loshchilov and Hutter
+    2017, without restarts) down to `min_lr_ratio * lr` at the last step; wsd (Hu et al. 2024, MiniCPM) stays at `lr`
+    and falls linearly over the last `decay_steps`.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
@@ -106,7 +109,7 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
 
 
 def set_options(optimizer: Any, cfg: OptimConfig) -> None:
-    """What the run asks for, after a resume: DeepSpeed restores the saved run's options with its state."""
+    """Apply this run's optimizer options after a resume, which restored the saved run's."""
     _as_own(getattr(optimizer, "optimizer", optimizer))
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = (cfg.beta1, cfg.beta2), cfg.eps
@@ -122,7 +125,10 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 
 def _as_own(adam: Any) -> None:
-    """A state that the other implementation saved (offload switched since): options it lacks, its kind of step."""
+    """Adapt a state that the other AdamW saved, when offload was switched since.
+
+    Adds options that the saved groups lack and converts `step` to the kind that this optimizer keeps.
+    """
     for group in adam.param_groups:
         for name, value in adam.defaults.items():
             group.setdefault(name, value)
@@ -140,11 +146,11 @@ def _as_own(adam: Any) -> None:
 
 
 def _count_on(optimizer: Any) -> None:
-    """Bias corrections to the last bit those of a run that never stopped.
+    """Make bias corrections equal, to the last bit, to those of a run that never stopped.
 
-    DeepSpeedCPUAdam keeps beta ** step as a product that grows by a factor a step. No saved state holds it, and a new
-    one takes the power at once (deepspeed/ops/csrc/includes/cpu_adam.h), which for many steps differs in the last
-    bit. So the steps are counted again on one number, some microseconds each.
+    DeepSpeedCPUAdam keeps beta ** step as a product that is multiplied once per step. No saved state holds it. A new
+    optimizer computes the power at once (deepspeed/ops/csrc/includes/cpu_adam.h), which after many steps differs in
+    the last bit. So the steps are counted again on a single number, some microseconds each.
     """
     adam = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(adam, "ds_opt_adam"):

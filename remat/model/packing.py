@@ -1,9 +1,9 @@
-"""Keep the documents of a packed block apart where the model can; a small copy of the model is asked whether it can.
+"""Keep the documents of a packed block apart where the model can, and find out whether it can.
 
-transformers keeps packed documents apart by their position ids, which restart with each document. Without an
-attention mask it finds the restarts and makes attention a block diagonal (sdpa, eager, flex); flash's varlen kernel
-is told the documents' ends. A model that makes its masks otherwise, or carries a state from token to token, would let
-them see each other in silence. So a small copy is tried: are the logits of a document the same after another
+transformers keeps packed documents apart by their position ids, which restart with each document. Without an attention
+mask it finds the restarts and makes attention block-diagonal (sdpa, eager, flex); flash's varlen kernel is told the
+documents' ends. A model that builds its masks in another way, or carries a state from token to token, would silently
+let them see each other. So a small copy of the model is tried: are the logits of a document the same after another
 document, after a changed one, and alone?
 """
 
@@ -29,10 +29,10 @@ from remat.model import small_copy
 
 
 class Way(StrEnum):
-    """How a model is told where documents begin: the first of these that works."""
+    """How a model is told where documents begin. The first of these that works is used."""
 
     positions = (
-        "position ids that restart"  # the model builds its masks from them, and flash has `varlen` beside them
+        "position ids that restart"  # the model builds its masks from them; flash gets `varlen` in addition
     )
     masks = "position ids that restart, and transformers' block-diagonal masks"
     masks_alone = "transformers' block-diagonal masks"
@@ -40,7 +40,10 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Packed:
-    """`form` None: every block holds one document, and there is nothing to keep apart. `reason` is why it is so."""
+    """Whether the blocks of a run hold several documents, and how they are kept apart.
+
+    `form` None: every block holds one document, and there is nothing to keep apart. `reason` says why.
+    """
 
     form: Packing | None
     reason: str
@@ -51,14 +54,14 @@ class Packed:
         return self.form is Packing.documents
 
     def line(self) -> str:
-        """For the header."""
+        """Describe the packing in one line of the run's header."""
         return f"{self.form}: {self.reason}" if self.form else self.reason
 
 
 def given(packed: Packed, batch: Mapping[str, Any], net: Any) -> dict[str, Any]:
-    """The micro-batch with what `net`, the model, needs to keep documents apart.
+    """Return the micro-batch with what `net`, the model, needs to keep documents apart.
 
-    `batch` has "position_ids" int64 [batch, seq] where documents are kept apart, and is otherwise left as it is.
+    `batch` has "position_ids" int64 [batch, seq] where documents are kept apart; otherwise it is returned unchanged.
     """
     found = dict(batch)
     position_ids = found.get("position_ids")
@@ -73,9 +76,9 @@ def given(packed: Packed, batch: Mapping[str, Any], net: Any) -> dict[str, Any]:
 
 
 def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Where documents end, for flash's varlen kernel: {} for other kernels.
+    """Return where documents end, for flash's varlen kernel; {} for other kernels.
 
-    Of a batch whose tensors are on the host still: `max_length_q` is a number.
+    Call it while the batch is still on the host: `max_length_q` is a number.
     """
     if attention is not Attention.flash_attention_2 or not packed.apart or "position_ids" not in batch:
         return {}
@@ -85,9 +88,9 @@ def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict
 def planned(
     packed: Packed, attention: Attention, net: Any
 ) -> Callable[[dict[str, Tensor]], dict[str, Any]] | None:
-    """What makes a micro-batch on meta into the inputs of `net`; None: it is its inputs.
+    """Return a function that turns a micro-batch on meta into the inputs of `net`; None when it already is.
 
-    Values are not known there: flash's kernel is taken to have one document in each row, which costs it most.
+    Values are not known on meta. So flash's kernel is assumed to have one document in each row, which costs it most.
     """
     if not packed.apart:
         return None
@@ -105,23 +108,21 @@ def planned(
 
 
 def varlen(position_ids: Tensor) -> dict[str, Any]:
-    """transformers' FlashAttentionKwargs; `cu_seq_lens_q` int32 [documents + 1] in the flattened batch."""
+    """Return transformers' FlashAttentionKwargs; `cu_seq_lens_q` int32 [documents + 1] in the flattened batch."""
     (queries, keys), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
     longest = int(longest)
     return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": longest}
 
 
 def _masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> Any:
-    """What the model would make of its own accord: one mask [batch, 1, seq, seq], or one for each kind of layer."""
+    """Return the masks the model would make itself: one [batch, 1, seq, seq], or one for each kind of layer."""
     shape = torch.empty((*position_ids.shape, 1), dtype=dtype, device=position_ids.device)
     return create_masks_for_generate(config, shape, None, None, position_ids=position_ids)
 
 
-LENGTHS = ((7, 9), (11, 5))  # of the two documents of each row that the copy is given
-SAME_WITHIN = (
-    1e-5  # of the largest logit: experts see other tokens beside a document's, and add in another order
-)
-ALONE_WITHIN = 1e-4  # kernels round otherwise at another length
+LENGTHS = ((7, 9), (11, 5))  # of the two documents in each row of the trial
+SAME_WITHIN = 1e-5  # of the largest logit: experts see other tokens too, and add in another order
+ALONE_WITHIN = 1e-4  # of the largest logit: kernels round differently at another length
 LOWEST_ID = 8  # special tokens have low ids
 SEEN = "a document sees those before it in its block"
 KERNELS = {
@@ -133,9 +134,10 @@ KERNELS = {
 
 
 def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) -> Packed:
-    """How the blocks of this run are read. Raises ConfigError where `documents` is asked for and cannot be.
+    """Decide how the blocks of this run are read.
 
-    `skeleton` is the model of `config` without storage.
+    `skeleton` is the model of `config` without storage. Raises ConfigError where `documents` is asked for and is
+    impossible.
     """
     if cfg.data.format is not DataFormat.plain:
         return Packed(None, "every example has a block of its own")
@@ -159,7 +161,10 @@ def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) 
 
 
 def way(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
-    """How documents are kept apart in this model, or why they cannot be. Asked once for each configuration."""
+    """Return how documents are kept apart in this model, or why they cannot be.
+
+    The model is tried once per configuration.
+    """
     key = (json.dumps(config.to_dict(), sort_keys=True, default=str), cfg.attention, cfg.trust_remote_code)
     if key not in _ANSWERS:
         with torch.random.fork_rng(devices=[]):
@@ -175,7 +180,7 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
     on_a_cpu = "eager" if cfg.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
     try:
         net = small_copy.build(config, skeleton, attention=on_a_cpu, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # sizes that do not go together fail anywhere in the library, with any error
+    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
         return f"a small copy of it, to try it out, cannot be built ({_first_line(error)})"
     problems = []
     for option in Way:
@@ -187,18 +192,18 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
 
 
 def _problem(net: Any, option: Way, attention: Attention) -> str | None:
-    """What keeps `option` from working in `net`; None: it works."""
+    """Return what keeps `option` from working in `net`, or None when it works."""
     try:
         with torch.no_grad(), _kernel_of(net, attention):
             return _difference(net, option, attention)
-    except Exception as error:  # an argument that is unknown or of a shape not expected
+    except Exception as error:  # an unknown argument, or one of an unexpected shape
         if "position_ids" in str(error):
             return "it takes no position ids"
         return f"tried on a small copy of it, it fails ({_first_line(error)})"
 
 
 def _difference(net: Any, option: Way, attention: Attention) -> str | None:
-    """Two rows of two documents each: the second against itself after another first, and alone."""
+    """Compare the second document of each row after another first document, and alone. Two rows are tried."""
     draw = torch.Generator().manual_seed(1)
     shape = (len(LENGTHS), sum(LENGTHS[0]))
     vocabulary = net.get_input_embeddings().weight.shape[0]
@@ -232,7 +237,10 @@ def _difference(net: Any, option: Way, attention: Attention) -> str | None:
 
 @contextmanager
 def _kernel_of(net: Any, attention: Attention) -> Iterator[None]:
-    """Flash attention as a CPU can compute it: a model that does not hand the documents' ends on is found out."""
+    """Replace flash attention by one a CPU can compute.
+
+    So a model that does not pass on the documents' ends is found out.
+    """
     if attention is not Attention.flash_attention_2:
         yield
         return
@@ -270,7 +278,7 @@ def _flash_on_a_cpu(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What flash's kernels compute, with the documents' ends or without; [batch, seq, heads, width] in and out."""
+    """Compute what flash's kernels do, with or without the documents' ends; [batch, seq, heads, width]."""
     batch, length = query.shape[:2]
     places = torch.arange(batch * length)
     rows = places // length
@@ -288,7 +296,7 @@ def _flash_on_a_cpu(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen, float("-inf"))
-    if s_aux is not None:  # a sink takes its share of each row
+    if s_aux is not None:  # an attention sink takes its share of each row
         scores = torch.cat([scores, s_aux.reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=-1)
     weights = scores.softmax(-1)[..., : scores.shape[1]]
     return (weights @ values).transpose(0, 1).unflatten(0, (batch, length))

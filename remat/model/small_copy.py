@@ -1,4 +1,4 @@
-"""A model of the same classes and kinds of layers with few numbers, to try out on a CPU what the large one would do."""
+"""Build a small model of the same classes and kinds of layers, to try on a CPU what the large one would do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER = 64
 EXPERTS = 4
 WINDOW = 4
 STATE = 16
-MOST_ELEMENTS = 1e8  # 400 MB for a second or two
+MOST_ELEMENTS = 1e8  # 400 MB, used for a second or two
 # transformers spells the same size differently from model to model
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -46,11 +46,11 @@ LARGEST = {
 def build(
     config: PretrainedConfig, skeleton: nn.Module, *, attention: str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The first layers of `skeleton`, the model of `config` on meta, up to the last of a new kind; float32, no dropout.
+    """Build the first layers of `skeleton`, up to the last of a new kind; float32, no dropout.
 
-    Weights are drawn anew from torch's global generator, large enough that every layer matters. Raises whatever the
-    library does for sizes that do not go together, after several kinds of reduction, and ValueError for a model that
-    stays too large.
+    `skeleton` is the model of `config` on meta. Weights are drawn anew from torch's global generator, large enough
+    that every layer matters. Several kinds of reduction are tried. Raises what the library raises for sizes that do
+    not go together, and ValueError for a model that stays too large.
     """
     problem: Exception | None = None
     depth = kinds_within(skeleton, _depth(config))
@@ -60,14 +60,17 @@ def build(
                 return _built(_reduced(config, widths, layers), attention, trust_remote_code)
             except (
                 Exception
-            ) as error:  # sizes that do not go together fail anywhere in the library, with any error
+            ) as error:  # sizes that do not fit each other can raise any error anywhere in the library
                 problem = problem or error
     assert problem is not None
     raise problem
 
 
 def kinds_within(skeleton: nn.Module, depth: int) -> int:
-    """How many of the first layers of a stack of `depth` hold one of every kind: classes within and their settings."""
+    """Return how many of the first layers hold one layer of every kind in a stack of `depth`.
+
+    A kind is the classes within a layer and their settings.
+    """
     most = min(depth, 1)
     for stack in (m for m in skeleton.modules() if isinstance(m, nn.ModuleList) and len(m) == depth):
         kinds = [_kind(layer) for layer in stack]
@@ -76,7 +79,7 @@ def kinds_within(skeleton: nn.Module, depth: int) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """The classes within, with the words and switches they were made with."""
+    """Return the classes within a layer, with the strings and booleans they were made with."""
     return tuple(
         (
             name,
@@ -143,7 +146,7 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _narrow(config: PretrainedConfig) -> None:
-    """Two groups of heads of the same size, or as few as there are, and as wide a model as they need."""
+    """Reduce to two groups of heads of the same size, or fewer where there are fewer, and the width they need."""
     heads = next((size for name in HEADS if (size := _size(config, name))), None)
     width = next((size for name in WIDTHS if (size := _size(config, name))), None)
     if not heads or not width:

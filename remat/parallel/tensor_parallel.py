@@ -1,7 +1,8 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: every layer's matrices split over a group of ranks with the same data.
+"""Split every layer's matrices over a group of ranks with the same data, by DeepSpeed's AutoTP.
 
-AutoTP follows the plan that transformers has for the architecture. Activations between layers are whole on every rank
-of a group. Groups are consecutive ranks, so a group stays inside a node whose number of GPUs it divides.
+AutoTP follows the tensor-parallel plan that transformers has for the architecture. Activations between layers are
+whole on every rank of a group. Groups are consecutive ranks, so a group stays within a node when its size divides the
+node's number of GPUs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def check(size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: 
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The DeepSpeed dict `ds` with AutoTP in it.
+    """Return the DeepSpeed dict `ds` with AutoTP in it.
 
-    The global batch size is left to DeepSpeed, which would hold it to all ranks before it knows the groups.
+    The global batch size is left out, and DeepSpeed derives it: it would check the value against all ranks before it
+    knows the groups.
     """
     if size == 1:
         return dict(ds)
@@ -43,12 +45,12 @@ def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
-    """`ds` as transformers wants it while it makes a model of whole layers, which are split afterwards."""
+    """Return `ds` without AutoTP, for transformers to create whole layers, which are split afterwards."""
     return {key: value for key, value in ds.items() if key != "tensor_parallel"}
 
 
 def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
-    """Elements of each parameter that a rank holds (before ZeRO), in the model's order."""
+    """Return the elements of each parameter that a rank holds (before ZeRO), in the model's order."""
     styles = plan(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -60,21 +62,21 @@ def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
 
 
 def plan(model: PreTrainedModel) -> dict[str, str]:
-    """Pattern of module names to style. The output layer stays whole: the loss reads its weight."""
+    """Map patterns of module names to styles. The output layer stays whole: the loss reads its weight."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
     return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
 
 
 def prepare(model: PreTrainedModel, size: int) -> None:
-    """Tell AutoTP, which asks the model, what `plan` says. Before deepspeed.initialize."""
+    """Give the result of `plan` to AutoTP, which asks the model. Call before deepspeed.initialize."""
     if size > 1:
         model._tp_plan = plan(model)
 
 
 def join(world: World, size: int) -> tuple[World, Any | None]:
-    """`world` divided into groups of `size` ranks, and DeepSpeed's object that knows them; (world, None) for 1.
+    """Divide `world` into groups of `size` ranks; return it with DeepSpeed's object that knows them.
 
-    DeepSpeed keeps one division per process and would keep that of an earlier run.
+    Returns (world, None) for size 1. DeepSpeed keeps one division per process and would keep that of an earlier run.
     """
     from deepspeed.utils import groups
 
@@ -120,7 +122,7 @@ def _model(size: int, skeleton: PreTrainedModel) -> list[str]:
 
 
 def _widths(skeleton: PreTrainedModel, styles: Mapping[str, str]) -> dict[str, int]:
-    """The side of each split matrix that is divided."""
+    """Return, for each split matrix, the size of the side that is divided."""
     found: dict[str, int] = {}
     for path, module in skeleton.named_modules():
         pattern = _pattern(path)
@@ -132,5 +134,5 @@ def _widths(skeleton: PreTrainedModel, styles: Mapping[str, str]) -> dict[str, i
 
 
 def _pattern(path: str) -> str:
-    """model.layers.3.mlp.up_proj -> model.layers.*.mlp.up_proj"""
+    """Replace layer numbers: model.layers.3.mlp.up_proj -> model.layers.*.mlp.up_proj"""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)

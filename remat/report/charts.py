@@ -1,6 +1,6 @@
-"""Draw a run with matplotlib: four pictures from `metrics.jsonl`, memory snapshots, and the GPU as the driver saw it.
+"""Draw a run with matplotlib: four pictures from `metrics.jsonl`, memory snapshots, and samples of the GPU's driver.
 
-No display, no global state.
+Needs no display and keeps no global state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from remat.config.metrics import (
 )
 from remat.config.units import GIB
 
-BARS = {  # key: what the legend calls it, and the theme's colour
+BARS = {  # key: name in the legend, colour of the theme
     "gpu_reserved_bytes": ("GPU reserved", "purple"),
     "gpu_allocated_bytes": ("GPU allocated", "blue"),
     "host_resident_bytes": ("host resident", "green"),
@@ -61,7 +61,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours that keep their contrast on one background; hues are distinguishable without red-green vision."""
+    """Colours that keep their contrast on one background; hues can be told apart without red-green vision."""
 
     background: str
     text: str
@@ -99,7 +99,7 @@ DARK = Theme(
 
 
 def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
-    """PNG bytes by name, for those of loss, step_time, memory and throughput whose metrics were logged."""
+    """Return PNG bytes by name: loss, step_time, memory and throughput, as far as their metrics were logged."""
     makers: dict[str, Callable[[Rows, Theme], Figure | None]] = {
         "loss": _loss,
         "step_time": _step_time,
@@ -118,13 +118,13 @@ def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
 
 
 def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the rows that hold `name`."""
+    """Return steps and values of the rows that hold `name`."""
     kept = [row for row in rows if name in row]
     return [row["step"] for row in kept], [row[name] for row in kept]
 
 
 def style(theme: Theme) -> Any:
-    """matplotlib's rc parameters of every picture of the project."""
+    """Return matplotlib's rc parameters for every picture of the project."""
     return {
         "figure.constrained_layout.w_pad": 0.1,
         "figure.constrained_layout.h_pad": 0.1,
@@ -161,7 +161,7 @@ def style(theme: Theme) -> Any:
 
 
 def _axes(height_in: float, ratios: tuple[float, ...] = (1.0,)) -> tuple[Figure, list[Axes]]:
-    """Panels below each other over one step axis, the labels of which only the last one shows."""
+    """Make panels below each other over one step axis; only the last panel shows its labels."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
     panels = [axes for row in grid for axes in row]
@@ -172,7 +172,7 @@ def _axes(height_in: float, ratios: tuple[float, ...] = (1.0,)) -> tuple[Figure,
 
 
 def _legend(axes: Axes) -> None:
-    """On one line above the plot, at the right: it can hide no data."""
+    """Put the legend on one line above the plot, at the right, where it can hide no data."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
@@ -188,7 +188,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str, style: str = "-") -> None:
-    """A line, with a marker on each row where there are few."""
+    """Draw a line; mark each row where there are few."""
     steps, values = series(rows, name)
     if values:
         marker = "o" if len(values) <= 25 else ""
@@ -196,7 +196,7 @@ def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str, style: str 
 
 
 def _band(axes: Axes, rows: Rows, name: str, color: str) -> None:
-    """From the lowest to the highest rank."""
+    """Fill the range from the lowest to the highest rank."""
     kept = [row for row in rows if name in row and lowest(name) in row]
     if kept:
         low, high = [row[lowest(name)] for row in kept], [row[name] for row in kept]
@@ -248,7 +248,7 @@ def _step_time(rows: Rows, theme: Theme) -> Figure | None:
     figure, (axes,) = _axes(3.5)
     steps = [row["step"] for row in kept]
     layers = [[row.get(phase_s(phase), 0.0) for row in kept] for phase in PHASES]
-    # Maxima over ranks may sum to more than the step: then nothing is left over.
+    # Maxima over ranks may sum to more than the step; then `other` is 0.
     layers.append(
         [max(0.0, row[STEP_S] - sum(parts)) for row, parts in zip(kept, zip(*layers, strict=True), strict=True)]
     )
@@ -270,7 +270,10 @@ def _step_time(rows: Rows, theme: Theme) -> Figure | None:
 
 
 def _cut_warm_up(axes: Axes, values: list[float], steps: list[float], theme: Theme) -> None:
-    """The first row pays for first allocations; where it would flatten the rest it is cut, and the picture says so."""
+    """Cut the first row, which pays for first allocations, where it would flatten the rest.
+
+    The picture says so and shows the value.
+    """
     rest = values[1:]
     if len(rest) >= 3 and values[0] > 2 * max(rest):
         top = 1.25 * max(rest)
@@ -356,7 +359,7 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
 
 
 def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
-    """PNG bytes of those of `snapshots` and `nvml` that the run has files for."""
+    """Return PNG bytes of `snapshots` and `nvml`, as far as the run has files for them."""
     found: dict[str, Figure] = {}
     images: dict[str, bytes] = {}
     path, sampled = run_dir / "snapshots.json", run_dir / "profile" / "nvml-rank-0.jsonl"
@@ -374,7 +377,7 @@ def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
 
 
 def samples(path: Path) -> list[dict[str, float]]:
-    """The rows of the driver's figures; a torn last row and an error of the driver are left out."""
+    """Return the rows of the driver's samples, without a torn last row and without errors of the driver."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

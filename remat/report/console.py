@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a header, one line per logged step, a bar with the time left, a summary.
+"""Print what a person sees during a run: a header, one line per logged step, a bar with the time left, a summary.
 
-On a terminal the bar stays at the bottom and lines scroll above it. Into a file or a CI log go plain lines without
+On a terminal the bar stays at the bottom and lines scroll above it. A file or a CI log gets plain lines without
 control characters. Only rank 0 prints.
 """
 
@@ -43,8 +43,8 @@ from remat.config.redact import redact_text
 
 PLAIN_WIDTH = 80
 PANEL_WIDTH = 96
-WIDE = 104  # columns from which the optional figures are shown too
-HEADING_EVERY = 20  # lines between two headings of the step table
+WIDE = 104  # terminal columns from which optional figures are shown too
+HEADING_EVERY = 20  # lines between headings of the step table
 PHASES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|accelerate|peft)(\.|$)"
 
@@ -52,7 +52,7 @@ NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|acceler
 class Console:
     """The terminal of rank 0; on other ranks (`is_main=False`) every method does nothing.
 
-    Call `close` whatever happens, so that the bar leaves the terminal whole.
+    Call `close` in every case, so that the bar leaves the terminal intact.
     """
 
     def __init__(self, is_main: bool, *, file: TextIO | None = None) -> None:
@@ -68,11 +68,11 @@ class Console:
         return self._rich.width if self._rich else PLAIN_WIDTH
 
     def header(self, title: str, rows: Mapping[str, str]) -> None:
-        """The run at a glance: label and value, in the order given."""
+        """Print the run at a glance: labels and values, in the order given."""
         self._box(title, rows, style="cyan")
 
     def line(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One logged step, from the metrics of `metrics.jsonl`; figures that are absent are left out."""
+        """Print one logged step from the metrics of `metrics.jsonl`; absent figures are left out."""
         if not self._is_main:
             return
         left_s = (total - step) * metrics.get(STEP_S, math.nan)
@@ -86,7 +86,7 @@ class Console:
             self._progress.update(self._progress.task_ids[0], left_s=left_s, left_at=time.monotonic())
 
     def progress(self, step: int, total: int, doing: str = "training") -> None:
-        """Move the bar (terminal only); call it every step and when evaluation or saving begins."""
+        """Move the bar (terminal only). Call it every step and when evaluation or saving begins."""
         if not self._is_main or not self._rich:
             return
         if self._progress is None:
@@ -96,7 +96,7 @@ class Console:
         self._progress.update(self._progress.task_ids[0], completed=step, total=total, description=doing)
 
     def eval_line(self, step: int, loss: float, seconds: float | None = None) -> None:
-        """The result of an evaluation; loss in nats per token."""
+        """Print the result of an evaluation; the loss is in nats per token."""
         took = "" if seconds is None else f" in {_short(seconds)} s"
         perplexity = f"{math.exp(loss):.4g}" if loss < 700 else "inf"
         self._say(f"eval at step {step}: loss {loss:.4f}, perplexity {perplexity}{took}", style="bold magenta")
@@ -108,12 +108,12 @@ class Console:
         self._say(f"warning: {text}", style="yellow")
 
     def final_table(self, title: str, rows: Mapping[str, str]) -> None:
-        """The end of a run; takes the bar away first."""
+        """Remove the bar and print the summary at the end of a run."""
         self.close()
         self._box(title, rows, style="green")
 
     def close(self) -> None:
-        """Take the bar away. May be called more than once."""
+        """Remove the bar. May be called more than once."""
         if self._progress:
             self._progress.stop()
             self._progress = None
@@ -143,7 +143,10 @@ class Console:
 def final_rows(
     summary: Mapping[str, float], peaks: Mapping[str, float], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """Rows for `final_table`: speed and step split from `Window.summary()`, memory peaks over the run, and files."""
+    """Return rows for `final_table`: speed and step split, peaks of memory over the run, and files.
+
+    `summary` comes from `Window.summary()`.
+    """
     rows: dict[str, str] = {}
     if TOKENS_PER_S in summary:
         rows["tokens/s"] = f"{summary[TOKENS_PER_S]:,.0f}"
@@ -167,9 +170,10 @@ def final_rows(
 
 
 def quiet_libraries(debug: bool, is_main: bool = True) -> None:
-    """Silence what libraries say on every healthy start; with `debug` they say it all. Imports none of them.
+    """Silence what libraries print on every healthy start; with `debug` they print it all. Imports none of them.
 
-    Call it before importing them. Errors always pass. Progress bars stay where a person watches: rank 0, a terminal.
+    Call it before importing them. Errors always pass. Progress bars stay where a person watches: on rank 0 in a
+    terminal.
     """
     if debug:
         return
@@ -177,11 +181,11 @@ def quiet_libraries(debug: bool, is_main: bool = True) -> None:
         warnings.filterwarnings("ignore", category=category, module=NOISY_MODULES)
     for name in ("compilers", "distutils", "py.warnings", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A filter, not a level: DeepSpeed sets its logger's level while it is imported, and warns right then.
+    # A filter, because DeepSpeed sets its logger's level and warns while it is imported.
     logger = logging.getLogger("DeepSpeed")
     if _errors_only not in logger.filters:
         logger.addFilter(_errors_only)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store or socket that closes prints 30 lines each
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store or socket that closes prints 30 lines
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     for name in ("transformers", "datasets"):
@@ -207,7 +211,7 @@ class _Cell:
 def _cells(
     step: int, total: int, metrics: Mapping[str, float], *, left_s: float | None, width: int
 ) -> list[_Cell]:
-    """The figures of one row; the total is dropped from the first where `width` columns cannot hold it."""
+    """Return the figures of one row. The total steps are dropped where `width` columns cannot hold them."""
     loss, norm = metrics.get(LOSS_TRAIN, math.nan), metrics.get(GRAD_NORM, math.nan)
     digits = len(str(total))
     cells = [
@@ -238,7 +242,10 @@ def _cells(
 
 
 def _split(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Each phase as a part of the step. Maxima over ranks can sum to more than the step; the parts then sum to 1."""
+    """Return each phase as a part of the step.
+
+    Maxima over ranks can sum to more than the step; the parts are then scaled to sum to 1.
+    """
     seconds = {short: metrics[phase_s(name)] for name, short in PHASES.items() if phase_s(name) in metrics}
     whole = max(metrics.get(STEP_S, 0.0), sum(seconds.values()))
     return {short: value / whole for short, value in seconds.items()} if whole > 0 else {}
@@ -249,7 +256,7 @@ def _loss(value: float) -> str:
 
 
 def _exponent(value: float) -> str:
-    """3.0e-4: two digits shorter than Python's own."""
+    """Format like 3.0e-4, two digits shorter than Python's own."""
     if not math.isfinite(value) or value == 0:
         return "-" if math.isnan(value) else f"{value:g}"
     mantissa, exponent = f"{value:.1e}".split("e")
@@ -257,7 +264,7 @@ def _exponent(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three significant digits in at most six columns."""
+    """Format with three significant digits in at most six columns."""
     if math.isnan(value):
         return "-"
     if abs(value) >= 1e5 or 0 < abs(value) < 1e-3:
@@ -286,7 +293,10 @@ def _duration(seconds: float) -> str:
 
 
 class _TimeLeft(ProgressColumn):
-    """Steps left times the mean step of the last row, counted down between rows; rich's own guess jumps."""
+    """A column with the time left: steps left times the mean step of the last row.
+
+    It counts down between rows. rich's own estimate jumps.
+    """
 
     def render(self, task: Task) -> Text:
         left = task.fields["left_s"] - (time.monotonic() - task.fields["left_at"])

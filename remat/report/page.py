@@ -1,4 +1,4 @@
-"""The one page of `remat report`: a self-contained HTML file for screen (light and dark) and paper."""
+"""Render the page of `remat report`: a self-contained HTML file for screen (light and dark) and paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import markupsafe
 
 @dataclass(frozen=True)
 class Table:
-    """A table under its title; every cell is text. `note` explains what could be misread; `wide` has no neighbour."""
+    """A table under its title; every cell is text.
+
+    `note` explains what could be misread. A `wide` table has no neighbour.
+    """
 
     title: str
     head: tuple[str, ...]
@@ -49,7 +52,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The HTML text; it refers to nothing outside itself."""
+    """Return the HTML text, which refers to nothing outside itself."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["data_uri"] = _data_uri
     count = len(page.figures)

@@ -1,4 +1,4 @@
-"""Plans on a terminal: where every GiB goes, when the peak is, whether it fits, what would make it fit, and sweeps."""
+"""Print plans and sweeps on a terminal: where every GiB goes, when the peak is, whether it fits, and what would fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(planned: Planned, console: Console) -> None:
 
 
 def verdict(resource: Resource) -> str:
-    """`GPU memory: needs 61.2 GiB of 79.1: fits with 17.9 GiB to spare`."""
+    """Return a line like `GPU memory: needs 61.2 GiB of 79.1: fits with 17.9 GiB to spare`."""
     needs = f"{resource.name}: needs {resource.needed_bytes / GIB:.1f} GiB"
     if resource.found_bytes is None or resource.spare_bytes is None:
         return f"{needs}; the machine's is not known (hardware=NAME)"
@@ -48,7 +48,7 @@ def verdict(resource: Resource) -> str:
 
 
 def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
-    """What to add to the command line of `planned`, one set of overrides on a line of its own."""
+    """Print what to add to the command line of `planned`, one set of overrides per line."""
     groups = {
         "what is trained stays the same": [c for c in advice.changes if not (c.changes_training or _moves(c))],
         "changes what is trained": [c for c in advice.changes if c.changes_training],
@@ -88,7 +88,7 @@ def _moves(change: Change) -> bool:
 
 
 def show_sweep(points: Sequence[Point], console: Console) -> None:
-    """A row for each point; those on the front of memory and time are marked."""
+    """Print a row for each point; those on the Pareto front of memory and time are marked."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("overrides", overflow="fold")
     for title in ("GPU GiB", "host GiB", "s/step", "tokens/s"):
@@ -136,7 +136,7 @@ def _table(title: str, rows: Mapping[str, int], ranks_per_node: int, console: Co
 
 
 def _show_time(planned: Planned, console: Console) -> None:
-    """Seconds of an optimizer step by cause; a best case, and unknown terms are named."""
+    """Print the seconds of an optimizer step by cause: a best case, with unknown terms named."""
     time = planned.time
     title = "\nstep time: not known"
     if time.tokens_per_s:

@@ -1,4 +1,4 @@
-"""Pictures of a plan and of a sweep, in the style of the report's. What is drawn is computed apart from the drawing."""
+"""Draw a plan and a sweep in the style of the report. What is drawn is computed apart from the drawing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe"}
 
 @dataclass(frozen=True)
 class Bar:
-    """One place: GiB by name, largest first, and what the machine has of it (None: not known)."""
+    """One place: GiB by name, largest first, and what the machine has there (None: not known)."""
 
     title: str
     parts: list[tuple[str, float]]
@@ -40,7 +40,10 @@ class Bar:
 
 
 def bars(planned: Planned) -> list[Bar]:
-    """The GPU of one rank, and of a node the host memory (pinned apart from the rest) and NVMe that it needs."""
+    """Return a bar for the GPU of one rank, and for the host memory and NVMe that a node needs.
+
+    Pinned host memory has a bar of its own.
+    """
     plan = planned.plan
     found = {r.name: None if r.found_bytes is None else r.found_bytes / GIB for r in plan.resources}
     places: list[tuple[str, Mapping[str, int], int, str]] = [
@@ -57,20 +60,20 @@ def bars(planned: Planned) -> list[Bar]:
 
 
 def times(planned: Planned) -> list[tuple[str, float]]:
-    """Seconds of a step by cause, those that are not zero."""
+    """Return the seconds of a step by cause, without those that are zero."""
     rows = [(TIME_NAMES.get(name, name), float(getattr(planned.time, f"{name}_s"))) for name in TIMES]
     return [row for row in rows if row[1] > 0]
 
 
 def curve(planned: Planned, recording: Recording) -> list[Instant]:
-    """Bytes that torch has allocated on the GPU over one micro-batch, model states included."""
+    """Return the bytes that torch has allocated on the GPU over one micro-batch, model states included."""
     zero = ZeroSettings.of(planned.strategy.ds, planned.world_size)
     base = planned.plan.states_bytes
     return [instant._replace(total_bytes=instant.total_bytes + base) for instant in recording.curve(zero)]
 
 
 def scatter(points: Sequence[Point]) -> list[tuple[float, float, Point]]:
-    """GiB of a GPU and seconds of a step, of the points that have both."""
+    """Return GiB of a GPU and seconds of a step for the points that have both."""
     return [
         (needed_bytes(point.planned, "GPU memory") / GIB, point.planned.time.total_s, point)
         for point in points
@@ -79,7 +82,7 @@ def scatter(points: Sequence[Point]) -> list[tuple[float, float, Point]]:
 
 
 def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
-    """Bytes by place, GPU memory over a micro-batch, and the step's seconds."""
+    """Draw bytes by place, GPU memory over a micro-batch, and the step's seconds."""
     places = bars(planned)
     heights = [*(1.05 for _ in places), 3.6, 1.05]
     with matplotlib.rc_context(style(LIGHT)):
@@ -101,7 +104,7 @@ def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
 
 
 def draw_sweep(points: Sequence[Point], path: Path) -> None:
-    """Memory against time, with the front. Raises ConfigError when no time is known."""
+    """Draw memory against time, with the Pareto front. Raises ConfigError when no time is known."""
     known = scatter(points)
     if not known:
         raise ConfigError("--plot: no step time is known on this machine; choose hardware=NAME")
@@ -137,7 +140,7 @@ def _largest_first(rows: Mapping[str, int], ranks: int) -> list[tuple[str, float
 
 
 def _stack(axes: Axes, parts: Sequence[tuple[str, float, str]], unit: str) -> float:
-    """One horizontal bar of `parts` (name, size, colour) with a legend below it. Returns its length."""
+    """Draw one horizontal bar of `parts` (name, size, colour) with a legend below it; return its length."""
     left = 0.0
     for _, size, color in parts:
         axes.barh(0, size, left=left, color=color, height=0.8, edgecolor=LIGHT.background, linewidth=0.6)
@@ -160,7 +163,7 @@ def _stack(axes: Axes, parts: Sequence[tuple[str, float, str]], unit: str) -> fl
 
 
 def _draw_bar(axes: Axes, bar: Bar) -> None:
-    """Against what the machine has, where that is known: its end is marked."""
+    """Draw a bar and, where it is known, mark what the machine has."""
     parts = [(name, size, _color(name, place)) for place, (name, size) in enumerate(bar.parts)]
     length = _stack(axes, parts, "GiB")
     has = f" of {bar.found_gib:,.1f} GiB" if bar.found_gib is not None else " GiB (the machine's is not known)"
@@ -203,7 +206,7 @@ def _draw_times(axes: Axes, planned: Planned) -> None:
 
 
 def _name_front(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
-    """A number at each point of the front, from the smallest, and beside the picture what it stands for."""
+    """Number the points of the Pareto front from the smallest, and list beside the picture what each stands for."""
     front = sorted((entry for entry in known if entry[2].on_pareto_front), key=lambda entry: entry[0])
     lines = []
     for number, (x, y, point) in enumerate(front, start=1):
@@ -222,7 +225,7 @@ def _name_front(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
 
 
 def _mark_capacity(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
-    """Of the machine, where all points have the same and it is near."""
+    """Mark the machine's GPU memory where it is the same for all points and near them."""
     sizes = {
         r.found_bytes
         for _, _, point in known

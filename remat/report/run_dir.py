@@ -1,7 +1,7 @@
-"""The run directory: one folder per run, made by rank 0, the same for all ranks. Its layout is a contract.
+"""Make the run directory: one folder per run, made by rank 0 and shared by all ranks. Its layout is a contract.
 
-One launch owns it: no other reads its saved states to go on from them, deletes what is unfinished or writes its
-record meanwhile. Whoever only reads (`remat report`, `remat export`) needs not own it.
+One launch owns it. Meanwhile no other launch resumes from its saved states, deletes what is unfinished or writes its
+record. Commands that only read (`remat report`, `remat export`) need not own it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ EXIT_FAILED = 70
 
 
 class Ownership:
-    """The run directory that this launch owns, if any. Rank 0 holds the lock, for all ranks."""
+    """The run directory that this launch owns, if any. Rank 0 holds the lock for all ranks."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self._say = say
         self._lock: OwnerLock | None = None
 
     def take(self, folder: Path) -> None:
-        """Own `folder`, and no other any more; one that is not there is not owned. Collective.
+        """Own `folder` and give up any other; a folder that does not exist is not owned. Collective.
 
-        Raises ConfigError on every rank when another launch owns it, naming that.
+        Raises ConfigError on every rank when another launch owns it, naming that launch.
         """
         problem = None
         if distributed.rank_from_env() == 0:
@@ -46,7 +46,7 @@ class Ownership:
             raise ConfigError(problem)
 
     def release(self) -> None:
-        """For every end of a launch, also from another thread. Raises nothing."""
+        """Give up the folder. For every end of a launch, also from another thread. Raises nothing."""
         if self._lock is not None:
             self._lock.release()
 
@@ -71,7 +71,10 @@ class Ownership:
 
 
 def _end(folder: Path, holder: Holder) -> None:
-    """Nothing more is written by a launch that was taken for dead, for another has gone on with its run."""
+    """End this launch at once, because another took it for dead and continues its run.
+
+    It must not write anything more.
+    """
     text = (
         f"{folder} now belongs to {holder.in_words()}: this launch gave no sign for {STALE_S:.0f} s, as when its node "
         "is suspended, and was taken for dead. It ends, without saving"
@@ -83,9 +86,10 @@ def _end(folder: Path, holder: Holder) -> None:
 def open_run_dir(
     output_dir: str, name: str, run_id: str | None, existing: Path | None, ownership: Ownership
 ) -> Path:
-    """The run's folder on every rank, owned; `existing` when a run is resumed, which is owned already. Collective.
+    """Return the run's folder on every rank, owned by this launch. Collective.
 
-    Raises ConfigError on all ranks when a new run's folder is there already.
+    `existing` is the folder of a resumed run, which is owned already. Raises ConfigError on all ranks when the folder
+    of a new run exists already.
     """
     if existing is not None:
         return existing
@@ -115,7 +119,10 @@ def open_run_dir(
 
 
 def _new_folder(recipe: Path, run_id: str | None) -> Path:
-    """Made by this process. Without a run_id it is named after the launch time, which another may share."""
+    """Make the folder in this process.
+
+    Without a run_id it is named after the launch time, which another launch may share.
+    """
     names = (
         [run_id] if run_id else [f"{_launch_time()}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
     )
@@ -130,14 +137,14 @@ def _new_folder(recipe: Path, run_id: str | None) -> Path:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write whole or not at all, without secrets."""
+    """Write the whole file or none of it, without secrets."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(redact(content), indent=2, sort_keys=False, default=str) + "\n")
     part.replace(path)
 
 
 def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
-    """Versions, hardware and formulas: what a figure needs beside it to mean anything."""
+    """Return versions, hardware and formulas: without them a figure means little."""
     import deepspeed
     import torch
     import transformers
@@ -165,7 +172,7 @@ def _launch_time() -> str:
 
 
 def cpu_name() -> str:
-    """As the kernel names it."""
+    """Return the CPU's name from the kernel."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -175,7 +182,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with -dirty when files differ; REMAT_COMMIT or None outside git."""
+    """Return the commit of this checkout, with -dirty when files differ; outside git REMAT_COMMIT or None."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],
@@ -184,6 +191,6 @@ def commit() -> str | None:
             text=True,
             check=False,
         )
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return os.environ.get("REMAT_COMMIT")
     return done.stdout.strip() or os.environ.get("REMAT_COMMIT")

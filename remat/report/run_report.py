@@ -1,4 +1,4 @@
-"""`remat report`: the pictures, tables and one page of a run, from the files in its run directory."""
+"""Make `remat report`: the pictures, tables and page of a run, from the files in its run directory."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ MEMORY_ROWS = {
 
 
 def draw(run_dir: Path) -> list[Path]:
-    """Write `run_dir/report/`: one PNG per chart and `index.html`, which holds everything. Returns their paths.
+    """Write `run_dir/report/`: one PNG per chart and `index.html`, which holds everything. Return their paths.
 
-    Metrics that were not logged (no GPU, no evaluation) leave out what shows them. Raises ConfigError when the
-    folder has no record or an empty one.
+    A chart whose metrics were not logged (no GPU, no evaluation) is left out. Raises ConfigError when the folder has
+    no record or an empty one.
     """
     rows = _record(run_dir)
     light, dark = (charts(rows, theme) | draw_snapshots(run_dir, theme) for theme in (LIGHT, DARK))
@@ -122,7 +122,7 @@ def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file as a dict; {} when it is not there. Raises ConfigError when it cannot be parsed."""
+    """Read a JSON or YAML file as a dict; {} when it does not exist. Raises ConfigError when it cannot be parsed."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
@@ -194,9 +194,9 @@ def _join(*parts: tuple[Any, str]) -> str:
 
 
 def _totals(rows: Rows) -> dict[str, float]:
-    """Means per step over the record without its first row, which holds the warm-up; steps are the weights.
+    """Return means per step over the record, without its first row, which holds the warm-up.
 
-    A row's means cover the steps since the timed row before it.
+    Rows are weighted by their steps: a row's means cover the steps since the timed row before it.
     """
     timed = [row for row in rows if STEP_S in row]
     counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)]
@@ -207,7 +207,7 @@ def _totals(rows: Rows) -> dict[str, float]:
     means: dict[str, float] = {}
     for name in [key for key in (timed[-1] if timed else {}) if key.startswith(TIME)]:
         means[name] = sum(row.get(name, 0.0) * n for row, n in zip(timed, counts, strict=True)) / sum(counts)
-    # Rates average over time, not over rows.
+    # Rates are averaged over time, not over rows.
     weights = [row[STEP_S] * n for row, n in zip(timed, counts, strict=True)]
     for name in [key for key in (timed[-1] if timed else {}) if key.startswith(THROUGHPUT)]:
         means[name] = sum(row.get(name, 0.0) * w for row, w in zip(timed, weights, strict=True)) / sum(weights)
@@ -318,7 +318,9 @@ def _memory_table(rows: Rows) -> Table:
 
 
 def _ledger_table(run_dir: Path) -> Table | None:
-    """`ledger.json`: {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}; a
+    """Make the table of `ledger.json`, planned against measured.
+
+    The file has {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}. A
     figure may be null.
     """
     cells, ledger = [], _read(run_dir / "ledger.json")

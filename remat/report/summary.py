@@ -1,4 +1,4 @@
-"""What a run is, in a few rows: the header before the first step, and where the files are after the last."""
+"""Describe a run in a few rows: the header before the first step, and where the files are after the last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Described(Protocol):
 
 
 def rows(run: Described) -> dict[str, str]:
-    """Label and value, in reading order."""
+    """Return labels and values, in reading order."""
     cfg, train = run.cfg, run.cfg.train
     decided, splits = run.strategy, run.splits
     facts, ds = decided.facts, decided.ds
@@ -70,7 +70,7 @@ def rows(run: Described) -> dict[str, str]:
 
 
 def seconds_since_launch() -> float:
-    """Since this process began, or since the launcher above it did."""
+    """Return the seconds since this process began, or since the launcher above it began."""
     process = psutil.Process()
     begun = process.create_time()
     with contextlib.suppress(psutil.Error):  # other users' processes may be hidden
@@ -81,7 +81,7 @@ def seconds_since_launch() -> float:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Where everything is, and how to look at it."""
+    """Return where everything is, and how to look at it."""
     found = {"run": str(folder), "metrics": "metrics.jsonl"}
     states = sorted((folder / "saved").glob("step-*"))
     if states:

@@ -1,8 +1,8 @@
-"""The record of a run, `metrics.jsonl`, and Weights & Biases as a view of it. The only importer of wandb.
+"""Write the record of a run, `metrics.jsonl`, and pass it to Weights & Biases. The only importer of wandb.
 
-The record is written first and by rank 0 alone. W&B then gets the same numbers in a thread of its own that may fail,
-hang or be absent: training neither stops nor waits for it. The mode is chosen before `wandb.init`, so an offline run
-opens no connection.
+Rank 0 alone writes the record, and writes it first. W&B then gets the same numbers in a thread of its own. That thread
+may fail, hang or be absent: training neither stops nor waits for it. The mode is chosen before `wandb.init`, so an
+offline run opens no connection.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from remat.config.options import TrackingConfig, WandbMode
 from remat.config.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B
-LAST_WAIT_S = 1.0  # for W&B to notice that its helper process was ended
-QUEUE_ROWS = 4096  # rows kept while W&B is slow; beyond it rows reach metrics.jsonl only
+LAST_WAIT_S = 1.0  # time for W&B to notice that its helper process has ended
+QUEUE_ROWS = 4096  # rows kept while W&B is slow; when the queue is full, rows reach metrics.jsonl only
 RECORD = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes rows to `run_dir/metrics.jsonl` and hands them to W&B. On other ranks than 0 every method is a no-op.
+    """A writer of rows to `run_dir/metrics.jsonl` and to W&B. On ranks other than 0 every method does nothing.
 
-    `wandb_run_id` continues a W&B run across resumes (offline too: `wandb sync` joins the parts). `warn` receives
-    at most one line about W&B and one about the record.
+    `wandb_run_id` continues a W&B run across resumes (offline too: `wandb sync` joins the parts). `warn` receives at
+    most one line about W&B and one about the record.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tracker:
 
     @property
     def wandb_run_id(self) -> str | None:
-        """The W&B run to continue after a resume; None when W&B is disabled or on other ranks than 0."""
+        """The W&B run to continue after a resume; None when W&B is disabled or on ranks other than 0."""
         return self._wandb.run_id if self._wandb else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -95,12 +95,12 @@ class Tracker:
             self._wandb.put(step, dict(metrics))
 
     def summarise(self, figures: dict[str, float]) -> None:
-        """Figures of the whole run for the summary of W&B. They are no row of the record."""
+        """Put figures of the whole run into W&B's summary. The record does not get them."""
         if self._wandb:
             self._wandb.put(None, dict(figures))
 
     def rewind(self, step: int) -> None:
-        """Drop rows after `step`: a run resumed there writes them again. Also drops a row torn by a crash."""
+        """Drop rows after `step`, because a run resumed there writes them again. Also drop a row torn by a crash."""
         if not self._is_main:
             return
         self._file.close()
@@ -111,9 +111,9 @@ class Tracker:
         self._file = self._path.open("a", encoding="utf-8")
 
     def finish_wandb_soon(self, exit_code: int = 0) -> None:
-        """Let W&B write what it holds and end, while the run goes on: later rows reach the record alone.
+        """Let W&B write what it holds and end while the run continues; later rows reach the record alone.
 
-        For a stop: W&B keeps rows in memory, and whoever sent a signal may kill before a save is done.
+        For a stop: W&B keeps rows in memory, and whoever sent the signal may kill the run before a save is done.
         """
         if self._wandb:
             self._wandb.close(exit_code)
@@ -133,15 +133,15 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of a run's record, in order; each has `step` and `time_unix_s`. A torn last row is left out.
+    """Return the rows of a run's record in order; each has `step` and `time_unix_s`.
 
-    Raises FileNotFoundError without a record.
+    A torn last row is left out. Raises FileNotFoundError without a record.
     """
     return [{name: float(value) for name, value in row.items()} for row in _rows(run_dir / RECORD)]
 
 
 def _module() -> Any:
-    """W&B, imported only here: it takes seconds, and its telemetry also dials out and waits at exit."""
+    """Import W&B here only: it takes seconds, and its telemetry also opens connections and waits at exit."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -149,7 +149,7 @@ def _module() -> Any:
 
 
 def _stop_service() -> None:
-    """End W&B's helper process: it would go on trying, and its parent's exit would wait for it."""
+    """End W&B's helper process, which would keep trying and make its parent's exit wait."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if child.name().startswith("wandb-core"):
@@ -161,13 +161,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:  # the process died, or the disk was full, within this row
+        except json.JSONDecodeError:  # the process died or the disk filled while this row was written
             continue
     return rows
 
 
 def _jsonable(value: float) -> float | str:
-    """JSON knows no NaN; the words are those of W&B, and Python's float() reads them back."""
+    """Replace a number that is not finite by W&B's string for it, which Python's float() reads back.
+
+    JSON has no NaN.
+    """
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -188,7 +191,7 @@ class _WandbThread(threading.Thread):
         self._rows: queue.Queue[tuple[int | None, dict[str, float]] | None] = queue.Queue(maxsize=QUEUE_ROWS)
 
     def put(self, step: int | None, metrics: dict[str, float]) -> None:
-        """A row of `step`, or figures of the whole run."""
+        """Queue a row of `step`, or with None figures of the whole run."""
         if self._failed or self._closed:
             return
         try:
@@ -197,7 +200,7 @@ class _WandbThread(threading.Thread):
             self._give_up("it has not taken a row for too long")
 
     def close(self, exit_code: int) -> None:
-        """Nothing comes after the rows that wait. Waits for nothing itself."""
+        """Queue the end after the rows that wait. Does not block."""
         if self._closed:
             return
         self._closed, self._exit_code = True, exit_code
@@ -229,11 +232,14 @@ class _WandbThread(threading.Thread):
             run.finish(exit_code=self._exit_code)
         except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
             self._give_up(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(BaseException):  # here, or its exit hook would do it and hold the interpreter
+        with contextlib.suppress(BaseException):  # here: W&B's exit hook would do it and block the interpreter
             wandb.teardown(self._exit_code)
 
     def _next(self) -> tuple[int | None, dict[str, float]] | None:
-        """None ends the thread. Once W&B is given up, nothing more comes: what still waits is all."""
+        """Return the next item; None ends the thread.
+
+        After W&B was given up no new item comes, so only the waiting ones are returned.
+        """
         try:
             return self._rows.get(block=not self._failed)
         except queue.Empty:
@@ -251,7 +257,7 @@ class _WandbThread(threading.Thread):
             init_timeout=30,
             finish_timeout=FINISH_TIMEOUT_S - 3,  # bounds W&B's own wait at interpreter exit too
         )
-        wandb.setup(settings=settings)  # or its login would still print a line
+        wandb.setup(settings=settings)  # without it, W&B's login would print a line
         return wandb.init(**self._init, settings=settings)
 
     def _give_up(self, reason: str) -> None:
