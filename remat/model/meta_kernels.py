@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -50,7 +50,7 @@ def as_in_a_run(
     kernel = _attention if on_gpu else _cpu_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
-        return kernel(assumed, *args, **kwargs)
+        return kernel(assumed, _Attention(*args, **kwargs))
 
     answers = _Kernels(assumed, on_gpu)
     with (
@@ -194,22 +194,26 @@ def _fused_dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace:
     return _TORCH_DROPOUT(rows, p, training, inplace)
 
 
-def _attention(
-    assumed: list[str],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+class _Attention(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _attention(assumed: list[str], call: _Attention) -> Tensor:
     """Choose and run attention as torch 2.13's sdp_utils.cpp does on a GPU.
 
     Flash takes fp16 and bf16 without a mask, with heads of one width, up to 256, in query, key and value. Everything
     else runs the memory-efficient kernel.
     """
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     one_width = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     if attn_mask is None and query.dtype in FLASH_DTYPES and one_width:
         assumed.append(
@@ -237,19 +241,9 @@ def _attention(
     return output
 
 
-def _cpu_attention(
-    assumed: list[str],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:
     """Run the kernel that torch itself chooses for such tensors on a CPU, which has no flash with dropout."""
-    mask = attn_mask
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
     if mask is not None and mask.dtype is torch.bool:  # as convert_boolean_attn_mask in attention.cpp
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     a, b, c = (_as_on_a_cpu(x) for x in (query, key, value))
