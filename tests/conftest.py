@@ -58,9 +58,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A sample of a grid is its diagonals: each value of a parameter is in it that meets `one_in` values of another.
     """
+    values: dict[tuple[str, str], list[str]] = {}  # of each parameter of a test, in the order they come
     for item in items:
-        sample = item.get_closest_marker("sample")
-        if sample and sum(item.callspec.indices.values()) % sample.kwargs["one_in"]:  # type: ignore[attr-defined]
+        if (sample := item.get_closest_marker("sample")) is None:
+            continue
+        diagonal = 0
+        for name, value in item.callspec.params.items():  # type: ignore[attr-defined]
+            known = values.setdefault((item.nodeid.partition("[")[0], name), [])
+            if repr(value) not in known:
+                known.append(repr(value))
+            diagonal += known.index(repr(value))
+        if diagonal % sample.kwargs["one_in"]:
             item.add_marker(pytest.mark.exhaustive)
     items.sort(key=lambda item: place_in_queue(str(item.path.relative_to(ROOT / "tests"))))
 
