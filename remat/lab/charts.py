@@ -41,7 +41,7 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
     makers: dict[str, tuple[str, Callable[[Experiment, Sequence[Row], Theme], Figure]]] = {
         "panels": ("Loss curves, peak memory, step time and the trade-off of every point", _panels),
         "pareto": (
-            "Peak memory against step time, with the front of points that nothing beats in both",
+            "Peak memory against step time, with the Pareto front: the points that nothing beats in both",
             _pareto,
         ),
     }
@@ -322,6 +322,6 @@ def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str,
         if row.step is None or row.peak_bytes is None:
             lines.append(f"{name}\n    {row.status}")
             continue
-        mark = ", on the front" if row.name in best else ""
+        mark = ", on the Pareto front" if row.name in best else ""
         lines.append(f"{name}\n    {row.peak_bytes / scale:,.4g} {unit}, {row.step.median:.3g} s{mark}")
     axes.text(0, 1, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=8.5, color=theme.text)

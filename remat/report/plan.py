@@ -110,16 +110,16 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
             f"{needed_bytes(point.planned, 'host memory per node') / GIB:.1f}",
             f"{marks}{time.total_s:.3g}" if time.total_s else "not known",
             f"{marks}{time.tokens_per_s:,.0f}" if time.tokens_per_s else "not known",
-            lacks or ("fits, on the front" if point.on_pareto_front else "fits"),
+            lacks or ("fits, Pareto front" if point.on_pareto_front else "fits"),
             style="bold" if point.on_pareto_front else None,
         )
     console.print(table)
     for number, reason in enumerate(reasons, start=1):
         console.print(f"({number}) {reason}", highlight=False)
-    console.print("on the front: nothing else that fits needs less GPU memory and less time for a token")
+    console.print("Pareto front: nothing else that fits needs less GPU memory and less time for a token")
     unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
     if unknown:
-        console.print(f"~ without what is not known, and so not on the front: {', '.join(unknown)}")
+        console.print(f"~ without what is not known, and so not on the Pareto front: {', '.join(unknown)}")
 
 
 def _table(title: str, rows: Mapping[str, int], ranks_per_node: int, console: Console) -> None:

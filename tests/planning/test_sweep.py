@@ -80,7 +80,7 @@ def test_all_refused_is_an_error() -> None:
 def test_the_command_prints_a_table_or_a_list() -> None:
     table = CliRunner().invoke(cli.app, ["plan", "--sweep", *SWEPT])
     assert table.exit_code == 0
-    assert "refused (1)" in table.output and "fits, on the front" in table.output
+    assert "refused (1)" in table.output and "fits, Pareto front" in table.output
     listed = CliRunner().invoke(cli.app, ["plan", "--sweep", "--json", *SWEPT])
     data = json.loads(listed.output)
     assert len(data) == 6
