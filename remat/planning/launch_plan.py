@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -101,14 +101,15 @@ def plan_launch(
         local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
     )
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[Planned | None, str | None, str | None] = (None, None, None)
+    answer: tuple[dict[str, Any] | None, str | None, str | None] = (None, None, None)
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
         lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
         plan = LaunchPlan(world.device.type, planned, reason, items, command)
-        answer = planned, reason, _refusal(lines, plan)
-    planned, reason, refusal = distributed.broadcast(answer)
+        answer = _without_strategy(planned), reason, _refusal(lines, plan)
+    sent, reason, refusal = distributed.broadcast(answer)
+    planned = None if sent is None else Planned(strategy=strategy, **sent)
     if reason:
         warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
     if refusal and not cfg.force:
@@ -190,6 +191,13 @@ def _planned(
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
     without_ops = replace(made.simulation, ops=[])  # there are many, and the plan is sent to all ranks
     return replace(made, simulation=without_ops), None
+
+
+def _without_strategy(planned: Planned | None) -> dict[str, Any] | None:
+    """Return the fields of a plan that a rank is sent: it has decided the strategy itself."""
+    if planned is None:
+        return None
+    return {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
 
 
 def _as_record(planned: Planned) -> dict[str, Any]:
