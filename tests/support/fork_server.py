@@ -282,6 +282,10 @@ def run_rank(rank: int, ranks: int, port: int, argv: list[str]) -> int:
     """The script as `python -u SCRIPT --local_rank=RANK WORDS` runs it."""
     import runpy
 
+    import torch
+
+    # torch makes its thread pool anew after each fork: two threads at once would find none (ParallelOpenMP.cpp)
+    torch.set_num_threads(torch.get_num_threads())
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
