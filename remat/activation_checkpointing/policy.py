@@ -136,7 +136,7 @@ def sqrt_segment(num_layers: int) -> int:
 def period(cfg: CheckpointingConfig, num_layers: int) -> int:
     """Return after how many layers the policy begins again. `block` differs only in its first ones."""
     if cfg.policy is Policy.sqrt:
-        return sqrt_segment(num_layers)
+        return max(1, sqrt_segment(num_layers))
     option = RULES[cfg.policy].layers_option
     return max(1, getattr(cfg, option) + (cfg.policy is Policy.block) if option else 1)
 
@@ -147,11 +147,8 @@ def size_problems(cfg: CheckpointingConfig, num_layers: int, stacks: Sequence[in
     found = []
     for policy in sorted(policies(cfg), key=list(Policy).index):
         option = RULES[policy].layers_option
-        most, where = (
-            (longest, "its longest stack of layers has") if policy is Policy.uniform else (num_layers, "")
-        )
-        if most == num_layers:
-            where = "the model has"
+        most = longest if policy is Policy.uniform else num_layers
+        where = "the model has" if most == num_layers else "its longest stack of layers has"
         if option and getattr(cfg, option) > most:
             found.append(
                 f"checkpointing.{option}={getattr(cfg, option)}: {where} {most} layers; give at most that"

@@ -107,7 +107,7 @@ def plan_launch(
         planned, reason = _planned(cfg, strategy, machine, world)
         lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
         plan = LaunchPlan(world.device.type, planned, reason, items, command)
-        answer = _without_strategy(planned), reason, _refusal(lines, plan)
+        answer = _fields_to_send(planned), reason, _refusal(lines, plan)
     sent, reason, refusal = distributed.broadcast(answer)
     planned = None if sent is None else Planned(strategy=strategy, **sent)
     if reason:
@@ -175,10 +175,10 @@ def _planned(
     cfg: RunConfig, strategy: Strategy, machine: Machine, world: World
 ) -> tuple[Planned | None, str | None]:
     """Return the plan, or why there is none. An error here must not end a run that would work."""
-    check_this_node = replace(cfg, hardware=_hardware(cfg.hardware, world))
+    own = replace(cfg, hardware=_hardware(cfg.hardware, world))
     try:
         made = make_plan(
-            check_this_node,
+            own,
             world_size=world.size,
             capacity=Capacity(machine.gpu_bytes, _host_bytes(machine)),
             decided=strategy,
@@ -189,15 +189,15 @@ def _planned(
     except Exception as error:
         text = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
-    without_ops = replace(made.simulation, ops=[])  # there are many, and the plan is sent to all ranks
-    return replace(made, simulation=without_ops), None
+    return made, None
 
 
-def _without_strategy(planned: Planned | None) -> dict[str, Any] | None:
-    """Return the fields of a plan that a rank is sent: it has decided the strategy itself."""
+def _fields_to_send(planned: Planned | None) -> dict[str, Any] | None:
+    """Return what other ranks need of a plan: no operations, which are many, and no strategy, which each decides."""
     if planned is None:
         return None
-    return {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
+    found = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
+    return found | {"simulation": replace(planned.simulation, ops=[])}
 
 
 def _as_record(planned: Planned) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _depth(cfg: RunConfig) -> int:
 
 def _depths(cfg: RunConfig) -> tuple[int, int]:
     """Two depths between which a policy repeats; zeros when the model is hardly deeper than that."""
-    unit = max(1, policy.period(cfg.checkpointing, _depth(cfg)))  # a model without layers has none
+    unit = policy.period(cfg.checkpointing, _depth(cfg))
     low = unit * math.ceil(LOW_LAYERS / unit)
     high = low + unit * math.ceil(2 / unit)
     return (low, high) if _depth(cfg) > max(FEW_LAYERS, high + high // 2) else (0, 0)
