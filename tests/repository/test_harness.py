@@ -31,5 +31,5 @@ def test_conftest_does_not_load_torch() -> None:
 
 def test_the_queue_begins_with_files_that_are_there() -> None:
     assert [file for file in LONGEST if not (ROOT / "tests" / file).is_file()] == []
-    places = [place_in_queue(file) for file in (*LONGEST, "faults/test_x.py", "unit/test_x.py")]
+    places = [place_in_queue(file) for file in (*LONGEST, "runs/test_x.py", "config/test_x.py")]
     assert places == sorted(set(places))

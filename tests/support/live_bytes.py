@@ -22,8 +22,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
-            if tensor.untyped_storage()._cdata not in self._sizes:
-                self._outside.add(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._sizes and storage._cdata not in self._outside:
+                self._outside.add(storage._cdata)  # until it is freed: a new storage may get its address
+                weakref.finalize(storage, self._outside.discard, storage._cdata).atexit = False
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self._track(tensor.untyped_storage())

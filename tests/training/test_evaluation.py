@@ -33,17 +33,17 @@ def test_each_trained_token_counts_once_whatever_its_block() -> None:
         seen.append((float(inputs["input_ids"][0, 0] // 100), tokens))
         return seen[-1][0] * tokens
 
-    parts: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         cfg=SimpleNamespace(train=SimpleNamespace(micro_batch_size=1, eval_batches=0)),
         world=SimpleNamespace(device=torch.device("cpu"), size=1, data_rank=0, data_size=1),
         held_out=make_blocks(5),
         engine=engine,
         watchdog=SimpleNamespace(enter=lambda *_: None),
-        stop=SimpleNamespace(ask=lambda: None, answer=lambda: None),
+        stop=SimpleNamespace(start=lambda: None, finish=lambda: False),
         inputs=lambda micro_batch: micro_batch,
         token_loss=token_loss,
     )
-    found = loop._mean_loss(parts, step=3)
+    found = loop._mean_loss(run, step=3)
     assert found == pytest.approx(sum(loss * n for loss, n in seen) / sum(n for _, n in seen))
     assert found != pytest.approx(sum(loss for loss, _ in seen) / len(seen)), "or a mean of means would do"
     assert len(seen) == 5 and engine.mode == "train"

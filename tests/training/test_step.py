@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from remat.training import loop
+from remat.training.proof import FirstStep
 
 
 def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +18,7 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
     weighted: list[float] = []
 
     @contextmanager
-    def watching(_: Any) -> Any:
+    def watching(*_: Any) -> Any:
         yield lambda loss: None
 
     def backward(loss: torch.Tensor, scale_wrt_gas: bool) -> None:
@@ -27,7 +28,7 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
     monkeypatch.setattr(loop.proof, "watching", watching)
     monkeypatch.setattr(loop.optimizer, "set_lr", lambda *_: None)
     monkeypatch.setattr(loop.optimizer, "lr_at", lambda *_: 0.1)
-    parts: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         engine=SimpleNamespace(backward=backward, step=lambda: None, optimizer=None),
         timer=SimpleNamespace(phase=lambda _: nullcontext()),
         watchdog=SimpleNamespace(enter=lambda *_: None),
@@ -35,7 +36,7 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
         inputs=lambda micro_batch: micro_batch,
         token_loss=lambda engine, inputs: torch.tensor(inputs["loss"]),
         strategy=SimpleNamespace(zero_stage=2),
-        stop=SimpleNamespace(ask=lambda flushed: None),
+        stop=SimpleNamespace(start=lambda flushed: None),
         saves=SimpleNamespace(flushed=True),
         cfg=SimpleNamespace(optim=None, train=SimpleNamespace(steps=1)),
         world=SimpleNamespace(data_size=2, tensor_parallel_size=1),
@@ -43,5 +44,5 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
     batch: Any = SimpleNamespace(
         trained_tokens=10, seen_tokens=24, micro_batches=[{"loss": 3.0}, {"loss": 8.0}]
     )
-    assert loop._forward_backward_update(parts, batch, step=0).tolist() == [3.0, 8.0]
+    assert loop._forward_backward_update(run, FirstStep(), batch, step=0).tolist() == [3.0, 8.0]
     assert weighted == pytest.approx([3.0 * 2 / 10, 8.0 * 2 / 10])
