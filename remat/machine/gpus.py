@@ -1,16 +1,21 @@
 """GPUs by the name torch reports, and machines: memory, rates, links. A figure without a source is None, not guessed.
 
-GB is 1e9 bytes. A rate is `measured` where a measurement was published. Otherwise it is the data sheet's peak times a
-fraction; the rate's source says where the fraction is from.
+The GPUs are a table in `conf/hardware/gpus/gpus.yaml`; a machine is a YAML file beside that folder. GB is 1e9 bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
+from remat.config import compose
 from remat.config.options import ConfigError, HardwareConfig, Precision
+
+TABLE = compose.CONF_DIR / "hardware" / "gpus" / "gpus.yaml"
 
 
 @dataclass(frozen=True)
@@ -22,212 +27,46 @@ class Rate:
     measured: bool = False
 
 
-def measured(value: float, source: str) -> Rate:
-    return Rate(value, source, measured=True)
-
-
-def share(peak: float, fraction: float, reason: str) -> Rate:
-    """Return `fraction` of a data sheet's `peak` as a Rate; `reason` says why this fraction."""
-    return Rate(peak * fraction, f"data sheet: {fraction:.1%} of {peak:g}; {reason}")
-
-
-def _memory(peak_gbs: float) -> Rate:
-    return share(
-        peak_gbs,
-        0.89,
-        "1727 of 1935 GB/s measured on an A800 PCIe, github.com/mli/transformers-benchmarks issue 4",
-    )
-
-
-def _best(tflops: float) -> Rate:
-    return measured(tflops, "best shape of torch.mm in bf16, github.com/mag-/gpu_benchmark README")
-
-
-def _flash2(peak_tflops: float) -> Rate:
-    """Return what torch's flash kernels (FlashAttention-2) reach on GPUs whose own mma instructions they use."""
-    return share(peak_tflops, 0.615, "50 to 73 % on A100, Dao 2023 (FlashAttention-2), abstract; the middle")
-
-
-def _flash2_hopper(peak_tflops: float) -> Rate:
-    return share(peak_tflops, 0.35, "FlashAttention-2 on H100, Shah et al. 2024 (FlashAttention-3), abstract")
-
-
-LAUNCH_US = measured(
-    0.9,
-    "3.8 us per 2.9 us kernel with launches overlapped, on a V100: NVIDIA technical blog, Getting Started with CUDA "
-    "Graphs; other GPUs taken to be alike",
-)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One model of GPU.
-
-    `pattern` matches the whole name of `torch.cuda.get_device_name()`. `memory_gib` is what torch reports as total
-    memory, rounded down: a little less than the figure on the box. Peaks are dense tensor-core TFLOP/s with fp32
-    accumulation and without sparsity; None where the GPU has no such units. `matmul` and `attention` are achievable
-    TFLOP/s in bf16 (for attention, counting the FLOPs that its kernel does). `memory` is the GB/s of a large copy,
-    reads and writes both counted.
-    """
+    """One model of GPU. The head of `conf/hardware/gpus/gpus.yaml` gives the meaning and unit of each field."""
 
     name: str
-    pattern: str
+    reported: str
     memory_gib: float
-    peak_bf16_tflops: float | None
+    peak_bf16_tflops: float | None = None
     peak_fp16_tflops: float
     source: str
-    matmul: Rate | None = None
-    attention: Rate | None = None
-    memory: Rate | None = None
-    launch_us: Rate = LAUNCH_US
+    matmul_tflops: Rate | None = None
+    attention_tflops: Rate | None = None
+    memory_gbs: Rate | None = None
+    launch_us: Rate
 
     def peak_tflops(self, precision: Precision) -> float | None:
         """Return the dense peak at `precision`; None for fp32, whose rate depends on whether TF32 is allowed."""
         return {Precision.bf16: self.peak_bf16_tflops, Precision.fp16: self.peak_fp16_tflops}.get(precision)
 
 
-GPUS = (
-    Gpu(
-        "RTX 3090",
-        r"(NVIDIA )?GeForce RTX 3090",
-        23.5,
-        71.0,
-        71.0,
-        "NVIDIA Ampere GA102 whitepaper",
-        _best(78.0),
-        _flash2(71.0),
-        _memory(936),
-    ),
-    Gpu(
-        "RTX 4090",
-        r"NVIDIA GeForce RTX 4090",
-        23.5,
-        165.2,
-        165.2,
-        "NVIDIA Ada GPU architecture whitepaper",
-        measured(158.6, "8192 x 8192 in fp16, github.com/mli/transformers-benchmarks issue 4"),
-        _flash2(165.2),
-        _memory(1008),
-    ),
-    Gpu(
-        "RTX 5090",
-        r"NVIDIA GeForce RTX 5090",
-        31.3,
-        209.5,
-        209.5,
-        "NVIDIA RTX Blackwell whitepaper",
-        measured(
-            224.3,
-            "16384 x 8192 x 1280 in bf16, main-horse.github.io/posts/5090-mm-perf; boosts above the data sheet",
-        ),
-        _flash2(209.5),
-        _memory(1792),
-    ),
-    Gpu(
-        "L40S",
-        r"NVIDIA L40S",
-        44.3,
-        362.0,
-        362.0,
-        "NVIDIA L40S datasheet",
-        _best(252.0),
-        _flash2(362.0),
-        _memory(864),
-    ),
-    Gpu(
-        "A100 40GB",
-        r"(NVIDIA )?A100-(SXM4|SXM|PCIE)-40GB",
-        39.3,
-        312.0,
-        312.0,
-        "NVIDIA A100 datasheet",
-        _best(267.9),
-        _flash2(312.0),
-        _memory(1555),
-    ),
-    Gpu(
-        "A100 80GB",
-        r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB)",
-        79.1,
-        312.0,
-        312.0,
-        "NVIDIA A100 80GB datasheet",
-        _best(267.9),
-        _flash2(312.0),
-        _memory(2039),
-    ),
-    Gpu(
-        "A100 80GB PCIe",
-        r"(NVIDIA )?A100( 80GB PCIe|-PCIE-80GB)",
-        79.1,
-        312.0,
-        312.0,
-        "NVIDIA A100 80GB datasheet",
-        _best(256.4),
-        _flash2(312.0),
-        _memory(1935),
-    ),
-    Gpu(
-        "H100 SXM",
-        r"NVIDIA H100 80GB HBM3",
-        79.1,
-        989.4,
-        989.4,
-        "NVIDIA H100 SXM datasheet",
-        _best(792.1),
-        _flash2_hopper(989.4),
-        _memory(3350),
-    ),
-    Gpu(
-        "H100 PCIe",
-        r"NVIDIA H100 PCIe",
-        79.1,
-        756.0,
-        756.0,
-        "NVIDIA H100 PCIe datasheet",
-        _best(499.5),
-        _flash2_hopper(756.0),
-        _memory(2000),
-    ),
-    Gpu(
-        "H200",
-        r"NVIDIA H200",
-        139.7,
-        989.4,
-        989.4,
-        "NVIDIA H200 SXM datasheet",
-        share(989.4, 0.80, "the processor is that of the H100 SXM, which reaches 792.1 of 989.4"),
-        _flash2_hopper(989.4),
-        _memory(4800),
-    ),
-    Gpu(
-        "GH200 96GB",
-        r"NVIDIA GH200 480GB",
-        94.5,
-        989.4,
-        989.4,
-        "NVIDIA GH200 datasheet",
-        _best(842.5),
-        _flash2_hopper(989.4),
-        measured(3400, "STREAM, Schieffer et al. 2024, arXiv 2407.07850"),
-    ),
-    Gpu(
-        "B200",
-        r"NVIDIA B200",
-        178.3,
-        2250.0,
-        2250.0,
-        "NVIDIA HGX B200 datasheet",
-        share(2250.0, 0.80, "no measurement found; the fraction that an H100 SXM reaches"),
-        None,
-        _memory(8000),
-    ),
-    Gpu("V100 16GB SXM", r"(NVIDIA )?Tesla V100-SXM2-16GB", 15.7, None, 125.0, "NVIDIA V100 datasheet"),
-    Gpu("V100 32GB SXM", r"(NVIDIA )?Tesla V100-SXM[23]-32GB", 31.7, None, 125.0, "NVIDIA V100 datasheet"),
-    Gpu("V100 16GB PCIe", r"(NVIDIA )?Tesla V100-PCIE-16GB", 15.7, None, 112.0, "NVIDIA V100 datasheet"),
-    Gpu("V100 32GB PCIe", r"(NVIDIA )?Tesla V100-PCIE-32GB", 31.7, None, 112.0, "NVIDIA V100 datasheet"),
-    Gpu("T4", r"(NVIDIA )?Tesla T4", 14.5, None, 65.0, "NVIDIA T4 datasheet"),
-)
+@functools.cache
+def table() -> tuple[Gpu, ...]:
+    """Return all GPUs of the table."""
+    content = yaml.safe_load(TABLE.read_text())
+    shares, launch = content["shares"], _rate(content["launch_us"], {})
+    return tuple(
+        Gpu(launch_us=launch, **{name: _rate(value, shares) for name, value in row.items()})
+        for row in content["gpus"]
+    )
+
+
+def _rate(value: Any, shares: dict[str, Any]) -> Any:
+    """Return a Rate for {measured, source} and for {data_sheet, share}; any other value as it is."""
+    if not isinstance(value, dict):
+        return value
+    if "measured" in value:
+        return Rate(value["measured"], value["source"], measured=True)
+    peak, share = value["data_sheet"], shares[value["share"]]
+    fraction = share["fraction"]
+    return Rate(peak * fraction, f"data sheet: {fraction:.1%} of {peak:g}; {share['because']}")
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -235,7 +74,7 @@ def find_gpu(name: str) -> Gpu | None:
 
     A slice of a GPU (MIG) or a variant with other clocks (Ti, D, Laptop, NVL) has another name and is not matched.
     """
-    return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, name.strip())), None)
+    return next((gpu for gpu in table() if re.fullmatch(gpu.reported, name.strip())), None)
 
 
 GPU_RATES = ("matmul_tflops", "attention_tflops", "memory_gbs", "launch_us")  # keys of hardware.gpu_rates
@@ -287,8 +126,8 @@ def machine(cfg: HardwareConfig) -> Machine:
     gpu = find_gpu(cfg.gpu) if cfg.gpu else None
     values: dict[str, Any] = {}
     sources = dict(cfg.sources)
-    table = (gpu.matmul, gpu.attention, gpu.memory, gpu.launch_us) if gpu else (None,) * len(GPU_RATES)
-    for name, rate in zip(GPU_RATES, table, strict=True):
+    for name in GPU_RATES:
+        rate = getattr(gpu, name) if gpu else None
         if name in cfg.gpu_rates:
             values[name] = cfg.gpu_rates[name]
             sources.setdefault(name, "hardware.gpu_rates")

@@ -9,7 +9,7 @@ import yaml
 
 from remat.config import compose
 from remat.config.options import ConfigError, HardwareConfig, Precision
-from remat.machine.gpus import GPUS, LAUNCH_US, find_gpu, machine, share
+from remat.machine.gpus import find_gpu, machine, table
 
 MACHINES = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))
 
@@ -73,8 +73,8 @@ def test_peak_by_precision() -> None:
 
 
 def test_every_row_has_a_source_and_no_name_matches_two_rows() -> None:
-    assert len({gpu.name for gpu in GPUS}) == len(GPUS)
-    for gpu in GPUS:
+    assert len({gpu.name for gpu in table()}) == len(table())
+    for gpu in table():
         assert gpu.source.startswith("NVIDIA ")
         assert 10 < gpu.memory_gib < 200
 
@@ -123,33 +123,34 @@ def test_every_figure_of_a_machine_has_a_source_that_says_how_it_was_had(path: P
 
 
 def test_achievable_rates_are_below_the_peak_or_measured() -> None:
-    for gpu in GPUS:
-        assert (gpu.matmul is None) == (gpu.peak_bf16_tflops is None)
-        for rate in (gpu.matmul, gpu.attention):
+    for gpu in table():
+        assert (gpu.matmul_tflops is None) == (gpu.peak_bf16_tflops is None)
+        for rate in (gpu.matmul_tflops, gpu.attention_tflops):
             if rate is None:
                 continue
             assert gpu.peak_bf16_tflops is not None
             assert len(rate.source) > 20
             assert rate.measured or rate.value < gpu.peak_bf16_tflops
             assert 0.3 < rate.value / gpu.peak_bf16_tflops < 1.15  # consumer cards boost above their data sheet
-        assert gpu.memory is None or 500 < gpu.memory.value < 8000
+        assert gpu.memory_gbs is None or 500 < gpu.memory_gbs.value < 8000
 
 
 def test_a_share_states_its_fraction_and_reason() -> None:
-    rate = share(200.0, 0.25, "somebody saw it")
-    assert rate.value == 50.0
-    assert rate.source == "data sheet: 25.0% of 200; somebody saw it"
-    assert not rate.measured
+    a100 = find_gpu("NVIDIA A100-SXM4-80GB")
+    assert a100 is not None and a100.attention_tflops is not None
+    assert a100.attention_tflops.value == 312 * 0.615
+    assert a100.attention_tflops.source.startswith("data sheet: 61.5% of 312; 50 to 73 % on A100")
+    assert not a100.attention_tflops.measured
 
 
 def test_a_machine_takes_what_it_does_not_say_from_its_gpu() -> None:
     h100 = find_gpu("NVIDIA H100 80GB HBM3")
     assert h100 is not None
-    assert h100.matmul is not None
+    assert h100.matmul_tflops is not None
     cfg = compose.compose_run(["hardware=8xh100-80"]).run.hardware
     found = machine(cfg)
-    assert found.matmul_tflops == h100.matmul.value == 792.1
-    assert found.launch_us == LAUNCH_US.value
+    assert found.matmul_tflops == h100.matmul_tflops.value == 792.1
+    assert found.launch_us == h100.launch_us.value == 0.9
     assert (found.gpus_per_node, found.gpu_link_gbs, found.pcie_d2h_gbs) == (8, 370, 52.8)
     assert found.cpu_adam_gparams_s == pytest.approx(491.5 / 28)
     assert found.sources["matmul_tflops"].startswith("measured: ")
