@@ -14,6 +14,7 @@ KERAS = (
 )
 HUB = "huggingface.co, safetensors metadata of the repository"
 PUBLISHED = {
+    "llama1b": (1_235_814_400, HUB),
     "llama8b": (8_030_261_248, HUB),
     "llama70b": (70_553_706_496, HUB),
     "llama2_7b": (6_738_415_616, HUB),
@@ -28,12 +29,14 @@ PUBLISHED = {
     "qwen3_8b": (8_190_735_360, KERAS),
     "qwen3_14b": (14_768_307_200, KERAS),
     "qwen3_32b": (32_762_123_264, KERAS),
+    "qwen3_30b_a3b": (30_532_122_624, HUB),
     "mistral_7b": (7_241_732_096, HUB),
     "mixtral_8x7b": (46_702_792_704, KERAS),
     "gpt2_small": (124_439_808, KERAS),
     "gpt2_medium": (354_823_168, KERAS),
     "gpt2_large": (774_030_080, KERAS),
     "gpt2_xl": (1_557_611_200, KERAS),
+    "gemma3_1b": (999_885_952, HUB),
     "gemma_2b": (2_506_172_416, KERAS),
     "gemma_7b": (8_537_680_896, KERAS),
     "phi2": (2_779_683_840, HUB),
