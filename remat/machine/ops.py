@@ -218,10 +218,10 @@ def _file_time(folder: Path) -> float:
 def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
     """Return the id of a process that has `lock` open, as torch does while it builds; None when none is visible."""
     target = lock.resolve()
-    for folder in proc.glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if any(link.readlink() == target for link in folder.iterdir()):
-                return int(folder.parent.name)
+    for link in proc.glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or another user's
+            if link.readlink() == target:
+                return int(link.parent.parent.name)
     return None
 
 

@@ -25,8 +25,8 @@ if "torch" in sys.modules:
     import torch, torch.distributed
     assert not torch.distributed.is_initialized() and torch.get_num_threads() == 1
     assert not torch.cuda.is_initialized()
-print("said by rank", rank)
-print("error of rank", rank, file=sys.stderr)
+print(f"said by rank {rank}")
+print(f"error of rank {rank}", file=sys.stderr)
 random_values = [random.random()]
 if "torch" in sys.modules:
     import numpy
