@@ -279,7 +279,10 @@ def _library_bytes(marker: Path, name: str) -> int | None:
 def _builder(name: str) -> Any:
     import deepspeed.ops.op_builder as op_builder
 
-    return getattr(op_builder, BUILDERS[name])()
+    builder = getattr(op_builder, BUILDERS[name])()
+    flags = [flag for flag in builder.cxx_args() if flag != "-g"]  # symbols for a debugger double the time of a build
+    builder.cxx_args = lambda: flags
+    return builder
 
 
 def _build(name: str, folder: Path, say: Callable[[str], None]) -> None:
