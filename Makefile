@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+PIP = --quiet --disable-pip-version-check --no-compile # Python compiles what it imports; pip would compile all
 WORKERS ?= 3 # test processes, each with whole files; a launch waits much for its own ranks
 QUEUE = -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 QUICK := not slow_fault and not exhaustive
@@ -19,10 +20,10 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"remat needs Python 3.11 or newer (transformers 5.23 does), this is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11" if v < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== torch"
-	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install $(PIP) "$(TORCH)"
 	@echo "== pinned dependencies"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/pip install $(PIP) -r requirements.lock
+	@$(BIN)/pip install $(PIP) --no-deps --no-build-isolation -e .
 	@echo "== DeepSpeed ops"
 	@$(BIN)/remat doctor --build cpu_adam
 	@touch $@
