@@ -136,11 +136,11 @@ HARD_MODES = (
     "deepspeed",
     "offload (full)",
 )
-IN_SAMPLE = {  # beside none and full: each mode where it is not refused
-    "shared K/V": ("uniform", "selective_modules, attention"),
+IN_SAMPLE = {  # beside none: each mode where it is not refused
+    "shared K/V": ("full", "uniform"),
     "shared K/V, keyword tensors": ("discard_output", "selective_ops, matmul"),
     "repeated layers, two stacks": ("offload (full)",),
-    PACKED: ("full_reentrant", "block", "deepspeed"),
+    PACKED: ("full_reentrant", "deepspeed"),
 }
 
 
@@ -193,8 +193,8 @@ def chosen(*, whole: bool, each: bool) -> list[tuple[str, str]]:
 
 
 def chosen_hard(*, whole: bool) -> list[tuple[str, str]]:
-    """(architecture, mode) that run: usually each architecture with some modes and each mode with some architecture."""
-    modes = {name: HARD_MODES if whole else ("none", "full", *few) for name, few in IN_SAMPLE.items()}
+    """(architecture, mode) that run: usually each architecture with some modes."""
+    modes = {name: HARD_MODES if whole else ("none", *few) for name, few in IN_SAMPLE.items()}
     return [(architecture, mode) for architecture in modes for mode in modes[architecture]]
 
 
