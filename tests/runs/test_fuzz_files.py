@@ -73,7 +73,7 @@ def test_any_rows_are_blocks_a_counted_skip_or_one_message(data_format: DataForm
             path = Path(name, "rows.jsonl")
             path.write_bytes(content)
             cfg = DataConfig(
-                source=DataSource.jsonl,
+                source=DataSource.files,
                 path=str(path),
                 format=data_format,
                 on_bad_row=policy,
