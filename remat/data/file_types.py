@@ -91,9 +91,10 @@ def _of_text(name: str, head: bytes) -> FileType:
     if name.endswith((*SUFFIXES[FileType.jsonl], *SUFFIXES[FileType.json])):
         # A row that is a list is a bad row of JSONL, not the whole file; an array on one line is the whole file.
         following = start[len(line) :].lstrip().split(b"\n", 1)[0]
-        by_lines = bool(following) and (_is_json(line) or _is_json(following))
-        over_lines = start[:1] == b"{" and bool(following) and not by_lines
-        return FileType.json if over_lines or (start[:1] == b"[" and not by_lines) else FileType.jsonl
+        if start[:1] == b"[":
+            return FileType.jsonl if following and _is_json(line) else FileType.json
+        over_lines = start[:1] == b"{" and following and not _is_json(line) and not _is_json(following)
+        return FileType.json if over_lines else FileType.jsonl
     if start[:1] == b"{" and _is_json(line):
         return FileType.jsonl
     return FileType.json if start[:1] == b"[" and start[1:].lstrip()[:1] == b"{" else FileType.text
