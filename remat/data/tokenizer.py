@@ -117,6 +117,8 @@ def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool
         raise ConfigError(
             "model.tokenizer and model.path are both empty: set model.tokenizer=bytes or a tokenizer folder"
         )
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+        raise ConfigError(f"{option}={name} does not exist: name a folder with tokenizer files, or a hub name")
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         loaded("one line of text")
