@@ -15,16 +15,17 @@ from remat.data.tokenizer import load_tokenizer
 
 
 class FirstLook(NamedTuple):
-    """The format of the rows, and every problem, each with option, value and remedy."""
+    """The format of the rows, every problem, each with option, value and remedy, and the tokenizer if it loads."""
 
     data_format: DataFormat
     problems: list[str]
+    tokenizer: PreTrainedTokenizerBase | None
 
 
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
     """Look for the files of `data` and at their first rows, and load the tokenizer. Reads no more than that."""
     problems: list[str] = []
-    data_format = data.format
+    data_format, tokenizer = data.format, None
     try:
         data_format = _format_of(data)
         problems += validation.data_problems(replace(data, format=data_format))
@@ -38,7 +39,7 @@ def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
             check_template(tokenizer)
     except ConfigError as error:
         problems.append(str(error))
-    return FirstLook(data_format, problems)
+    return FirstLook(data_format, problems, tokenizer)
 
 
 def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from remat.config.options import ConfigError, FileType
@@ -39,8 +39,12 @@ class Row(NamedTuple):
     size_bytes: int
 
 
-def read_rows(file: SourceFile, columns: list[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file; of a table only `columns`, where they are given.
+def read_rows(
+    file: SourceFile, columns: Sequence[str] | None = None, rows_per_batch: int = ROWS_PER_BATCH
+) -> Iterator[Row]:
+    """Yield the rows of a file; of a table only those of `columns` that it has, where they are given.
+
+    The other columns of a table can be large, and are never decoded; `rows_per_batch` of a table are at a time.
 
     Raises ConfigError where the file is damaged, so that nothing after that place can be read.
     """
@@ -52,7 +56,7 @@ def read_rows(file: SourceFile, columns: list[str] | None = None) -> Iterator[Ro
         FileType.arrow: _arrow,
     }[file.kind.file_type]
     try:
-        yield from reader(file, columns)
+        yield from reader(file, columns, rows_per_batch)
     except Exception as error:
         if not is_damage(error):
             raise
@@ -70,7 +74,7 @@ def count_rows(file: SourceFile) -> int:
         raise ConfigError(f"{file.option}: {file.path} is not a parquet file: {error}") from error
 
 
-def _lines(file: SourceFile, _: list[str] | None) -> Iterator[Row]:
+def _lines(file: SourceFile, *_: Any) -> Iterator[Row]:
     """JSONL: a line that cannot be used leaves the others as they are."""
     compressed = bool(file.kind.compression)
     with open_stream(file.path, file.kind.compression) as stream:
@@ -156,7 +160,7 @@ class _ArrayText:
         return self._more
 
 
-def _array(file: SourceFile, _: list[str] | None) -> Iterator[Row]:
+def _array(file: SourceFile, *_: Any) -> Iterator[Row]:
     """Yield the elements of one array. Only some MiB around the element are held."""
     with open_stream(file.path, file.kind.compression) as stream:
         text = _ArrayText(file, stream)
@@ -202,7 +206,7 @@ def _not_an_array(file: SourceFile, text: _ArrayText) -> ConfigError:
     )
 
 
-def _csv(file: SourceFile, _: list[str] | None) -> Iterator[Row]:
+def _csv(file: SourceFile, *_: Any) -> Iterator[Row]:
     """Yield a dict of texts per record; the first record names the fields."""
     csv.field_size_limit(LARGEST_ROW)
     compressed = bool(file.kind.compression)
@@ -243,32 +247,37 @@ def _record(header: list[str], cells: list[str]) -> Any:
     return dict(zip(header, cells, strict=True))
 
 
-def _parquet(file: SourceFile, columns: list[str] | None) -> Iterator[Row]:
+def _parquet(file: SourceFile, columns: Sequence[str] | None, rows_per_batch: int) -> Iterator[Row]:
     import pyarrow.parquet
 
     total = count_rows(file)
     with pyarrow.parquet.ParquetFile(file.path) as table:
-        batches = table.iter_batches(batch_size=ROWS_PER_BATCH, columns=columns)
+        kept = _kept(table.schema_arrow.names, columns)
+        batches = table.iter_batches(batch_size=rows_per_batch, columns=kept)
         yield from _numbered((row for batch in batches for row in batch.to_pylist()), file, total)
 
 
-def _arrow(file: SourceFile, columns: list[str] | None) -> Iterator[Row]:
+def _kept(names: list[str], columns: Sequence[str] | None) -> list[str]:
+    return [name for name in names if columns is None or name in columns]
+
+
+def _arrow(file: SourceFile, columns: Sequence[str] | None, rows_per_batch: int) -> Iterator[Row]:
     import pyarrow
 
     with pyarrow.memory_map(str(file.path)) as mapped:
-        if file.path.open("rb").read(6) == b"ARROW1":
+        if mapped.read(6) == b"ARROW1":
             reader = pyarrow.ipc.open_file(mapped)
             tables = (reader.get_batch(place) for place in range(reader.num_record_batches))
         else:
+            mapped.seek(0)
             tables = iter(pyarrow.ipc.open_stream(mapped))
-        yield from _numbered(_of_tables(tables, columns), file, None)
-
-
-def _of_tables(tables: Iterator[Any], columns: list[str] | None) -> Iterator[Any]:
-    for table in tables:
-        kept = table if columns is None else table.select(columns)
-        for start in range(0, len(kept), ROWS_PER_BATCH):
-            yield from kept.slice(start, ROWS_PER_BATCH).to_pylist()
+        kept = (table.select(_kept(table.schema.names, columns)) for table in tables)
+        parts = (
+            table.slice(start, rows_per_batch)
+            for table in kept
+            for start in range(0, len(table), rows_per_batch)
+        )
+        yield from _numbered((row for part in parts for row in part.to_pylist()), file, None)
 
 
 def _numbered(rows: Iterator[Any], file: SourceFile, total: int | None) -> Iterator[Row]:

@@ -121,10 +121,9 @@ def fits(row: Any, data_format: DataFormat, cfg: DataConfig) -> bool:
     return isinstance(row, dict) and all(name in with_our_names(row, cfg) for name in REQUIRED[data_format])
 
 
-def needed_columns(cfg: DataConfig, available: list[str]) -> list[str]:
-    """Return the columns of a table that `cfg.format` reads, in the table's words."""
-    wanted = [_theirs(name, cfg) for name in (*REQUIRED[cfg.format], *OPTIONAL[cfg.format])]
-    return [name for name in wanted if name in available]
+def fields_read(cfg: DataConfig) -> list[str]:
+    """Return the fields that `cfg.format` reads, in the data's words."""
+    return [_theirs(name, cfg) for name in (*REQUIRED[cfg.format], *OPTIONAL[cfg.format])]
 
 
 def _theirs(name: str, cfg: DataConfig) -> str:

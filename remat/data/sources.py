@@ -18,7 +18,7 @@ from remat.data.file_types import ROWS, TEXTS, bare_name, is_damage, open_stream
 from remat.data.files import Hashes, SourceFile, find_files, stdlib_files
 from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
 from remat.data.recognise import FIRST_ROWS, recognise_format
-from remat.data.rows import BadRowLog, Document, content_of, needed_columns
+from remat.data.rows import BadRowLog, Document, content_of, fields_read
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4
@@ -168,7 +168,7 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
     first = (
         (f"{file.path}:{row.place}", row.content)
         for file in tables
-        for row in islice(read_rows(file), FIRST_ROWS)
+        for row in islice(read_rows(file, rows_per_batch=FIRST_ROWS), FIRST_ROWS)
     )
     found = recognise_format(list(islice(first, FIRST_ROWS)), cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
@@ -182,7 +182,7 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
             if file.kind.file_type is FileType.text:
                 yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
             else:
-                rows = read_rows(file, _columns(file, cfg))
+                rows = read_rows(file, fields_read(cfg))
                 yield from _documents(rows, str(file.path), file.name, cfg, bad_rows)
 
     types = ", ".join(
@@ -198,15 +198,6 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
         f"{count}, {found.line}",
         frozenset(file.path.resolve() for file in files),
     )
-
-
-def _columns(file: SourceFile, cfg: DataConfig) -> list[str] | None:
-    """Return the columns of a parquet file that are read. The others can be large, and are never decoded."""
-    import pyarrow.parquet
-
-    if file.kind.file_type is not FileType.parquet:
-        return None
-    return needed_columns(cfg, pyarrow.parquet.read_schema(file.path).names)
 
 
 def _documents(
@@ -354,7 +345,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
     first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
     found = recognise_format(first, cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
-    kept = table.select_columns(needed_columns(cfg, table.column_names))
+    kept = table.select_columns([name for name in fields_read(cfg) if name in table.column_names])
 
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
         rows = (Row(str(number), number, without_nulls(row), 1) for number, row in enumerate(kept, 1))

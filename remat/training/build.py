@@ -166,7 +166,7 @@ def _build(
     hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
-    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
+    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
     batches = _batches(cfg, splits.train, world, point)
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
@@ -240,7 +240,7 @@ def _decide(
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
     """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
-    data_format, problems = distributed.broadcast(looked)
+    data_format, problems = distributed.broadcast(looked and (looked.data_format, looked.problems))
     if problems:
         raise ConfigError("\n".join(problems))
     found = replace(cfg, data=replace(cfg.data, format=data_format))
@@ -295,11 +295,15 @@ def _say(text: str) -> None:
 
 
 def _data(
-    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    watchdog: Watchdog,
+    looked: FirstLook | None,
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
     """Return the tokenizer, checked against the model, and the blocks. Waits for a rank that builds their cache."""
     watchdog.enter("data")
-    tokenizer = load_run_tokenizer(cfg.data, cfg.model)
+    tokenizer = (looked and looked.tokenizer) or load_run_tokenizer(cfg.data, cfg.model)
     hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
         cfg.data,
