@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,19 @@ def test_the_report_says_what_was_found_and_how_it_is_read(tmp_path: Path) -> No
     assert splits.report["found"] == (
         "1 jsonl file, chat, found by its fields messages; in the chat template, trained: user, not the end tokens"
     )
+
+
+def test_the_examples_of_the_page_on_data_are_of_the_formats_they_stand_under(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    shown = re.findall(
+        r"^\*\*[^*]+\*\* \(`(\w+)`\).*?\n\n((?:    \{[^\n]*\n)+)", page, flags=re.MULTILINE | re.DOTALL
+    )
+    assert {name for name, _ in shown} == {str(each) for each in DataFormat} - {"auto"}
+    for name, lines in shown:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f"{line.strip()}\n" for line in lines.splitlines()))
+        assert open_corpus(config(), str(path)).data_format == name
+        assert len(list(documents(config(format=DataFormat(name)), str(path)))) == 2
 
 
 def test_a_row_is_read_alike_from_every_place(tmp_path: Path) -> None:
