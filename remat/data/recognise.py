@@ -11,7 +11,7 @@ from remat.data.readers import Unusable
 from remat.data.rows import fits
 
 FIRST_ROWS = 20  # looked at; the format is that of the first usable one
-MOST_FIELDS = 30  # listed
+MOST_FIELDS, IN_HEADER = 30, 8  # listed in an error, and in the line that says what was found
 
 
 class Found(NamedTuple):
@@ -33,11 +33,11 @@ def recognise_format(rows: list[tuple[str, Any]], cfg: DataConfig, option: str, 
     asked = None if cfg.format is DataFormat.auto else cfg.format
     for _, row in usable:
         fitting = [each for each in _in_order(cfg) if fits(row, each, cfg)]
-        if asked in fitting:
-            return Found(asked, f"{asked}, as data.format asks")
-        if asked is None and fitting:
-            others = f"; {', '.join(fitting[1:])} would fit too" * (len(fitting) > 1)
-            return Found(fitting[0], f"{fitting[0]}, found by its fields {', '.join(_fields(row))}{others}")
+        chosen = asked or (fitting[0] if fitting else None)
+        if chosen is not None and chosen in fitting:
+            others = [str(each) for each in fitting if each is not chosen]
+            also = f", which would fit {', '.join(others)} too" * bool(others)
+            return Found(chosen, f"{chosen} by its fields {', '.join(_fields(row, IN_HEADER))}{also}")
     raise ConfigError(_nothing_fits(*usable[0], cfg, option, path))
 
 
@@ -47,9 +47,9 @@ def _in_order(cfg: DataConfig) -> list[DataFormat]:
     return sorted(REQUIRED, key=lambda each: -len(named & read[each]))
 
 
-def _fields(row: dict[str, Any]) -> list[str]:
-    shown = [str(name)[:60] for name in list(row)[:MOST_FIELDS]]
-    return [*shown, "..."] if len(row) > MOST_FIELDS else shown
+def _fields(row: dict[str, Any], most: int) -> list[str]:
+    shown = [str(name)[:60] for name in list(row)[:most]]
+    return [*shown, "..."] if len(row) > most else shown
 
 
 def _no_rows(rows: list[tuple[str, Any]], option: str, path: Any) -> str:
@@ -70,6 +70,7 @@ def _nothing_fits(origin: str, row: dict[str, Any], cfg: DataConfig, option: str
     fitting = [each for each in _in_order(cfg) if fits(row, each, cfg)]
     asked = "no known format" if cfg.format is DataFormat.auto else f"not data.format={cfg.format}"
     needs = [f"  data.format={each} needs {_needs(each, cfg)}" for each in REQUIRED]
+    there = ", ".join(_fields(row, MOST_FIELDS))
     theirs = ", ".join(f"{ours} is {name}" for ours, name in cfg.columns.items())
     remedy = (
         f"The fields are those of {fitting[0]}: set data.format={fitting[0]}, or leave data.format out"
@@ -78,7 +79,7 @@ def _nothing_fits(origin: str, row: dict[str, Any], cfg: DataConfig, option: str
         "data.columns={prompt: question, completion: answer}, data.text_field=body"
     )
     return (
-        f"{option}={path}: the rows are of {asked}. {origin} has the fields {', '.join(_fields(row)) or '(none)'}"
+        f"{option}={path}: the rows are of {asked}. {origin} has the fields {there or '(none)'}"
         f"{f' (data.columns: {theirs})' * bool(theirs)}\n" + "\n".join(needs) + f"\n{remedy}"
     )
 

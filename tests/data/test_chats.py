@@ -248,7 +248,7 @@ def test_own_names_and_the_order_in_which_formats_are_tried(
         (tmp_path / "a.json").write_text(json.dumps([row]))
         corpus = open_corpus(cfg, path)
         assert corpus.data_format == data_format
-        assert f"{data_format}, found by its fields {', '.join(row)}" in corpus.found
+        assert f"{data_format} by its fields {', '.join(row)}" in corpus.found
         assert len(list(documents(replace(cfg, format=corpus.data_format), path))) == 1
 
 
@@ -374,7 +374,7 @@ def test_the_report_says_what_was_found_and_how_it_is_read(tmp_path: Path) -> No
     )
     splits = open_blocks(cfg, tokenizer=tokenizer(CHATML), seq_len=256, seed=1, show_progress=False)
     assert splits.report["found"] == (
-        "1 jsonl file, chat, found by its fields messages; in the chat template, trained: user, not the end tokens"
+        "1 jsonl file, chat by its fields messages; in the chat template, trained: user, not the end tokens"
     )
 
 

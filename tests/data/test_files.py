@@ -134,9 +134,7 @@ def test_several_paths_are_one_corpus_whatever_each_is(tmp_path: Path) -> None:
     (tmp_path / "c" / "dataset_infos.json").write_text("{}")
     paths = [str(tmp_path / name) for name in ("a.jsonl", "b.json", "c")]
     assert found(paths) == EXPECTED
-    assert open_corpus(FILES, paths).found.startswith(
-        "3 jsonl, json, parquet files, alpaca, found by its fields"
-    )
+    assert open_corpus(FILES, paths).found.startswith("3 jsonl, json, parquet files, alpaca by its fields")
     units = [document.unit for document in documents(FILES, paths)]
     assert len(set(units)) == len(ROWS)
     assert units[0] == "0/data:1" and units[-1] == "2/z.parquet:30"  # nothing of where the data lies
