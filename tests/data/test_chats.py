@@ -279,6 +279,15 @@ def test_a_format_that_is_another_one_says_which(tmp_path: Path) -> None:
         list(documents(config(format=DataFormat.chat), path))
 
 
+def test_held_out_rows_are_of_the_format_of_the_others(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "a.jsonl", *[OPENAI] * 4), write(tmp_path / "b.jsonl", SHAREGPT)
+    cfg = config(path=path, eval_path=other, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_path=.*conversations(.|\n)*give rows of data\.format=chat"
+    ):
+        open_blocks(cfg, tokenizer=tokenizer(CHATML), seq_len=256, seed=1, show_progress=False)
+
+
 def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None:
     alpaca = {"instruction": "i", "output": "o"}
     path = write(tmp_path / "a.jsonl", *[OPENAI] * 40, alpaca)
