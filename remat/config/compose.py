@@ -43,6 +43,8 @@ OPEN_DICTS = (
     "model.architecture.",
     "meta.measured.",
     "checkpointing.layers=",
+    "data.columns=",
+    "data.columns.",
     "hardware.gpu_rates.",
 )
 Files = tuple[tuple[str, int, int], ...]

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
+from remat.config import data_fields
 from remat.config.options import (
     CheckpointingConfig,
     ConfigError,
     DataConfig,
     DataFormat,
     DataSource,
+    FileType,
     ModelConfig,
     ModelInit,
     OptimConfig,
@@ -41,7 +43,7 @@ def problems(cfg: RunConfig) -> list[str]:
     return [
         *_train(cfg.train),
         *_model(cfg.model),
-        *_data(cfg.data),
+        *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_peft(cfg.peft),
         *_tensor_parallel(cfg),
@@ -134,17 +136,78 @@ def _model(model: ModelConfig) -> list[str]:
     return []
 
 
-def _data(data: DataConfig) -> list[str]:
+def data_problems(data: DataConfig) -> list[str]:
+    """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
     found = []
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
-    if data.packing is Packing.stream and data.format is not DataFormat.plain:
+    found += _paths(data)
+    found += _rows(data)
+    if data.packing is Packing.stream and data.format not in (DataFormat.auto, DataFormat.plain):
         found.append(
             f"data.packing=stream has no effect with data.format={data.format}, where every example has a block of its "
             "own: leave it out"
         )
     return found
+
+
+def _paths(data: DataConfig) -> list[str]:
+    found = []
+    for option, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        entries = value if isinstance(value, list) else [value]
+        if not all(entry is None or isinstance(entry, (str, int, float)) for entry in entries) or (
+            isinstance(value, list) and not all(isinstance(entry, str) and entry for entry in value)
+        ):
+            found.append(
+                f"{option}={value} is neither a path nor a list of paths: write {option}=a.jsonl or "
+                f"{option}=[a.jsonl,b.json]"
+            )
+    if data.file_type is not FileType.auto and data.source is not DataSource.files:
+        found.append(
+            f"data.file_type={data.file_type} has no effect with data.source={data.source}: choose data=files"
+        )
+    return found
+
+
+def _rows(data: DataConfig) -> list[str]:
+    """What is said about rows: the names of their fields, and what of them is trained."""
+    found = []
+    unknown = sorted(set(data.columns) - data_fields.NAMES)
+    if unknown:
+        found.append(
+            f"data.columns={data.columns} names {', '.join(unknown)}, which no format reads: on the left stands one of "
+            f"{', '.join(sorted(data_fields.NAMES))}, on the right the name in your data"
+        )
+    if "text" in data.columns and data.text_field != DataConfig().text_field:
+        found.append(
+            f"data.text_field={data.text_field} and data.columns.text={data.columns['text']}: set one of them"
+        )
+    roles = data.train_on_roles
+    if not roles or not isinstance(roles, (str, list)) or not all(isinstance(role, str) for role in roles):
+        found.append(
+            f"data.train_on_roles={roles} names no role: write data.train_on_roles=[assistant], [assistant,tool] or all"
+        )
+    elif isinstance(roles, list) and "all" in roles and len(roles) > 1:
+        found.append(f"data.train_on_roles={roles}: all stands alone; write data.train_on_roles=all")
+    return found + _without_effect(data)
+
+
+def _without_effect(data: DataConfig) -> list[str]:
+    """Options for rows of another format than that of the data, once it is known."""
+    default, found = DataConfig(), list[str]()
+    if data.format is DataFormat.auto:
+        return []
+    if data.format is not DataFormat.alpaca and data.alpaca_prompt is not default.alpaca_prompt:
+        found.append(f"data.alpaca_prompt={data.alpaca_prompt}")
+    if data.format is DataFormat.plain:
+        found += [
+            f"data.{name}={getattr(data, name)}"
+            for name in ("train_on_roles", "train_on_end_token")
+            if getattr(data, name) != getattr(default, name)
+        ]
+        found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name != "text"]
+    return [f"{option} has no effect with data.format={data.format}: leave it out" for option in found]
 
 
 def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:

@@ -136,10 +136,10 @@ KERNELS = {
 def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) -> Packed:
     """Decide how the blocks of this run are read.
 
-    `skeleton` is the model of `config` without storage. Raises ConfigError where `documents` is asked for and is
-    impossible.
+    `skeleton` is the model of `config` without storage. A format that is not yet found counts as plain text. Raises
+    ConfigError where `documents` is asked for and is impossible.
     """
-    if cfg.data.format is not DataFormat.plain:
+    if cfg.data.format not in (DataFormat.auto, DataFormat.plain):
         return Packed(None, "every example has a block of its own")
     if cfg.data.source is DataSource.synthetic:
         return Packed(None, "every block is one text")

@@ -43,8 +43,7 @@ def rows(run: Described) -> dict[str, str]:
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
-        "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
-        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "data": _data(run) + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
         "packing": run.strategy.packed.line(),
         "ranks": _ranks(run.world),
         "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
@@ -67,6 +66,13 @@ def rows(run: Described) -> dict[str, str]:
     if run.resumed is not None:
         found["resumed"] = f"at step {run.resumed['step']}"
     return found
+
+
+def _data(run: Described) -> str:
+    """Return where the data is from and what was found there."""
+    paths = run.cfg.data.path if isinstance(run.cfg.data.path, list) else [run.cfg.data.path or ""]
+    named = f"{run.cfg.data.source} {', '.join(map(str, paths))}".strip()
+    return f"{named} ({found})" if (found := run.splits.report.get("found")) else named
 
 
 def seconds_since_launch() -> float:

@@ -21,7 +21,7 @@ SEEDS = range(6)
 
 
 def opened(folder: Path, pattern: str, *, seed: int, seq_len: int = 128, **options: Any) -> Splits:
-    source = DataSource.text if pattern.endswith("txt") else DataSource.jsonl
+    source = DataSource.files
     cfg = DataConfig(
         **{"source": source, "path": str(folder / pattern), "cache_dir": str(folder / "cache")} | options
     )

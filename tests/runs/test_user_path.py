@@ -265,7 +265,8 @@ def test_bad_options_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_a_model_too_large_is_refused_before_any_weight_with_exit_code_3(tmp_path: Path) -> None:
-    done = deepspeed("recipe=llama70b_zero3_offload", "data=python_stdlib", f"output_dir={tmp_path}")
+    words = ("recipe=llama70b_zero3_offload", "data=python_stdlib", "model.tokenizer=bytes")
+    done = deepspeed(*words, f"output_dir={tmp_path}")
     assert done.code == 3, done.out[-3000:]
     assert "host memory" in done.out and "needed" in done.out and "found" in done.out
     assert done.out.count("this machine cannot hold the run") == 1
@@ -327,6 +328,14 @@ def test_other_launchers(workshop: Path, launcher: str) -> None:
     if launcher == "torchrun":
         more = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
         program = [sys.executable, *more, "train.py"]
-    done = run([*program, *words(workshop, name, "deepspeed.config=zero2")])
+    array = workshop / "data.json"
+    array.write_text(json.dumps([json.loads(line) for line in (workshop / "data.jsonl").open()]))
+    found = ("data=files", f"data.path={array}")  # rank 0 finds the format, and the others are told
+    done = run([*program, *words(workshop, name, "deepspeed.config=zero2", *found)])
     assert done.code == 0, done.out[-4000:]
+    assert "1 json file, alpaca by its fields instruction, input, output; in the chat template" in " ".join(
+        done.out.split()
+    )
+    export = workshop / "out" / name / "run" / "model"
+    assert (export / "chat_template.jinja").is_file()
     assert len(tiny.rows(workshop / "out" / name / "run")) == tiny.STEPS
