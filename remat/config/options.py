@@ -52,7 +52,14 @@ class DataFormat(StrEnum):
 
 class Packing(StrEnum):
     documents = "documents"  # positions restart with each document and attention stays within it
-    stream = "stream"  # one text: a document sees those before it in its block
+    stream = "stream"  # plain text only, as one text: a document sees those before it in its block
+    none = "none"  # rows only: one a block, padded to the longest of its micro-batch
+
+
+class LongRows(StrEnum):
+    cut = "cut"  # at train.seq_len
+    drop = "drop"
+    refuse = "refuse"
 
 
 class BadRows(StrEnum):
@@ -159,9 +166,13 @@ class DataConfig:
     split: str = "train"  # hub only
     format: DataFormat = DataFormat.plain
     text_field: str = "text"
-    packing: Packing | None = None  # plain text only; None: documents where the model can, else stream
+    packing: Packing | None = None  # None: documents where the model can, else stream (text) or none (rows)
+    long_rows: LongRows = LongRows.cut  # instruction rows of more than train.seq_len tokens
     eval_path: str | None = None  # held-out data; None: `eval_fraction` of the data is held out
     eval_fraction: float = 0.05
+    eval_tokens: int = (
+        1_000_000  # about as many tokens are held out at most, whatever the fraction; 0: no bound
+    )
     on_bad_row: BadRows = BadRows.stop
     shuffle: bool = True
     cache_dir: str = "~/.cache/remat/data"
@@ -185,7 +196,10 @@ class DeadlinesConfig:
 class TrainConfig:
     """The optimisation problem: length, batch, precision, loss, evaluation. Sizes in tokens, blocks and steps."""
 
-    steps: int = 100
+    steps: int | None = (
+        None  # one of `steps` and `epochs`; on a command line the one given replaces the recipe's
+    )
+    epochs: float | None = None  # passes over the blocks for training; the steps follow from the data
     seq_len: int = 512
     micro_batch_size: int = 1  # blocks per rank and forward pass
     tensor_parallel_size: int = 1  # ranks that share each layer and read the same blocks

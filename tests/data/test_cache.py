@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import build, cache
-from remat.data.blocks import Blocks, BlockWriter
+from remat.data.blocks import Blocks, TextWriter
 from remat.data.cache import Splits, open_blocks, summary
 from remat.data.tokenizer import byte_tokenizer
 
@@ -73,10 +73,17 @@ def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
         "tokens": len(ids) // 16 * 16,
         "trained_tokens": len(ids) // 16 * 15,
         "restarts": sum(place % 16 != 0 for place in starts),
+        "squared_lengths": sum(
+            (b - a) ** 2 for a, b in pairwise(sorted({*starts, *range(0, len(ids) // 16 * 16 + 1, 16)}))
+        ),
         "truncated_documents": 0,
         "truncated_tokens": 0,
+        "truncated_trained_tokens": 0,
         "dropped_documents": 0,
         "dropped_tokens": len(ids) % 16,
+        "long_documents": 0,
+        "long_tokens": 0,
+        "long_trained_tokens": 0,
     }
     assert json.loads((Path(report["folder"]) / "report.json").read_text())["train"] == report["train"]
 
@@ -302,7 +309,7 @@ def test_an_unexpected_failure_leaves_nothing_and_the_next_call_builds(
     cfg: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(BlockWriter, "flush", lambda self: 1 / 0)
+        patched.setattr(TextWriter, "flush", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             opened(cfg)
     assert not [*Path(cfg.cache_dir).glob("*.tmp-*"), *Path(cfg.cache_dir).glob("*/report.json")]

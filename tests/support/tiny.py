@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
-from remat.config.options import Packing
+from remat.config.options import DataFormat, Packing
 from remat.data.batches import GlobalBatches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
@@ -97,18 +98,21 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) -> list[tuple[float, float]]:
     """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits.
 
-    With data.packing=documents each document goes through the model by itself, without positions or masks.
+    With data.packing=documents, and instruction data by default, each document goes through the model by itself,
+    without positions or masks.
     `adapt` is applied to the model before training, for example to freeze parts of it.
     """
     cfg = compose.compose_run(words).run
     net = adapt(AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32))
     tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
+    packing = cfg.data.packing or (None if cfg.data.format is DataFormat.plain else Packing.documents)
+    data = replace(cfg.data, packing=packing)
     blocks = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
+        data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
     )
     size = cfg.train.global_batch_size
     batches = GlobalBatches(
-        blocks.documents_apart().train if cfg.data.packing is Packing.documents else blocks.train,
+        blocks.train,
         global_batch_size=size,
         micro_batch_size=size,
         rank=0,
