@@ -289,7 +289,8 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
     forward, backward = summary.get(phase_s("forward")), summary.get(phase_s("backward"))
     together = None if forward is None or backward is None else forward + backward
     tokens = step.tokens_per_s if step else None
-    most, least = (bound * run.splits.train.one_each for bound in (AT_MOST, AT_LEAST))
+    shorter = step is not None and run.splits.train.one_each
+    most, least = AT_MOST * shorter, AT_LEAST * shorter
     if tokens is not None:  # the plan counts full blocks
         counts = run.splits.report["train"]
         tokens *= counts["tokens"] / (counts["blocks"] * run.cfg.train.seq_len)

@@ -133,7 +133,9 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
         "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
         "zero3_gathered_bytes": dict(watch.gathered_bytes),
     }
-    broken = verification.broken_promises(run.applied, watch, run.cfg.checkpointing)
+    largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
+    full = first.shape[0] * first.shape[1] >= largest
+    broken = verification.broken_promises(run.applied, watch, run.cfg.checkpointing, full=full)
     broken += engine_memory.broken_promises(
         where, run.strategy.ds, ranks=run.world.data_size, device_type=run.world.device.type
     )

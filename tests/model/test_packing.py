@@ -261,7 +261,8 @@ def test_a_model_that_cannot_falls_back_and_says_why_but_not_when_asked() -> Non
     found = decided(cfg)
     assert not found.apart
     assert found.line().startswith(
-        "stream: a document sees those before it in its block, for this model cannot keep them apart: another document "
+        "stream: a document sees those before it in its block, for this model cannot keep documents apart: another "
+        "document "
     )
     rows = decided(replace(cfg, data=replace(cfg.data, format=DataFormat.chat)))
     assert rows.line().startswith(

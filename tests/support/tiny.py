@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
 from remat.config.options import DataFormat, Packing
-from remat.data.batches import GlobalBatches
+from remat.data.batches import GlobalBatches, steps_of
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
 from remat.model import optimizer
@@ -111,6 +111,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
     )
     size = cfg.train.global_batch_size
+    steps = cfg.train.steps or steps_of(cfg.train.epochs or 0, len(blocks.train), size)
     batches = GlobalBatches(
         blocks.train,
         global_batch_size=size,
@@ -127,7 +128,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
     ]
     adamw = torch.optim.AdamW(groups, betas=(cfg.optim.beta1, cfg.optim.beta2), eps=cfg.optim.eps)
     history = []
-    for step in range(cfg.train.steps):
+    for step in range(steps):
         batch = batches.next_step().micro_batches[0]
         logits = _logits(net, batch)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
@@ -135,7 +136,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.gradient_clipping)
         for group in adamw.param_groups:
-            group["lr"] = optimizer.lr_at(step, cfg.optim, cfg.train.steps)
+            group["lr"] = optimizer.lr_at(step, cfg.optim, steps)
         adamw.step()
         history.append((loss.item(), norm.item()))
     return history
