@@ -178,6 +178,11 @@ class DataConfig:
     cache_dir: str = "~/.cache/remat/data"
     synthetic_blocks: int = 1024
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full."""
+        return self.format is not DataFormat.plain
+
 
 @dataclass(kw_only=True)
 class DeadlinesConfig:

@@ -69,6 +69,11 @@ def check_launch(cfg: RunConfig) -> None:
             f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
             "(or data=python_stdlib, which needs none)"
         )
+    if cfg.train.steps is None and cfg.train.epochs is None:
+        raise ConfigError(
+            "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
+            "steps follow once the data is read, or train.steps=1000"
+        )
 
 
 def check_environment(env: Mapping[str, str]) -> None:
@@ -118,11 +123,6 @@ def _train(train: TrainConfig) -> list[str]:
 
 
 def _length(train: TrainConfig) -> list[str]:
-    if train.steps is None and train.epochs is None:
-        return [
-            "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, which needs no "
-            "knowledge of the data, or train.steps=1000"
-        ]
     if train.steps is not None and train.epochs is not None:
         return [
             f"train.steps={train.steps} and train.epochs={train.epochs:g}: both say how long to train; give one. On a "
@@ -165,7 +165,7 @@ def _data(data: DataConfig) -> list[str]:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
     found += _at_least(0, data__eval_tokens=data.eval_tokens)
-    if data.packing is Packing.stream and data.format is not DataFormat.plain:
+    if data.packing is Packing.stream and data.has_rows:
         found.append(
             f"data.packing=stream with data.format={data.format}: rows that see each other would be one conversation; "
             "use data.packing=documents, which keeps them apart, or data.packing=none, one row a block"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
+from remat.config.units import format_size
 from remat.data.blocks import (
     FIRST_LONG_ROWS,
     BlockCounts,
@@ -31,7 +33,7 @@ from remat.data.blocks import (
 )
 from remat.data.files import Hashes
 from remat.data.formats import encode
-from remat.data.held_out import Bound, Chooser, bound, characters_of, choose, never, rule
+from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
@@ -39,7 +41,8 @@ CACHE_VERSION = 3  # raise it when the same data and settings would give other b
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
-SAMPLE_CHARACTERS = 1024**2  # of the first documents, tokenised to know how many tokens all of them are
+SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are
+SURE = 0.8  # of what they let expect on the disk: the others may be shorter
 HALVES = ("train", "held_out")
 
 
@@ -90,7 +93,7 @@ def make_plan(
             settings["held_out"] = held_out.identity()
         elif cfg.eval_fraction > 0:
             settings["held_out"] = [f"fraction {cfg.eval_fraction} tokens {cfg.eval_tokens} seed {seed}"]
-    if not _is_text(cfg):
+    if cfg.has_rows:
         settings["packed"] = cfg.packing is Packing.documents
         settings["drops_long_rows"] = cfg.long_rows is LongRows.drop
     settings["tokenizer"] = _tokenizer_identity(tokenizer)
@@ -119,6 +122,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
     Raises ConfigError when the data has changed since the plan's key was computed.
     """
     started = time.perf_counter()
+    _check_room(plan, folder)
     written = _write_halves(plan, folder, show_progress)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)
@@ -130,7 +134,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         "source": str(plan.cfg.source),
         "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
-        "packed": _is_text(plan.cfg) or plan.cfg.packing is Packing.documents,
+        "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
@@ -152,7 +156,8 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     bad_rows, empty = BadRowLog(plan.cfg.on_bad_row), 0
     is_held_out = Chooser(never)
     if plan.divides and plan.corpus is not None:
-        most = _bound(plan, plan.corpus)
+        sample = _sample(plan, plan.corpus)
+        most = bound(plan.cfg.eval_fraction, plan.cfg.eval_tokens, sample, plan.corpus.total)
         beforehand = plan.corpus.read(BadRowLog(plan.cfg.on_bad_row))
         chosen = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=most.fraction)
         is_held_out = Chooser(chosen, most.characters)
@@ -165,20 +170,45 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
         return _Written(counts, empty, bad_rows, held_out_by, _long_rows(writers))
 
 
-def _bound(plan: Plan, corpus: Corpus) -> Bound:
-    """Return what is held out of `corpus` at most: its first documents tell how many tokens all of them are."""
+def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
+    """Return the first documents of `corpus` and their tokens: they tell how many tokens all of them are."""
     unread = BadRowLog(BadRows.skip)  # bad rows are told when all is read
     first: list[Document] = []
     characters = 0
     for document in _advancing(corpus.read(unread), plan):
-        first.append(document)
-        characters += characters_of(document)
+        if document.content:
+            first.append(document)
+            characters += characters_of(document)
         if characters >= SAMPLE_CHARACTERS:
             break
-    filled = [document for document in first if document.content]
-    examples = encode(filled, plan.cfg.format, plan.tokenizer, unread)
-    sample = [(d, 0 if e is None else len(e.ids)) for d, e in zip(filled, examples, strict=True)]
-    return bound(plan.cfg.eval_fraction, plan.cfg.eval_tokens, sample, corpus.total)
+    examples = encode(first, plan.cfg.format, plan.tokenizer, unread)
+    return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
+
+
+def _check_room(plan: Plan, folder: Path) -> None:
+    """Raise ConfigError when the disk of `folder` has far too little room for the blocks, judged by first documents."""
+    needed = 0.0
+    for corpus in filter(None, (plan.corpus, plan.held_out)):
+        sample = _sample(plan, corpus)
+        size = sum(document.size for document, _ in sample)
+        if size:
+            needed += corpus.total / size * sum(_bytes_of(plan, length) for _, length in sample)
+    free = shutil.disk_usage(folder).free
+    if SURE * needed > free:
+        raise ConfigError(
+            f"data.cache_dir={plan.cfg.cache_dir} has {format_size(free)} free, and the blocks of "
+            f"data.path={redact(plan.cfg.path)} need about {format_size(needed)}: free some, or name a cache folder on "
+            "a disk with more room"
+        )
+
+
+def _bytes_of(plan: Plan, length: int) -> float:
+    """Return what a document of `length` tokens takes on the disk: int32 ids, flags of rows, bits of starts."""
+    if not plan.cfg.has_rows:
+        return 4.2 * length
+    if plan.cfg.packing is Packing.documents:
+        return 5.2 * min(length, plan.seq_len)
+    return 5.0 * plan.seq_len
 
 
 def _long_rows(writers: dict[str, BlockWriter]) -> LongRowLog:
@@ -231,7 +261,7 @@ def _writers(
     cfg, seq_len = plan.cfg, plan.seq_len
 
     def open_writer(name: str) -> BlockWriter:
-        if _is_text(cfg):
+        if not cfg.has_rows:
             return TextWriter(folder, name, seq_len=seq_len)
         return RowWriter(
             folder,
@@ -327,11 +357,6 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, 
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _is_text(cfg: DataConfig) -> bool:
-    """Return whether documents follow one another in blocks, cut where a block is full; rows stay whole."""
-    return cfg.format == DataFormat.plain
 
 
 def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:

@@ -52,7 +52,7 @@ def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, in
         size += document.size
         tokens += length
         characters += characters_of(document)
-    if not (most_tokens and size and tokens):
+    if not (most_tokens and size and tokens and total):
         return Bound(fraction, math.inf)
     return Bound(min(fraction, most_tokens * size / (tokens * total)), most_tokens * characters / tokens)
 

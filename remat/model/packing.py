@@ -24,7 +24,7 @@ from transformers.integrations import flash_attention
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from remat.config.options import Attention, ConfigError, DataFormat, DataSource, ModelConfig, Packing, RunConfig
+from remat.config.options import Attention, ConfigError, DataSource, ModelConfig, Packing, RunConfig
 from remat.model import small_copy
 
 
@@ -140,7 +140,7 @@ def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) 
     `skeleton` is the model of `config` without storage. Raises ConfigError where `documents` is asked for and is
     impossible.
     """
-    asked, rows = cfg.data.packing, cfg.data.format is not DataFormat.plain
+    asked, rows = cfg.data.packing, cfg.data.has_rows
     if cfg.data.source is DataSource.synthetic:
         return Packed(None, "every block is one text")
     if asked is Packing.none:

@@ -134,8 +134,12 @@ def test_the_length_on_the_command_line_replaces_the_recipes(tmp_path: Path) -> 
     )
     assert "train.steps=7 and train.epochs=1: both" in message(*mine[:2], "recipe=both")
     assert length(*mine[:2], "recipe=both", "train.epochs=4") == (None, 4.0)
-    assert "train.steps and train.epochs are both empty" in message(*mine[:2], "recipe=neither")
-    assert "train.steps and train.epochs are both empty" in message("train.steps=null")
+    for words in ((*mine[:2], "recipe=neither"), ("train.steps=null",)):
+        assert length(*words) == (None, None), "enough for a plan"
+        with pytest.raises(
+            ConfigError, match=r"train\.steps and train\.epochs are both empty: give one of them"
+        ):
+            validation.check_launch(run(*words))
     assert "train.epochs=0 must be above 0" in message("train.epochs=0")
     for word in ("train.stop_at=5", "optim.warmup_steps=300"):  # against steps that only the data tells
         assert length("train.epochs=1", word) == (None, 1.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -303,6 +304,26 @@ def test_a_cache_that_cannot_be_written_names_the_option(cfg: DataConfig, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache_dir=.*file/cache"):
         opened(replace(cfg, cache_dir=str(tmp_path / "file" / "cache")))
+
+
+@pytest.mark.parametrize(("form", "expected"), [(DataFormat.plain, 8_200), (DataFormat.alpaca, 1_280_000)])
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    cfg: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: DataFormat, expected: int
+) -> None:
+    """200 documents of about 10 tokens at 4 bytes; and as rows that each have a block of 1280 tokens, at 5 bytes."""
+    rows = [{"text": f"<{n:03d}>xxxx", "instruction": "x", "output": str(n)} for n in range(ROWS)]
+    Path(cfg.path or "").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: disk._replace(free=expected // 2))
+    with pytest.raises(
+        ConfigError, match=r"data\.cache_dir=.* free, and the blocks of data\.path=.* need about "
+    ):
+        opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280)
+    assert not [*Path(cfg.cache_dir).glob("*.tmp-*"), *Path(cfg.cache_dir).glob("*/report.json")]
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: disk._replace(free=expected))
+    assert (
+        opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280).report["train"]["documents"] == ROWS
+    )
 
 
 def test_an_unexpected_failure_leaves_nothing_and_the_next_call_builds(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
-from remat.config.options import DataFormat, Packing
+from remat.config.options import Packing
 from remat.data.batches import GlobalBatches, steps_of
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
     cfg = compose.compose_run(words).run
     net = adapt(AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32))
     tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
-    packing = cfg.data.packing or (None if cfg.data.format is DataFormat.plain else Packing.documents)
+    packing = cfg.data.packing or (Packing.documents if cfg.data.has_rows else None)
     data = replace(cfg.data, packing=packing)
     blocks = open_blocks(
         data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
