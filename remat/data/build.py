@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
 from remat.config.units import format_size
 from remat.data.blocks import (
@@ -172,16 +172,16 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 
 def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
     """Return the first documents of `corpus` and their tokens: they tell how many tokens all of them are."""
-    unread = BadRowLog(BadRows.skip)  # bad rows are told when all is read
+    bad_rows = BadRowLog(plan.cfg.on_bad_row)  # its own: all rows are read again
     first: list[Document] = []
     characters = 0
-    for document in _advancing(corpus.read(unread), plan):
+    for document in _advancing(corpus.read(bad_rows), plan):
         if document.content:
             first.append(document)
             characters += characters_of(document)
         if characters >= SAMPLE_CHARACTERS:
             break
-    examples = encode(first, plan.cfg.format, plan.tokenizer, unread)
+    examples = encode(first, plan.cfg.format, plan.tokenizer, bad_rows)
     return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
 
 

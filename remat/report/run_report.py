@@ -391,7 +391,7 @@ def _saved_table(run_dir: Path) -> Table:
 
 def _sources(run_dir: Path) -> list[tuple[str, str]]:
     sources = []
-    for name in ("config.yaml", "ds_config.json", "env.json", "proof.json", "plan.json"):
+    for name in ("config.yaml", "ds_config.json", "env.json", "data.json", "proof.json", "plan.json"):
         content = redact(_read(run_dir / name))
         if content:
             as_yaml = name.endswith(".yaml")
