@@ -43,6 +43,8 @@ OPEN_DICTS = (
     "model.architecture.",
     "meta.measured.",
     "checkpointing.layers=",
+    "data.columns=",
+    "data.columns.",
     "hardware.gpu_rates.",
 )
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one

@@ -37,17 +37,34 @@ class ModelInit(StrEnum):
 
 class DataSource(StrEnum):
     python_stdlib = "python_stdlib"
-    text = "text"
-    jsonl = "jsonl"
-    parquet = "parquet"
+    files = "files"
     hub = "hub"
     synthetic = "synthetic"
 
 
+class FileType(StrEnum):
+    auto = "auto"  # by its first bytes, and by its name where they do not tell
+    text = "text"
+    jsonl = "jsonl"  # one JSON object per line
+    json = "json"  # one array of JSON objects
+    csv = "csv"  # with a header; the separator is the one the header has most of: comma, semicolon or tab
+    parquet = "parquet"
+    arrow = "arrow"  # as datasets.save_to_disk writes
+
+
 class DataFormat(StrEnum):
+    auto = "auto"  # by the fields of the first rows
     plain = "plain"
-    alpaca = "alpaca"
-    chat = "chat"
+    alpaca = "alpaca"  # instruction, input (optional), output
+    chat = "chat"  # messages: role and content
+    sharegpt = "sharegpt"  # conversations: from and value
+    prompt_completion = "prompt_completion"  # both text, or both lists of messages
+
+
+class AlpacaPrompt(StrEnum):
+    auto = "auto"  # template where the tokenizer has one, else stanford
+    template = "template"  # the chat template
+    stanford = "stanford"
 
 
 class Packing(StrEnum):
@@ -162,13 +179,19 @@ class DataConfig:
     """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
 
     source: DataSource = DataSource.python_stdlib
-    path: str | None = None  # file, folder, glob or hub name
-    split: str = "train"  # hub only
-    format: DataFormat = DataFormat.plain
+    path: Any = None  # file, folder, glob or hub name, or a list of them
+    file_type: FileType = FileType.auto  # files only
+    split: str = "train"  # hub, and folders that datasets.save_to_disk wrote
+    format: DataFormat = DataFormat.auto
     text_field: str = "text"
+    columns: dict[str, str] = field(default_factory=dict)  # our field -> the data's, {messages: dialogue}
+    alpaca_prompt: AlpacaPrompt = AlpacaPrompt.auto
+    train_on_roles: Any = field(default_factory=lambda: ["assistant"])  # a list of roles, or all
+    train_on_end_token: bool = True  # the token that ends what is trained is trained too
+    chat_template: str | None = None  # a Jinja file, or a folder with a template; "none": use no template
     packing: Packing | None = None  # None: documents where the model can, else stream (text) or none (rows)
     long_rows: LongRows = LongRows.cut  # instruction rows of more than train.seq_len tokens
-    eval_path: str | None = None  # held-out data; None: `eval_fraction` of the data is held out
+    eval_path: Any = None  # held-out data, as `path`; None: `eval_fraction` of the data is held out
     eval_fraction: float = 0.05
     eval_tokens: int = (
         1_000_000  # about as many tokens are held out at most, whatever the fraction; 0: no bound
@@ -180,8 +203,16 @@ class DataConfig:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full."""
-        return self.format is not DataFormat.plain
+        """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
+
+        A format that is not found yet counts as plain text.
+        """
+        return self.format not in (DataFormat.auto, DataFormat.plain)
+
+    def trained_roles(self) -> list[str] | None:
+        """Return the roles whose words are trained; None: all."""
+        roles = [self.train_on_roles] if isinstance(self.train_on_roles, str) else list(self.train_on_roles)
+        return None if roles == ["all"] else [str(role) for role in roles]
 
 
 @dataclass(kw_only=True)

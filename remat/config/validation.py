@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
+from remat.config import data_fields
 from remat.config.options import (
     CheckpointingConfig,
     ConfigError,
     DataConfig,
     DataFormat,
     DataSource,
+    FileType,
     ModelConfig,
     ModelInit,
     OptimConfig,
@@ -42,7 +44,7 @@ def problems(cfg: RunConfig) -> list[str]:
     return [
         *_train(cfg.train),
         *_model(cfg.model),
-        *_data(cfg.data),
+        *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_peft(cfg.peft),
         *_tensor_parallel(cfg),
@@ -159,12 +161,15 @@ def _model(model: ModelConfig) -> list[str]:
     return []
 
 
-def _data(data: DataConfig) -> list[str]:
+def data_problems(data: DataConfig) -> list[str]:
+    """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
     found = []
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
     found += _at_least(0, data__eval_tokens=data.eval_tokens)
+    found += _paths(data)
+    found += _rows(data)
     if data.packing is Packing.stream and data.has_rows:
         found.append(
             f"data.packing=stream with data.format={data.format}: rows that see each other would be one conversation; "
@@ -175,6 +180,47 @@ def _data(data: DataConfig) -> list[str]:
             "data.packing=none with data.format=plain: every text would be cut at train.seq_len; use "
             "data.packing=documents or data.packing=stream"
         )
+    return found
+
+
+def _paths(data: DataConfig) -> list[str]:
+    found = []
+    for option, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        entries = value if isinstance(value, list) else [value]
+        if not all(entry is None or isinstance(entry, (str, int, float)) for entry in entries) or (
+            isinstance(value, list) and not all(isinstance(entry, str) and entry for entry in value)
+        ):
+            found.append(
+                f"{option}={value} is neither a path nor a list of paths: write {option}=a.jsonl or "
+                f"{option}=[a.jsonl,b.json]"
+            )
+    if data.file_type is not FileType.auto and data.source is not DataSource.files:
+        found.append(
+            f"data.file_type={data.file_type} has no effect with data.source={data.source}: choose data=files"
+        )
+    return found
+
+
+def _rows(data: DataConfig) -> list[str]:
+    """What is said about rows: the names of their fields, and what of them is trained."""
+    found = []
+    unknown = sorted(set(data.columns) - data_fields.NAMES)
+    if unknown:
+        found.append(
+            f"data.columns={data.columns} names {', '.join(unknown)}, which no format reads: on the left stands one of "
+            f"{', '.join(sorted(data_fields.NAMES))}, on the right the name in your data"
+        )
+    if "text" in data.columns and data.text_field != DataConfig().text_field:
+        found.append(
+            f"data.text_field={data.text_field} and data.columns.text={data.columns['text']}: set one of them"
+        )
+    roles = data.train_on_roles
+    if not roles or not isinstance(roles, (str, list)) or not all(isinstance(role, str) for role in roles):
+        found.append(
+            f"data.train_on_roles={roles} names no role: write data.train_on_roles=[assistant], [assistant,tool] or all"
+        )
+    elif isinstance(roles, list) and "all" in roles and len(roles) > 1:
+        found.append(f"data.train_on_roles={roles}: all stands alone; write data.train_on_roles=all")
     return found
 
 

@@ -32,7 +32,7 @@ from remat.data.blocks import (
     divide,
 )
 from remat.data.files import Hashes
-from remat.data.formats import encode
+from remat.data.formats import describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
@@ -80,13 +80,14 @@ def make_plan(
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
     if cfg.source == DataSource.synthetic:
         _check_synthetic(cfg)
+        cfg = replace(cfg, format=DataFormat.plain)
         settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
         settings["eval_tokens"] = cfg.eval_tokens
     else:
         corpus = open_corpus(cfg, cfg.path, hashes=hashes)
-        settings |= {"format": str(cfg.format), "content": corpus.identity()}
-        if cfg.format == DataFormat.plain:
-            settings["text_field"] = cfg.text_field
+        cfg = replace(cfg, format=corpus.data_format)
+        settings |= {"source": corpus.kind, "format": str(cfg.format), "content": corpus.identity()}
+        settings |= what_is_read(cfg, tokenizer)
         if cfg.eval_path:
             held_out = open_corpus(cfg, cfg.eval_path, "data.eval_path", hashes)
             _check_disjoint(cfg, corpus, held_out)
@@ -135,6 +136,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
         "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
+        "found": _found(plan),
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
@@ -148,6 +150,12 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         json.dump(report, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _found(plan: Plan) -> str:
+    """Say what the data is and how its rows become text, for the header and the report."""
+    parts = [plan.corpus.found, describe(plan.cfg, plan.tokenizer)] if plan.corpus else []
+    return "; ".join(part for part in parts if part)
 
 
 def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
@@ -181,7 +189,7 @@ def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
             characters += characters_of(document)
         if characters >= SAMPLE_CHARACTERS:
             break
-    examples = encode(first, plan.cfg.format, plan.tokenizer, bad_rows)
+    examples = encode(first, plan.cfg, plan.tokenizer, bad_rows)
     return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
 
 
@@ -297,7 +305,7 @@ def _write_documents(
         for batch in _batches(chain(from_corpus, _from_held_out(plan, bad_rows))):
             filled = [document for _, document in batch if document.content]
             empty += len(batch) - len(filled)
-            examples = iter(encode(filled, plan.cfg.format, plan.tokenizer, bad_rows))
+            examples = iter(encode(filled, plan.cfg, plan.tokenizer, bad_rows))
             for half, document in batch:
                 if document.starts:  # an empty piece too: the next one is not of the document before
                     writers[half].begin()
@@ -395,9 +403,9 @@ def _check_synthetic(cfg: DataConfig) -> None:
         option = "data.path" if cfg.path else "data.eval_path"
         raise ConfigError(
             f"{option}={cfg.path or cfg.eval_path} has no meaning with data.source=synthetic: "
-            f"choose data=text, jsonl, parquet or hub, or remove {option}"
+            f"choose data=files or hub, or remove {option}"
         )
-    if cfg.format != DataFormat.plain:
+    if cfg.format not in (DataFormat.auto, DataFormat.plain):
         raise ConfigError(
             f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"
         )

@@ -9,6 +9,7 @@ not keep these times. Losing the kept hashes costs only another reading.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import glob
 import hashlib
 import json
@@ -18,10 +19,12 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from remat.config.options import ConfigError, DataSource
+from remat.config.options import ConfigError, FileType
+from remat.data.file_types import ROWS, SUFFIXES, TEXTS, Kind, bare_name, recognise
 
 FOLDER = "hashes"  # in the cache
 VERSION = 1
@@ -32,9 +35,14 @@ SETTLED_S = (
 )
 Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
-# Which files of a folder are data; a file or a glob that the user names is taken as it is.
-SUFFIXES = {DataSource.jsonl: (".jsonl", ".ndjson"), DataSource.parquet: (".parquet",)}
+TEXT = Kind(FileType.text, "")
 ONE = "data"  # name of a single file that the user named, so that a copy under another name is the same data
+ABOUT_DATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+)  # as datasets writes
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -43,38 +51,109 @@ class SourceFile:
     path: Path
     name: str  # relative to the folder that the user named, with forward slashes; ONE for a single file
     size_bytes: int
+    kind: Kind = TEXT
+    option: str = "data.path"  # where the user named it
 
 
-def find_files(path: str, source: DataSource, option: str) -> list[SourceFile]:
-    """Return the files of a path, sorted by name: a file, a folder (recursive, without hidden ones) or a glob.
+def find_files(
+    path: Any, option: str, *, file_type: FileType = FileType.auto, split: str = "train"
+) -> list[SourceFile]:
+    """Return the files of a path, or of a list of paths, with what each is.
 
-    `option` is the option's dotted name in errors. Raises ConfigError when there is nothing to read.
+    A path is a file, a folder (recursive, without hidden ones), a folder that `datasets.save_to_disk` wrote (of which
+    `split` is taken) or a glob; its files are sorted by name. `option` is the option's dotted name in errors. Raises
+    ConfigError, with every problem, when there is nothing to read or a file is named twice.
     """
+    paths = [str(entry) for entry in path] if isinstance(path, list) else [str(path)]
+    found: list[SourceFile] = []
+    problems: list[str] = []
+    for place, entry in enumerate(paths):
+        try:
+            named = _find(entry, option, file_type, split)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        found += named if len(paths) == 1 else [replace(file, name=f"{place}/{file.name}") for file in named]
+    seen: set[Path] = set()
+    for file in found:
+        real = file.path.resolve()
+        if real in seen:
+            problems.append(f"{option}={path} names {file.path} twice: its rows could be trained and held out")
+        seen.add(real)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def _find(path: str, option: str, file_type: FileType, split: str) -> list[SourceFile]:
     root = Path(path).expanduser()
     if root.is_file():
-        return [SourceFile(root, ONE, root.stat().st_size)]
+        return [_source_file(root, None, file_type, option)]
     if root.is_dir():
-        suffixes = SUFFIXES.get(source, ("",))
-        inside = [file for file in root.rglob("*") if file.name.endswith(suffixes)]
-        shown = [
-            f
-            for f in inside
-            if not any(part.startswith(".") for part in f.relative_to(root).parts) and f.is_file()
-        ]
-        if not shown:
-            kind = " or ".join(suffixes) if source in SUFFIXES else "visible"
-            raise ConfigError(
-                f"{option}={path} has no {kind} file in it: name a folder with data, a file or a glob"
-            )
-        return sorted((_source_file(file, root) for file in shown), key=lambda file: file.name)
+        if file_type in (FileType.auto, FileType.arrow) and (tables := _saved_tables(root, option, split)):
+            return [_source_file(file, root, FileType.arrow, option) for file in tables]
+        shown = _data_files(root, option, file_type)
+        return sorted((_source_file(f, root, file_type, option) for f in shown), key=lambda file: file.name)
     if not glob.has_magic(str(root)):
-        raise ConfigError(f"{option}={path} does not exist: name a file, a folder or a glob")
+        near = difflib.get_close_matches(root.name, _names_in(root.parent), n=1)
+        hint = f" (there is {root.parent / near[0]})" if near else ""
+        raise ConfigError(f"{option}={path} does not exist{hint}: name a file, a folder or a glob")
     matches = [Path(match) for match in glob.glob(str(root), recursive=True)]  # noqa: PTH207 - absolute patterns
     files = [match for match in matches if match.is_file()]
     if not files:
         raise ConfigError(f"{option}={path} matches no file: correct the glob, and quote it for the shell")
     base = Path(os.path.commonpath([file.parent for file in files]))
-    return sorted((_source_file(file, base) for file in files), key=lambda file: file.name)
+    return sorted((_source_file(f, base, file_type, option) for f in files), key=lambda file: file.name)
+
+
+def _data_files(root: Path, option: str, file_type: FileType) -> list[Path]:
+    """Return the files of a folder that are data. Of `auto`, text is data only where no file has rows."""
+    inside = [file for file in root.rglob("*") if file.is_file() and file.name not in ABOUT_DATA]
+    shown = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(root).parts)]
+    wanted: list[tuple[str, ...]] = [ROWS, TEXTS] if file_type is FileType.auto else [SUFFIXES[file_type]]
+    for suffixes in wanted:
+        if chosen := [file for file in shown if bare_name(file).endswith(suffixes)]:
+            return chosen
+    kind = "visible" if file_type is FileType.text else " or ".join(name for names in wanted for name in names)
+    there = ", ".join(sorted(file.relative_to(root).as_posix() for file in shown)[:5])
+    remedy = "; data=text reads files of any name as text" if shown and file_type is FileType.auto else ""
+    raise ConfigError(
+        f"{option}={root} has no {kind} file in it{f', only {there}' * bool(there)}: "
+        f"name a folder with data, a file or a glob{remedy}"
+    )
+
+
+def _saved_tables(root: Path, option: str, split: str) -> list[Path]:
+    """Return the tables of a folder that `datasets.save_to_disk` wrote, in order; [] for any other folder."""
+    if (root / "dataset_dict.json").is_file():
+        splits = _json(root / "dataset_dict.json", option).get("splits", [])
+        if split not in splits:
+            raise ConfigError(
+                f"{option}={root} holds the splits {', '.join(map(str, splits))} and not data.split={split}: "
+                "choose one of them"
+            )
+        root = root / split
+    if not ((root / "state.json").is_file() and (root / "dataset_info.json").is_file()):
+        return []
+    named = [root / entry["filename"] for entry in _json(root / "state.json", option).get("_data_files", [])]
+    missing = [file.name for file in named if not file.is_file()]
+    if missing or not named:
+        raise ConfigError(
+            f"{option}={root} is incomplete: {', '.join(missing[:3]) or 'every table'} is missing; save it again"
+        )
+    return named
+
+
+def _json(path: Path, option: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{option}: {path} is not JSON ({error}): save the dataset again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -87,7 +166,10 @@ def stdlib_files() -> list[SourceFile]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    found = sorted((_source_file(f, root) for f in files if _is_utf8(f)), key=lambda file: file.name)
+    found = sorted(
+        (_source_file(f, root, FileType.text, "data.path") for f in files if _is_utf8(f)),
+        key=lambda file: file.name,
+    )
     if not found:
         raise ConfigError(
             f"data.source=python_stdlib found no .py file in {root}: set data.source and data.path"
@@ -95,8 +177,9 @@ def stdlib_files() -> list[SourceFile]:
     return found
 
 
-def _source_file(path: Path, base: Path) -> SourceFile:
-    return SourceFile(path, path.relative_to(base).as_posix(), path.stat().st_size)
+def _source_file(path: Path, base: Path | None, file_type: FileType, option: str) -> SourceFile:
+    name = ONE if base is None else path.relative_to(base).as_posix()
+    return SourceFile(path, name, path.stat().st_size, recognise(path, file_type, option), option)
 
 
 def _is_utf8(path: Path) -> bool:

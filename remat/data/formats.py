@@ -1,14 +1,15 @@
 """Turn documents into token ids, and mark which of them carry the loss.
 
-plain   text, closed by the end token; every token is trained
-alpaca  a fixed prompt from `instruction` and `input`; only `output` and the end token are trained
-chat    the tokenizer's own template over `messages`; only what the assistant says is trained
+plain               text, closed by the end token; every token is trained
+alpaca              the chat template over instruction and output, or the Stanford prompt; only the output is trained
+prompt_completion   the chat template where there is one, else both joined; only the completion is trained
+chat, sharegpt      the chat template over the messages; only turns of data.train_on_roles are trained
 
-In a rendered chat the assistant's text is found as spans of characters, which the tokenizer's offsets map to tokens.
-There are two ways to find the spans:
-1. the template marks them with {% generation %} ... {% endgeneration %};
-2. the conversation is rendered up to each assistant turn and with it. This holds only if each of these texts is a
-   prefix of the whole; a template that rewrites earlier turns breaks it, and then nothing is trained at all.
+In a rendered chat what is trained is found as spans of characters, which the tokenizer's offsets map to tokens. There
+are two ways to find the spans:
+1. the template marks the assistant's with {% generation %} ... {% endgeneration %};
+2. the conversation is rendered up to each turn and with it. This holds only if each of these texts is a prefix of the
+   whole; a template that rewrites earlier turns breaks it, and then nothing is trained at all.
 
 transformers' `apply_chat_template(return_assistant_tokens_mask=True)` is not used: in 5.23 it drops every later turn,
 or trains to the end of the chat, when a span begins or ends with a space that the tokenizer strips.
@@ -24,13 +25,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from remat.config.options import ConfigError, DataFormat
-from remat.data.rows import BadRowLog, Document
+from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat
+from remat.data.chats import Chat
+from remat.data.rows import BadRowLog, Document, Instruction, Pair
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REMEDY = (
-    "Surround what the assistant says with {% generation %} and {% endgeneration %} in chat_template.jinja of a copy "
-    "of the tokenizer, and point model.tokenizer at that folder"
+    "Surround what the assistant says with {% generation %} and {% endgeneration %} in a copy of the template, and "
+    "name it with data.chat_template"
 )
 Spans = list[tuple[int, int]]
 
@@ -54,18 +56,104 @@ class Example(NamedTuple):
 
 
 def encode(
-    documents: list[Document], data_format: DataFormat, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
+    documents: list[Document], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
 ) -> list[Example | None]:
     """Return one Example per document; None for a chat that the template refuses, which is then in `bad_rows`.
 
-    Raises ConfigError when the chat template makes it impossible to tell the assistant's tokens from the others.
+    Raises ConfigError when the chat template makes it impossible to tell what is trained from the rest.
     """
-    if data_format == DataFormat.plain:
+    if cfg.format == DataFormat.plain:
         return _plain(documents, tokenizer)
-    if data_format == DataFormat.alpaca:
-        return _alpaca([_row(document) for document in documents], tokenizer)
-    chats = encode_chats([(_row(document), document.origin) for document in documents], tokenizer, bad_rows)
-    return [None if chat is None else Example(*chat) for chat in chats]
+    forms = [_form(document, cfg, tokenizer) for document in documents]
+    chats = [
+        (form, document.origin)
+        for form, document in zip(forms, documents, strict=True)
+        if isinstance(form, Chat)
+    ]
+    from_chats = iter(
+        encode_chats(chats, tokenizer, bad_rows, with_end=cfg.train_on_end_token) if chats else []
+    )
+    from_pairs = iter(_pairs([form for form in forms if isinstance(form, Pair)], cfg, tokenizer))
+    found: list[Example | None] = []
+    for form in forms:
+        if isinstance(form, Pair):
+            found.append(next(from_pairs))
+        else:
+            chat = next(from_chats)
+            found.append(None if chat is None else Example(*chat))
+    return found
+
+
+def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the options that decide which tokens rows of `cfg.format` become, beside the tokenizer."""
+    if cfg.format == DataFormat.plain:
+        return {"text_field": cfg.columns.get("text", cfg.text_field)}
+    found: dict[str, Any] = {"columns": dict(cfg.columns)} if cfg.columns else {}
+    if cfg.format == DataFormat.alpaca:
+        found["alpaca_prompt"] = str(
+            AlpacaPrompt.template if _by_template(cfg, tokenizer) else AlpacaPrompt.stanford
+        )
+    roles = cfg.trained_roles()
+    if roles != ["assistant"]:
+        found["train_on_roles"] = "all" if roles is None else sorted(roles)
+    if not cfg.train_on_end_token:
+        found["train_on_end_token"] = False
+    return found
+
+
+def describe(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say how rows become text and what of it is trained; "" for plain text."""
+    if cfg.format == DataFormat.plain:
+        return ""
+    if cfg.format in (DataFormat.chat, DataFormat.sharegpt) or _by_template(cfg, tokenizer):
+        form = "in the chat template"
+    else:
+        form = "in the Stanford prompt" if cfg.format == DataFormat.alpaca else "prompt and completion joined"
+    roles = cfg.trained_roles()
+    trained = "all turns" if roles is None else ", ".join(roles)
+    return f"{form}, trained: {trained}" + ", not the end tokens" * (not cfg.train_on_end_token)
+
+
+def _by_template(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether instructions and completions go through the chat template."""
+    if cfg.format == DataFormat.alpaca and cfg.alpaca_prompt is not AlpacaPrompt.auto:
+        return cfg.alpaca_prompt is AlpacaPrompt.template
+    return bool(tokenizer.chat_template)
+
+
+def _form(document: Document, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Chat | Pair:
+    """Return a row as what is encoded: a chat for the template, or a prompt and what follows it."""
+    content = document.content
+    if isinstance(content, Chat):
+        return content
+    if isinstance(content, Pair):
+        return (
+            _as_chat([("user", content.prompt)], content.completion, cfg)
+            if _by_template(cfg, tokenizer)
+            else content
+        )
+    assert isinstance(content, Instruction)
+    if _by_template(cfg, tokenizer):
+        asked = f"{content.instruction}\n\n{content.given}" if content.given else content.instruction
+        turns = [("system", content.system)] if content.system else []
+        for earlier, answer in content.history:
+            turns += [("user", earlier), ("assistant", answer)]
+        return _as_chat([*turns, ("user", asked)], content.output, cfg)
+    if content.system or content.history:
+        name = "system" if content.system else "history"
+        raise ConfigError(
+            f"data.alpaca_prompt={cfg.alpaca_prompt}: {document.origin} has a field {name!r}, which has no place in "
+            "the Stanford prompt: use data.alpaca_prompt=template with a tokenizer that has a chat template, or remove "
+            "the field"
+        )
+    prompt = ALPACA_WITH_INPUT if content.given else ALPACA_WITHOUT_INPUT
+    return Pair(prompt.format(instruction=content.instruction, input=content.given), content.output)
+
+
+def _as_chat(turns: list[tuple[str, str]], answer: str, cfg: DataConfig) -> Chat:
+    roles = cfg.trained_roles()
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("assistant", answer)]]
+    return Chat(messages, None, [roles is None or message["role"] in roles for message in messages])
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -103,97 +191,131 @@ def _plain(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> lis
     ]
 
 
-def _alpaca(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Example | None]:
-    """Encode alpaca rows. Prompt and output are tokenised apart, as when the model answers: no token spans both."""
+def _pairs(pairs: list[Pair], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Encode prompts and completions, each tokenised apart, as when the model answers: no token spans both."""
     opening, end = opening_ids(tokenizer), [tokenizer.eos_token_id]
-    prompts = [(ALPACA_WITH_INPUT if row["input"] else ALPACA_WITHOUT_INPUT).format_map(row) for row in rows]
-    examples: list[Example | None] = []
-    encoded = zip(
-        tokenize(prompts, tokenizer), tokenize([row["output"] for row in rows], tokenizer), strict=True
-    )
-    for prompt, output in encoded:
-        ids = np.array(opening + prompt + output + end, dtype=np.int32)
-        examples.append(Example(ids, np.arange(len(ids)) >= len(opening) + len(prompt)))
+    roles = cfg.trained_roles()
+    of_prompt, of_answer = (roles is None or role in roles for role in ("user", "assistant"))
+    examples = []
+    prompts = tokenize([pair.prompt for pair in pairs], tokenizer)
+    answers = tokenize([pair.completion for pair in pairs], tokenizer)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        trained = [of_prompt] * (len(opening) + len(prompt)) + [of_answer] * len(answer)
+        trained.append(of_answer and cfg.train_on_end_token)
+        ids = np.array(opening + prompt + answer + end, dtype=np.int32)
+        examples.append(Example(ids, np.array(trained, dtype=bool)))
     return examples
 
 
-def _row(document: Document) -> dict[str, Any]:
-    assert isinstance(document.content, dict)
-    return document.content
-
-
 def encode_chats(
-    chats: list[tuple[dict[str, Any], str]], tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
+    chats: list[tuple[Chat, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    bad_rows: BadRowLog,
+    *,
+    with_end: bool = True,
 ) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """Return (int32 ids, bool trained) of each (row, origin); None for a row the template refuses.
+    """Return (int32 ids, bool trained) of each (chat, origin); None for a chat the template refuses.
 
-    Raises ConfigError when the tokenizer has no chat template or no offsets, or breaks the prefix property.
+    `with_end`: the tokens that end a trained turn are trained too. Raises ConfigError when the tokenizer has no chat
+    template or no offsets, or breaks the prefix property.
     """
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            "data.format=chat needs a chat template, and this tokenizer has none: name an instruct model's "
-            "tokenizer with model.tokenizer, or use data.format=alpaca"
-        )
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "data.format=chat needs a tokenizer with offsets (a 'fast' one), and "
-            f"{type(tokenizer).__name__} has none: name another with model.tokenizer"
-        )
+    check_template(tokenizer)
     found: list[tuple[str, Spans] | None] = []
-    for row, origin in chats:
+    for chat, origin in chats:
         try:
-            found.append(_rendered(row, origin, tokenizer))
+            found.append(_rendered(chat, origin, tokenizer))
         except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
             found.append(None)
     usable = [item for item in found if item is not None]
-    encoded = iter(_tokens(usable, tokenizer))
+    encoded = iter(_tokens(usable, tokenizer, with_end))
     return [None if item is None else next(encoded) for item in found]
 
 
-def _rendered(row: dict[str, Any], origin: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans]:
-    """Return the whole text, and the spans of characters in it that the assistant said."""
-    messages, tools = row["messages"], row["tools"]
-    template = tokenizer.get_chat_template(tools=tools)
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a tokenizer that cannot encode chats."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "chats need a chat template, and this tokenizer has none: name one with data.chat_template=FILE_OR_FOLDER, "
+            "or an instruct model's tokenizer with model.tokenizer (alpaca rows go without one too: "
+            "data.alpaca_prompt=stanford)"
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "chats need a tokenizer with offsets (a 'fast' one), and "
+            f"{type(tokenizer).__name__} has none: name another with model.tokenizer"
+        )
+
+
+def needs_template(cfg: DataConfig) -> bool:
+    """Return whether rows of `cfg.format` cannot do without a chat template."""
+    by_name = cfg.format in (DataFormat.chat, DataFormat.sharegpt)
+    return by_name or (cfg.format is DataFormat.alpaca and cfg.alpaca_prompt is AlpacaPrompt.template)
+
+
+def _rendered(chat: Chat, origin: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans]:
+    """Return the whole text, and the spans of characters in it that are trained."""
+    template = tokenizer.get_chat_template(tools=chat.tools)
     if not GENERATION.search(template):
-        return _by_prefixes(messages, tools, origin, tokenizer)
-    variables: dict[str, Any] = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
-    rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
-    (text,), (spans,) = rendered
-    return text, spans
+        return _by_prefixes(chat, chat.trained, origin, tokenizer)
+    variables: dict[str, Any] = {"tools": chat.tools, "chat_template": template, **tokenizer.special_tokens_map}
+    rendered: Any = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **variables)
+    (text,), (marked,) = rendered
+    said = [message["role"] == "assistant" for message in chat.messages]
+    if chat.trained == said:
+        return text, marked
+    if len(marked) != sum(said):  # a turn may have several marked spans, or none: which is whose is not known
+        return _by_prefixes(chat, chat.trained, origin, tokenizer)
+    owners = [place for place, is_said in enumerate(said) if is_said]
+    spans = [span for span, place in zip(marked, owners, strict=True) if chat.trained[place]]
+    others = [trained and not is_said for trained, is_said in zip(chat.trained, said, strict=True)]
+    return text, [*spans, *(_by_prefixes(chat, others, origin, tokenizer)[1] if any(others) else [])]
 
 
 def _by_prefixes(
-    messages: list[dict[str, Any]], tools: Any, origin: str, tokenizer: PreTrainedTokenizerBase
+    chat: Chat, trained: list[bool], origin: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, Spans]:
+    """Return the whole text and the spans of `trained` turns.
+
+    The assistant's begin behind its generation prompt; those of others at their content, where that stands in the text
+    as it is, else at the beginning of the turn. All go to the end of the turn.
+    """
+
     def render(count: int, prompt: bool = False) -> str:
+        if not count:
+            return ""
         text = tokenizer.apply_chat_template(
-            messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+            chat.messages[:count], tools=chat.tools, tokenize=False, add_generation_prompt=prompt
         )
         return str(text)
 
-    whole = render(len(messages))
+    whole = render(len(chat.messages))
     spans: Spans = []
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for place, message in enumerate(chat.messages):
+        if not trained[place]:
             continue
-        if place == 0:
+        by_assistant = message["role"] == "assistant"
+        if place == 0 and by_assistant:
             raise TemplateError(
                 "the chat begins with the assistant, and the template has no generation markers"
             )
-        before, after = render(place, prompt=True), render(place + 1)
+        before, after = render(place, prompt=by_assistant), render(place + 1)
         if not after.startswith(before) or not whole.startswith(after):
             raise ConfigError(
-                f"data.format=chat: in {origin} the tokens of assistant message {place + 1} cannot be told from the "
+                f"data.format: in {origin} the tokens of {message['role']} message {place + 1} cannot be told from the "
                 "others, because the tokenizer's chat template renders earlier turns differently once others "
                 f"follow, or opens the assistant's turn otherwise than its generation prompt. {REMEDY}"
             )
-        spans.append((len(before), len(after)))
+        begin = len(before)
+        if not by_assistant:
+            said = message["content"].strip()
+            begin = max(begin, whole.find(said, begin, len(after)))
+        spans.append((begin, len(after)))
     return whole, spans
 
 
 def _tokens(
-    rendered: list[tuple[str, Spans]], tokenizer: PreTrainedTokenizerBase
+    rendered: list[tuple[str, Spans]], tokenizer: PreTrainedTokenizerBase, with_end: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     if not rendered:
         return []
@@ -205,10 +327,44 @@ def _tokens(
         return_token_type_ids=False,
         verbose=False,
     )
+    special = np.array(sorted(_special_ids(tokenizer)))
     result = []
-    for (_, spans), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        result.append((np.array(ids, dtype=np.int32), trained_mask(np.array(offsets).reshape(-1, 2), spans)))
+    for (text, spans), ids, offsets in zip(
+        rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        places, tokens = np.array(offsets).reshape(-1, 2), np.array(ids, dtype=np.int32)
+        if with_end:
+            mask = trained_mask(places, spans)
+        else:
+            is_special = np.isin(tokens, special)
+            mask = np.zeros(len(tokens), dtype=bool)
+            for span in spans:
+                mask |= without_end(trained_mask(places, [span]), is_special, places, text)
+        result.append((tokens, mask))
     return result
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def without_end(mask: np.ndarray, is_special: np.ndarray, offsets: np.ndarray, text: str) -> np.ndarray:
+    """Return `mask` of one turn, bool [length], without the special tokens that end it and the white space after them.
+
+    `is_special` bool [length]; `offsets` int [length, 2] are the characters of `text` from and to. A turn that no
+    special token ends stays as it is.
+    """
+    places = np.flatnonzero(mask)
+    specials = places[is_special[places]]
+    if not len(specials) or text[offsets[specials[-1], 1] : offsets[places[-1], 1]].strip():
+        return mask
+    end = int(specials[-1])
+    while end > places[0] and is_special[end - 1]:
+        end -= 1
+    kept = mask.copy()
+    kept[end:] = False
+    return kept
 
 
 def trained_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:

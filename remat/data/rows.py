@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from remat.config.data_fields import OPTIONAL, REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
+from remat.data.chats import Chat, chat_of, check_unicode, kind
 
 FIRST_BAD_ROWS = 20  # kept in the cache's report
 STOP_AFTER_BAD_ROWS = 5  # enough to see the pattern
@@ -14,13 +15,34 @@ STOP_AFTER_GOOD_ROWS = 1000  # rows still read after the first bad one, to list 
 
 
 @dataclass(frozen=True)
+class Instruction:
+    """An alpaca row. `given` is its `input`; `history` are earlier turns, asked and answered."""
+
+    instruction: str
+    given: str
+    output: str
+    system: str = ""
+    history: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Pair(NamedTuple):
+    """A prompt and what follows it, which is trained."""
+
+    prompt: str
+    completion: str
+
+
+Content = str | Chat | Instruction | Pair
+
+
+@dataclass(frozen=True)
 class Document:
-    """A document, or a piece of one. `content` is text (format plain) or a row (alpaca, chat).
+    """A document, or a piece of one. `content` is text (format plain) or a row.
 
     `origin` is "file:line" or "file:row".
     """
 
-    content: str | dict[str, Any]
+    content: Content
     origin: str
     unit: str  # what is held out as a whole: a name that does not depend on where the data lies
     starts: bool = True  # False: continues the document before it
@@ -65,79 +87,119 @@ def stop_text(bad_rows: list[str]) -> str:
     )
 
 
-def content_of(row: Any, cfg: DataConfig) -> str | dict[str, Any]:
-    """Return what `cfg.format` needs of a row, checked. Raises ValueError with the reason when the row is unusable."""
+def content_of(row: Any, cfg: DataConfig) -> Content:
+    """Return what `cfg.format` makes of a row, checked. Raises ValueError with the reason when the row is unusable."""
     if not isinstance(row, dict):
-        raise ValueError(f"is {_kind(row)}, not an object")
+        raise ValueError(f"is {kind(row)}, not an object")
+    row = with_our_names(row, cfg)
+    if missing := [name for name in REQUIRED[cfg.format] if name not in row]:
+        raise ValueError(_lacks(row, cfg, missing[0]))
     if cfg.format == DataFormat.plain:
-        return _text(row, cfg.text_field, " (see data.text_field)")
+        return _text(row, "text", cfg)
     if cfg.format == DataFormat.alpaca:
-        content: dict[str, Any] = {name: _text(row, name) for name in ("instruction", "output")}
-        content["input"] = "" if row.get("input") is None else _text(row, "input")
-        return content
-    return _chat(row)
+        return _instruction(row, cfg)
+    if cfg.format == DataFormat.prompt_completion:
+        return _completion(row, cfg)
+    name = "messages" if cfg.format == DataFormat.chat else "conversations"
+    system = _optional_text(row, "system", cfg) if cfg.format == DataFormat.sharegpt else ""
+    return chat_of(
+        _with_system(row[name], system), row.get("tools"), cfg.trained_roles(), name=_theirs(name, cfg)
+    )
 
 
-def needed_columns(cfg: DataConfig, available: list[str], where: str) -> list[str]:
-    """Return the columns of a table that `cfg.format` reads. Raises ConfigError when a required one is missing."""
-    required, optional = {
-        DataFormat.plain: ([cfg.text_field], []),
-        DataFormat.alpaca: (["instruction", "output"], ["input"]),
-        DataFormat.chat: (["messages"], ["tools"]),
-    }[cfg.format]
-    missing = [name for name in required if name not in available]
-    if missing:
-        remedy = (
-            "set data.text_field to one of them" if cfg.format == DataFormat.plain else "choose data.format"
-        )
-        raise ConfigError(
-            f"data.format={cfg.format} needs the column {', '.join(missing)}, but {where} has "
-            f"{', '.join(available)}: {remedy}"
-        )
-    return required + [name for name in optional if name in available]
+def with_our_names(row: dict[str, Any], cfg: DataConfig) -> dict[str, Any]:
+    """Return the row with the fields that `data.columns` and `data.text_field` name under the names used here."""
+    names = {"text": cfg.text_field} | cfg.columns if cfg.text_field != "text" else cfg.columns
+    if not names:
+        return row
+    kept = {name: value for name, value in row.items() if name not in names}
+    return kept | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def _text(row: dict[str, Any], name: str, hint: str = "") -> str:
-    if name not in row:
-        raise ValueError(f"has no field {name!r}{hint}")
-    value = row[name]
+def fits(row: Any, data_format: DataFormat, cfg: DataConfig) -> bool:
+    """Return whether a row has what `data_format` needs."""
+    return isinstance(row, dict) and all(name in with_our_names(row, cfg) for name in REQUIRED[data_format])
+
+
+def fields_read(cfg: DataConfig) -> list[str]:
+    """Return the fields that `cfg.format` reads, in the data's words."""
+    return [_theirs(name, cfg) for name in (*REQUIRED[cfg.format], *OPTIONAL[cfg.format])]
+
+
+def _theirs(name: str, cfg: DataConfig) -> str:
+    return cfg.columns.get(name, cfg.text_field if name == "text" else name)
+
+
+def _lacks(row: dict[str, Any], cfg: DataConfig, name: str) -> str:
+    theirs, others = _theirs(name, cfg), [other for other in REQUIRED if fits(row, other, cfg)]
+    text = f"has no field {theirs!r}"
+    if others:
+        return f"{text}, which data.format={cfg.format} needs; its fields are those of data.format={others[0]}"
+    return f"{text} (see data.text_field)" if name == "text" else text
+
+
+def _text(row: dict[str, Any], name: str, cfg: DataConfig) -> str:
+    value, theirs = row[name], _theirs(name, cfg)
     if not isinstance(value, str):
-        raise ValueError(f"field {name!r} is {_kind(value)}, not text{hint}")
-    _check_unicode(value)
+        hint = " (see data.text_field)" if name == "text" else ""
+        raise ValueError(f"field {theirs!r} is {kind(value)}, not text{hint}")
+    check_unicode(value)
     return value
 
 
-def _chat(row: dict[str, Any]) -> dict[str, Any]:
-    messages = row.get("messages")
-    if "messages" not in row:
-        raise ValueError("has no field 'messages'")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("field 'messages' is not a list with at least one message")
-    cleaned = []
-    for place, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {place} has no role")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ValueError(f"message {place}: content is {_kind(message.get('content'))}, not text")
-        # Tables fill absent fields with null; templates ask whether a field is there.
-        kept = {name: value for name, value in message.items() if value is not None}
-        cleaned.append({**kept, "content": kept.get("content", "")})
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"field 'tools' is {_kind(tools)}, not a list")
-    _check_unicode(json.dumps([cleaned, tools], ensure_ascii=False, default=str))
-    return {"messages": cleaned, "tools": tools or None}
+def _optional_text(row: dict[str, Any], name: str, cfg: DataConfig) -> str:
+    return "" if row.get(name) is None else _text(row, name, cfg)
 
 
-def _check_unicode(text: str) -> None:
-    """Raise ValueError for half a surrogate pair: JSON escapes can spell it, but it has no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"holds a lone surrogate at character {error.start}") from error
+def _check_roles(cfg: DataConfig) -> None:
+    """Raise ValueError where nothing of a prompt and its answer is trained."""
+    roles = cfg.trained_roles()
+    if roles is not None and not {"user", "assistant"} & set(roles):
+        raise ValueError(
+            f"has no turn to train on: its roles are user, assistant, and data.train_on_roles is [{','.join(roles)}]"
+        )
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number"}
-    names |= {str: "text", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+def _instruction(row: dict[str, Any], cfg: DataConfig) -> Instruction:
+    _check_roles(cfg)
+    earlier = row.get("history") or []
+    if not isinstance(earlier, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        for turn in earlier
+    ):
+        raise ValueError("field 'history' is not a list of pairs of texts")
+    for text in (text for turn in earlier for text in turn):
+        check_unicode(text)
+    return Instruction(
+        instruction=_text(row, "instruction", cfg),
+        given=_optional_text(row, "input", cfg),
+        output=_text(row, "output", cfg),
+        system=_optional_text(row, "system", cfg),
+        history=[(asked, answered) for asked, answered in earlier],
+    )
+
+
+def _completion(row: dict[str, Any], cfg: DataConfig) -> Content:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _check_roles(cfg)
+        return Pair(_text(row, "prompt", cfg), _text(row, "completion", cfg))
+    if not isinstance(prompt, list):
+        raise ValueError(
+            f"field 'prompt' is {kind(prompt)} and 'completion' {kind(completion)}: both text, or both messages"
+        )
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if not isinstance(completion, list):
+        raise ValueError(f"field 'completion' is {kind(completion)}, not messages")
+    return chat_of(
+        [*prompt, *completion], row.get("tools"), cfg.trained_roles(), name="prompt", start=len(prompt)
+    )
+
+
+def _with_system(messages: Any, system: str) -> Any:
+    return (
+        [{"role": "system", "content": system}, *messages]
+        if system and isinstance(messages, list)
+        else messages
+    )

@@ -1,21 +1,24 @@
-"""Read documents from text files, jsonl, parquet, the hub or Python's standard library; generate random tokens."""
+"""Read documents from files, the hub or Python's standard library; generate random tokens."""
 
 from __future__ import annotations
 
 import codecs
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, FileType
+from remat.data.file_types import ROWS, TEXTS, bare_name, is_damage, open_stream, tell_damaged
 from remat.data.files import Hashes, SourceFile, find_files, stdlib_files
-from remat.data.rows import BadRowLog, Document, content_of, needed_columns
+from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
+from remat.data.recognise import FIRST_ROWS, recognise_format
+from remat.data.rows import BadRowLog, Document, content_of, fields_read
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4
@@ -52,20 +55,27 @@ LARGEST_WHOLE_SHARE = 0.1
 LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = 1024**2, 16 * 1024
 PIECES, FEWEST_PIECES = 512, 64  # of all files together: wanted if pieces stay of customary size, and at least
 LONGEST_LINE_BYTES = 1024**2
-ROWS_PER_BATCH = 1024
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%+-]+)?")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read more than once. `total` is in bytes of files, or rows of a table."""
+    """Documents that can be read more than once. `total` is in bytes of files, or rows of a hub dataset.
+
+    `kind` says what they are read from ("jsonl", "text", "hub"), `data_format` what their rows are, and `found` both
+    in words.
+    """
 
     read: Callable[[BadRowLog], Iterator[Document]]
     identity: Callable[[], list[str]]  # equal lists mean equal data
     total: int
+    kind: str
+    data_format: DataFormat
+    found: str
     files: frozenset[Path] = field(default_factory=frozenset)
 
 
-def documents(cfg: DataConfig, path: str | None, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
+def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
     """Yield the documents at `path` (or of the standard library), in a fixed order.
 
     A row that cannot be used goes to `bad_rows`, by default a log that follows `data.on_bad_row`. Raises ConfigError
@@ -76,53 +86,135 @@ def documents(cfg: DataConfig, path: str | None, bad_rows: BadRowLog | None = No
     log.check()
 
 
-def open_corpus(
-    cfg: DataConfig, path: str | None, option: str = "data.path", hashes: Hashes | None = None
-) -> Corpus:
-    """Find the documents at `path` and return them as a Corpus. Raises ConfigError when there is nothing to read.
+def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: Hashes | None = None) -> Corpus:
+    """Find the documents at `path` and their format, and return them as a Corpus. Only first rows are read.
 
     `option` is the dotted name of `path` in errors. `hashes` gives the hashes of files; by default it reads them all.
+    Raises ConfigError when there is nothing to read, and when the rows are of no format or not of `data.format`.
     """
     hashes = hashes or Hashes()
     if cfg.source == DataSource.synthetic:
         raise ConfigError("data.source=synthetic has no documents: it is random tokens")
-    _check_combination(cfg, path, option)
+    if cfg.source == DataSource.python_stdlib:
+        _check_bundled(cfg, path, option)
+        return _texts(stdlib_files(), "python_stdlib", hashes)
+    if not path:
+        raise ConfigError(f"data.source={cfg.source} needs {option}=FILE_FOLDER_OR_NAME, which is empty")
+    if _is_of_the_hub(cfg, path):
+        return _hub(cfg, path, option, hashes)
+    files = find_files(path, option, file_type=cfg.file_type, split=cfg.split)
+    if all(file.kind.file_type is FileType.text for file in files):
+        if cfg.format not in (DataFormat.auto, DataFormat.plain):
+            raise ConfigError(_text_has_no_rows(cfg, files[0]))
+        return _texts(files, path, hashes)
+    return _rows(cfg, files, path, option, hashes)
+
+
+def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
+    if path:
+        raise ConfigError(
+            f"{option}={path} has no meaning with data.source=python_stdlib: choose data=files or hub, "
+            f"or remove {option}"
+        )
+    if cfg.format not in (DataFormat.auto, DataFormat.plain):
+        raise ConfigError(
+            f"data.format={cfg.format} needs rows with fields, but data.source=python_stdlib is plain text: choose "
+            "data=files or hub, or remove data.format"
+        )
+
+
+def _text_has_no_rows(cfg: DataConfig, file: SourceFile) -> str:
+    return (
+        f"data.format={cfg.format} needs rows with fields, but {file.path} of {file.option} is plain text: set "
+        "data.format=plain, or data.file_type if it is something else"
+    )
+
+
+def _is_of_the_hub(cfg: DataConfig, path: Any) -> bool:
+    """Return whether data.source says so, or `path` looks like OWNER/NAME and like nothing on this machine."""
     if cfg.source == DataSource.hub:
-        return _hub(cfg, str(path), option, hashes)
-    bundled = cfg.source == DataSource.python_stdlib
-    files = stdlib_files() if bundled else find_files(str(path), cfg.source, option)
-    total_bytes = total = sum(file.size_bytes for file in files)
-    if cfg.source == DataSource.parquet:
-        total = sum(_parquet_rows(file) for file in files)
+        return True
+    if cfg.source != DataSource.files or not isinstance(path, str) or not HUB_NAME.fullmatch(path):
+        return False
+    local = Path(path)
+    return not local.exists() and not local.parent.exists() and not bare_name(local).endswith((*ROWS, *TEXTS))
+
+
+def _texts(files: list[SourceFile], named: Any, hashes: Hashes) -> Corpus:
+    total_bytes = sum(file.size_bytes for file in files)
 
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
         for file in files:
-            if cfg.source == DataSource.jsonl:
-                yield from _jsonl(file, cfg, bad_rows)
-            elif cfg.source == DataSource.parquet:
-                yield from _parquet(file, cfg, bad_rows)
-            else:
+            yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
+
+    count = f"{len(files)} text file{'s' * (len(files) != 1)}"
+    return Corpus(
+        read,
+        lambda: hashes.of(files, str(named)),
+        total_bytes,
+        "python_stdlib" if named == "python_stdlib" else "text",
+        DataFormat.plain,
+        "" if named == "python_stdlib" else f"{count}, plain",
+        frozenset(file.path.resolve() for file in files),
+    )
+
+
+def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hashes: Hashes) -> Corpus:
+    """Return the rows of `files`, among which there may be texts where the rows are plain text too."""
+    for file in files:
+        if file.kind.file_type is FileType.parquet:
+            count_rows(file)  # a file that is none is told before anything is read
+    tables = [file for file in files if file.kind.file_type is not FileType.text]
+    first = (
+        (f"{file.path}:{row.place}", row.content)
+        for file in tables
+        for row in islice(read_rows(file, rows_per_batch=FIRST_ROWS), FIRST_ROWS)
+    )
+    found = recognise_format(list(islice(first, FIRST_ROWS)), cfg, option, path)
+    cfg = replace(cfg, format=found.data_format)
+    if found.data_format != DataFormat.plain and len(tables) < len(files):
+        text = next(file for file in files if file.kind.file_type is FileType.text)
+        raise ConfigError(_text_has_no_rows(cfg, text))
+    total_bytes = sum(file.size_bytes for file in files)
+
+    def read(bad_rows: BadRowLog) -> Iterator[Document]:
+        for file in files:
+            if file.kind.file_type is FileType.text:
                 yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
+            else:
+                rows = read_rows(file, fields_read(cfg))
+                yield from _documents(rows, str(file.path), file.name, cfg, bad_rows)
 
-    named = "python_stdlib" if bundled else str(path)
-    paths = frozenset(file.path.resolve() for file in files)
-    return Corpus(read, lambda: hashes.of(files, named), total, paths)
+    types = ", ".join(
+        dict.fromkeys(" in ".join(filter(None, (file.kind.file_type, file.kind.compression))) for file in files)
+    )
+    count = f"{len(files)} {types} file{'s' * (len(files) != 1)}"
+    return Corpus(
+        read,
+        lambda: hashes.of(files, str(path)),
+        total_bytes,
+        "+".join(sorted({str(file.kind.file_type) for file in files})),
+        found.data_format,
+        f"{count}, {found.line}",
+        frozenset(file.path.resolve() for file in files),
+    )
 
 
-def _check_combination(cfg: DataConfig, path: str | None, option: str) -> None:
-    if cfg.source == DataSource.python_stdlib:
-        if path:
-            raise ConfigError(
-                f"{option}={path} has no meaning with data.source=python_stdlib: "
-                f"choose data=text, jsonl, parquet or hub, or remove {option}"
-            )
-    elif not path:
-        raise ConfigError(f"data.source={cfg.source} needs data.path=FILE_FOLDER_OR_NAME, which is empty")
-    if cfg.source in (DataSource.text, DataSource.python_stdlib) and cfg.format != DataFormat.plain:
-        raise ConfigError(
-            f"data.format={cfg.format} needs rows with fields, but data.source={cfg.source} is plain text: "
-            "set data.format=plain, or data.source=jsonl, parquet or hub"
-        )
+def _documents(
+    rows: Iterable[Row], where: str, name: str, cfg: DataConfig, bad_rows: BadRowLog
+) -> Iterator[Document]:
+    """Yield the usable rows as documents; the others go to `bad_rows`."""
+    for row in rows:
+        origin = f"{where}:{row.place}"
+        try:
+            if isinstance(row.content, Unusable):
+                raise ValueError(row.content.reason)
+            content = content_of(row.content, cfg)
+        except ValueError as error:
+            bad_rows.bad(origin, str(error))
+            continue
+        bad_rows.good()
+        yield Document(content, origin, f"{name}:{row.number}", size=row.size_bytes)
 
 
 def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | None:
@@ -152,7 +244,7 @@ def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Ite
 
 def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document | None]:
     """Yield pieces of text; None in the place of a piece that is not UTF-8."""
-    for raw, line in _pieces(file.path, piece_bytes or LARGEST_PIECE_BYTES):
+    for raw, line in _whole_pieces(file, piece_bytes or LARGEST_PIECE_BYTES):
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -167,19 +259,28 @@ def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> 
         )
 
 
-def _pieces(path: Path, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
+def _whole_pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
+    try:
+        yield from _pieces(file, piece_bytes)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise ConfigError(tell_damaged(file.path, file.option, error)) from error
+
+
+def _pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (bytes, number of their first line), cut after a line, or between characters of a line over 1 MiB."""
-    line = 1
-    with path.open("rb") as stream:
-        while raw := stream.read(piece_bytes):
+    line, left = 1, b""
+    with open_stream(file.path, file.kind.compression) as stream:
+        while raw := left + stream.read(max(1, piece_bytes - len(left))):
             if not raw.endswith(b"\n"):
                 raw += stream.readline(LONGEST_LINE_BYTES)
             unfinished = _unfinished_bytes(raw)
-            if unfinished < len(raw):
-                stream.seek(-unfinished, 1)
-                raw = raw[: len(raw) - unfinished]
-            yield raw, line
-            line += raw.count(b"\n")
+            # At the end of the file nothing will finish it: that is a piece of bytes that are no text.
+            whole = raw[: len(raw) - unfinished] if unfinished < len(raw) else raw
+            left = raw[len(whole) :]
+            yield whole, line
+            line += whole.count(b"\n")
 
 
 def _unfinished_bytes(raw: bytes) -> int:
@@ -189,91 +290,71 @@ def _unfinished_bytes(raw: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
-def _jsonl(file: SourceFile, cfg: DataConfig, bad_rows: BadRowLog) -> Iterator[Document]:
-    with file.path.open("rb") as stream:
-        for line, raw in enumerate(stream, 1):
-            raw = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-            if not raw.strip():
-                continue  # blank lines are customary at the end
-            origin = f"{file.path}:{line}"
-            try:
-                content = content_of(_parse(raw), cfg)
-            except ValueError as error:
-                bad_rows.bad(origin, str(error))
-                continue
-            bad_rows.good()
-            yield Document(content, origin, f"{file.name}:{line}", size=len(raw))
+def find_format(cfg: DataConfig, path: Any, option: str) -> DataFormat:
+    """Return the format of the data at `path` from first rows alone; of the hub no more than those is downloaded.
 
+    Raises ConfigError as `open_corpus` does.
+    """
+    if not path or not _is_of_the_hub(cfg, path):
+        return open_corpus(cfg, path, option).data_format
+    import datasets
 
-def _parse(raw: bytes) -> Any:
+    name, subset, split = _hub_name(cfg, path, option)
     try:
-        return json.loads(raw.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte 0x{raw[error.start]:02X} at {error.start})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from error
+        rows = list(
+            islice(datasets.load_dataset(name, subset or None, split=split, streaming=True), FIRST_ROWS)
+        )
+    except (
+        Exception
+    ):  # without a network only a dataset that was downloaded before can be read, and not streamed
+        return open_corpus(cfg, path, option).data_format
+    first = [(f"{name}[{split}]:{number}", row) for number, row in enumerate(rows, 1)]
+    return recognise_format(first, cfg, option, path).data_format
 
 
-def _parquet_rows(file: SourceFile) -> int:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_metadata(file.path).num_rows
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"data.source=parquet, but {file.path} is not a parquet file: {error}") from error
-
-
-def _parquet(file: SourceFile, cfg: DataConfig, bad_rows: BadRowLog) -> Iterator[Document]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file.path) as table:
-        columns = needed_columns(cfg, table.schema_arrow.names, str(file.path))
-        batches = table.iter_batches(batch_size=ROWS_PER_BATCH, columns=columns)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from _table_rows(rows, str(file.path), file.name, cfg, bad_rows)
+def _hub_name(cfg: DataConfig, path: Any, option: str) -> tuple[str, str, str]:
+    """Return the name, the subset (or "") and the split of `name[:subset][@split]`."""
+    if isinstance(path, list):
+        raise ConfigError(
+            f"{option}={path}: data.source=hub reads one dataset; name one, or files with data=files"
+        )
+    name, _, split = str(path).partition("@")
+    name, _, subset = name.partition(":")
+    return name, subset, split or cfg.split
 
 
-def _table_rows(
-    rows: Iterable[Any], where: str, name: str, cfg: DataConfig, bad_rows: BadRowLog
-) -> Iterator[Document]:
-    """Yield the usable rows of a table as documents. Rows are numbered from 1, as lines are."""
-    for number, row in enumerate(rows, 1):
-        try:
-            content = content_of(row, cfg)
-        except ValueError as error:
-            bad_rows.bad(f"{where}:{number}", str(error))
-            continue
-        bad_rows.good()
-        yield Document(content, f"{where}:{number}", f"{name}:{number}", size=1)
-
-
-def _hub(cfg: DataConfig, path: str, option: str, hashes: Hashes) -> Corpus:
+def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
     """Load a hub dataset. `path` is `name[:subset][@split]`; the split is `data.split` where the path names none."""
     import datasets
 
-    name, _, split = path.partition("@")
-    name, _, subset = name.partition(":")
-    split = split or cfg.split
+    name, subset, split = _hub_name(cfg, path, option)
     try:
         table = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises its own, fsspec's, the hub's and the network's errors
+        local = (
+            "" if cfg.source == DataSource.hub else f" There is no such file or folder in {Path.cwd()} either."
+        )
         raise ConfigError(
-            f"data.source=hub could not load {option}={path} (dataset {name}, subset {subset or 'default'}, "
-            f"split {split}): {type(error).__name__}: {error}\n"
-            "Check the name, name the subset and split as NAME:SUBSET@SPLIT, or log in for a gated dataset"
+            f"{option}={path} could not be loaded as a dataset of the hub (dataset {name}, "
+            f"subset {subset or 'default'}, split {split}): {type(error).__name__}: {error}\n"
+            f"Check the name, name the subset and split as NAME:SUBSET@SPLIT, or log in for a gated dataset.{local}"
         ) from error
     if not len(table):
         raise ConfigError(f"{option}={path} is empty: choose another split or subset")
-    table = table.select_columns(needed_columns(cfg, table.column_names, path))
+    where = f"{name}[{split}]"
+    first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
+    found = recognise_format(first, cfg, option, path)
+    cfg = replace(cfg, format=found.data_format)
+    kept = table.select_columns([name for name in fields_read(cfg) if name in table.column_names])
 
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
-        return _table_rows(table, f"{name}[{split}]", "row", cfg, bad_rows)
+        rows = (Row(str(number), number, without_nulls(row), 1) for number, row in enumerate(kept, 1))
+        return _documents(rows, where, "row", cfg, bad_rows)
 
     def identity() -> list[str]:
-        which = f"{subset}@{split} {len(table)}"
+        which = f"{subset}@{split} {len(kept)}"
         if Path(name).expanduser().exists():  # for local files the library's own hash uses modification times
-            return [which, *hashes.of(find_files(name, cfg.source, option), name)]
-        return [f"{name}:{which} {table._fingerprint}"]  # its own hash of the commit, the split and the columns
+            return [which, *hashes.of(find_files(name, option, file_type=FileType.text), name)]
+        return [f"{name}:{which} {kept._fingerprint}"]  # its own hash of the commit, the split and the columns
 
-    return Corpus(read, identity, len(table))
+    return Corpus(read, identity, len(kept), "hub", found.data_format, f"hub dataset, {found.line}")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from remat.config.options import ConfigError
 
 END, PAD = "<|end|>", "<|pad|>"
+log = logging.getLogger(__name__)
+NO_TEMPLATE = "none"  # as data.chat_template
 
 # {% generation %} marks what the assistant says. Those tokens, the closing <|end|> included, carry the loss.
 CHAT_TEMPLATE = (
@@ -46,21 +54,71 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(
-    tokenizer: str | None, model_path: str | None, *, trust_remote_code: bool
+    tokenizer: str | None, model_path: str | None, *, trust_remote_code: bool, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that `model.tokenizer` names ("bytes", a folder, a hub name), else the one at `model.path`.
 
     The result always has an eos token and a padding token (the eos token where the tokenizer has none).
+    `chat_template` is `data.chat_template`: it takes the place of the tokenizer's own and is saved with it.
     Raises ConfigError when neither option is set, nothing can be loaded, or there is no eos token.
     """
-    if tokenizer == "bytes":
-        return byte_tokenizer()
+    loaded = byte_tokenizer() if tokenizer == "bytes" else _load(tokenizer, model_path, trust_remote_code)
+    if chat_template is not None:
+        loaded.chat_template = None if chat_template == NO_TEMPLATE else read_template(chat_template)
+    return loaded
+
+
+def read_template(named: str) -> str:
+    """Return the chat template of a Jinja file, or of a folder with a tokenizer. Raises ConfigError."""
+    path = Path(named).expanduser()
+    if path.is_dir():
+        inside = path / "chat_template.jinja"
+        found = inside.read_text() if inside.is_file() else _in_settings(path / "tokenizer_config.json", named)
+    elif path.is_file():
+        try:
+            found = path.read_text()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.chat_template={named} is not text in UTF-8: {error}") from error
+    else:
+        raise ConfigError(
+            f"data.chat_template={named} does not exist: name a Jinja file or a folder with chat_template.jinja"
+            f" ({NO_TEMPLATE}: use no template)"
+        )
+    try:
+        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=found)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.chat_template={named} is no Jinja template (line {error.lineno}: {error.message}): correct it"
+        ) from error
+    except Exception as error:  # what it refuses or lacks in this one chat is no fault of the template
+        log.debug("data.chat_template=%s refuses a chat of one question: %s", named, error)
+    return found
+
+
+def _in_settings(file: Path, named: str) -> str:
+    try:
+        found = json.loads(file.read_text()).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if isinstance(found, list):  # several by name
+        found = {str(each.get("name")): each.get("template") for each in found}.get("default")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"data.chat_template={named} is a folder without chat_template.jinja, and its tokenizer_config.json has no "
+            "chat_template either: name a Jinja file"
+        )
+    return found
+
+
+def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     option = "model.tokenizer" if tokenizer else "model.path"
     name = tokenizer or model_path
     if not name:
         raise ConfigError(
             "model.tokenizer and model.path are both empty: set model.tokenizer=bytes or a tokenizer folder"
         )
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+        raise ConfigError(f"{option}={name} does not exist: name a folder with tokenizer files, or a hub name")
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         loaded("one line of text")

@@ -121,6 +121,13 @@ def init(timeout_minutes: float = 30.0) -> World:
     return current()
 
 
+def as_launched() -> World:
+    """Return this rank's World as the launcher's environment says it, before the process group exists."""
+    local_rank = local_rank_from_env()
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank_from_env(), world_size_from_env(), local_rank, local_size_from_env(), device)
+
+
 def current() -> World:
     """Return the World of an initialised process group."""
     local_rank = local_rank_from_env()

@@ -137,8 +137,8 @@ KERNELS = {
 def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) -> Packed:
     """Decide how the blocks of this run are read.
 
-    `skeleton` is the model of `config` without storage. Raises ConfigError where `documents` is asked for and is
-    impossible.
+    `skeleton` is the model of `config` without storage. A format that is not yet found counts as plain text. Raises
+    ConfigError where `documents` is asked for and is impossible.
     """
     asked, rows = cfg.data.packing, cfg.data.has_rows
     if cfg.data.source is DataSource.synthetic:

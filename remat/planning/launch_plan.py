@@ -121,6 +121,17 @@ def plan_launch(
     return LaunchPlan(world.device.type, planned, reason, items, command)
 
 
+def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | None:
+    """Return why this node cannot hold the model states and files of the run, or None. Makes no plan."""
+    needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
+    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
+    machine = node.found(
+        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
+    )
+    text = preflight.refusal(preflight.rows(needs, machine, []))
+    return None if text is None else f"{text}\n\n{preflight.LOWER_BOUND}"
+
+
 def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
     """Compare needed and available resources on this node only. Never raises DoesNotFit.
 

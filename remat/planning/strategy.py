@@ -97,6 +97,12 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
 
 
+def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
+    """Return `decided` with its blocks read as `cfg` asks, once the format of the data is known. Raises ConfigError."""
+    config = hf_model.shape_config(cfg.model)
+    return replace(decided, packed=packing.decide(cfg, config, hf_model.skeleton(config, cfg.model)))
+
+
 def _decisions(
     cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool, one_width: bool
 ) -> tuple[list[LayerDecision], str, str]:

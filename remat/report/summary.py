@@ -46,8 +46,7 @@ def rows(run: Described) -> dict[str, str]:
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
-        "data": f"{cfg.data.source} {cfg.data.path or ''}".strip()
-        + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "data": _data(run) + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
         "packing": run.strategy.packed.line() + _filling(run),
         "ranks": _ranks(run.world),
         "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
@@ -84,6 +83,13 @@ def _filling(run: Described) -> str:
 
 def _epochs(count: float) -> str:
     return f"{count:.3g} epoch{'s' * (count != 1)}"
+
+
+def _data(run: Described) -> str:
+    """Return where the data is from and what was found there."""
+    paths = run.cfg.data.path if isinstance(run.cfg.data.path, list) else [run.cfg.data.path or ""]
+    named = f"{run.cfg.data.source} {', '.join(map(str, paths))}".strip()
+    return f"{named} ({found})" if (found := run.splits.report.get("found")) else named
 
 
 def seconds_since_launch() -> float:

@@ -16,13 +16,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ds_config, validation
-from remat.config.options import ConfigError, LossKind, PeftMethod, Precision, RunConfig
+from remat.config.options import ConfigError, DataFormat, LossKind, PeftMethod, Precision, RunConfig
 from remat.data import cache
 from remat.data.batches import GlobalBatches, check_same_order, steps_of
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
+from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.read_ahead import ReadAhead
-from remat.data.tokenizer import load_tokenizer
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
@@ -32,7 +32,7 @@ from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.preflight import DoesNotFit
-from remat.planning.strategy import Strategy, counted_model, decide
+from remat.planning.strategy import Strategy, counted_model, decide, pack_again
 from remat.report import run_dir, summary
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
@@ -158,16 +158,17 @@ def _build(
 ) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
-    strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
-    check_machine(cfg, local_size=local_ranks, warn=console.warning)
+    looked = look_first(cfg.data, cfg.model) if distributed.rank_from_env() == 0 else None
+    strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
     world, group = _join(cfg, strategy, watchdog)
+    cfg, strategy = _with_format(cfg, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
     plan = launch_plan.plan_launch(cfg, strategy, world, words=words, warn=console.warning)
     hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
-    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog)
+    tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
     cfg = with_steps(cfg, len(splits.train))
     if lost := cache.loss_of_tokens(splits.report):
         console.warning(lost)
@@ -219,6 +220,42 @@ def _build(
     return run
 
 
+def _decide(
+    cfg: RunConfig, problems: Sequence[str], ranks: int, local_ranks: int, console: Console
+) -> Strategy:
+    """Return the strategy, after checking that this machine can run it.
+
+    With `problems` of the data, what is wrong with options and machine is told beside them in one ConfigError. Where
+    ranks of other nodes wait, this comes when they have joined: alone, this rank would leave them waiting.
+    """
+    found = list(problems)
+    try:
+        strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
+        check_machine(cfg, local_size=local_ranks, warn=console.warning)
+        if not found:
+            return strategy
+        world = distributed.as_launched()
+        if not cfg.force and (lacking := launch_plan.compare_states(cfg, strategy, world)):
+            found.append(lacking)
+    except (ConfigError, DoesNotFit) as error:
+        if not found:
+            raise
+        raise ConfigError("\n".join([*found, str(error)])) from error
+    if ranks == local_ranks:
+        raise ConfigError("\n".join(found))
+    return strategy
+
+
+def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
+    """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
+    data_format, problems = distributed.broadcast(looked and (looked.data_format, looked.problems))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    found = replace(cfg, data=replace(cfg.data, format=data_format))
+    same = data_format in (cfg.data.format, DataFormat.plain)
+    return found, strategy if same else pack_again(found, strategy)
+
+
 def _instruments(
     cfg: RunConfig, splits: Splits, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
@@ -266,13 +303,15 @@ def _say(text: str) -> None:
 
 
 def _data(
-    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, watchdog: Watchdog
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    watchdog: Watchdog,
+    looked: FirstLook | None,
 ) -> tuple[PreTrainedTokenizerBase, Splits]:
     """Return the tokenizer, checked against the model, and the blocks. Waits for a rank that builds their cache."""
     watchdog.enter("data")
-    tokenizer = load_tokenizer(
-        cfg.model.tokenizer, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
+    tokenizer = (looked and looked.tokenizer) or load_run_tokenizer(cfg.data, cfg.model)
     hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
         replace(cfg.data, packing=strategy.packed.form),

@@ -183,7 +183,7 @@ def test_the_issue_commands_compose() -> None:
     assert run("train.seq_len=512").train.seq_len == 512
     assert run("deepspeed.config=zero2_offload").deepspeed.config == "zero2_offload"
     data = run("data=jsonl", "data.path=my.jsonl").data
-    assert (data.source, data.path) == (DataSource.jsonl, "my.jsonl")
+    assert (data.source, data.path) == (DataSource.files, "my.jsonl")
     assert run("model=hf", "model.path=/my/model").model.path == "/my/model"
     assert run("train.precision=fp16").train.precision is Precision.fp16
 

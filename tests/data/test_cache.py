@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import build, cache
 from remat.data.blocks import Blocks, TextWriter
 from remat.data.cache import Splits, open_blocks, summary
@@ -26,7 +26,7 @@ def cfg(tmp_path: Path) -> DataConfig:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"<{n}>" + "x" * (n % 13)}) + "\n" for n in range(ROWS)))
     return DataConfig(
-        source=DataSource.jsonl, path=str(data), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
+        source=DataSource.files, path=str(data), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
     )
 
 
@@ -156,7 +156,7 @@ def test_held_out_documents_are_disjoint_deterministic_and_about_the_fraction(
 def test_one_text_file_is_divided_and_its_pieces_are_closed(tmp_path: Path) -> None:
     lines = "".join(f"<{n}> {'y' * 60}\n" for n in range(8000))
     (tmp_path / "a.txt").write_text(lines)
-    cfg = DataConfig(source=DataSource.text, path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
+    cfg = DataConfig(source=DataSource.files, path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
     cfg.eval_fraction = 0.3
     train, held_out, report = opened(cfg)
     assert not numbers(train) & numbers(held_out)
@@ -238,7 +238,8 @@ def test_skipped_rows_are_in_the_report_and_stop_remembers_them(
 def test_instruction_data(tmp_path: Path) -> None:
     rows = [{"instruction": "say", "output": str(n) * n} for n in range(1, 9)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = DataConfig(source=DataSource.jsonl, path=str(tmp_path), format=DataFormat.alpaca, eval_fraction=0.0)
+    cfg = DataConfig(source=DataSource.files, path=str(tmp_path / "a.jsonl"), format=DataFormat.alpaca)
+    cfg.eval_fraction, cfg.alpaca_prompt = 0.0, AlpacaPrompt.stanford
     cfg.cache_dir = str(tmp_path / "cache")
     train, _, report = opened(cfg, seq_len=200)
     every = np.arange(8)

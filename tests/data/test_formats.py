@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from remat.config.options import BadRows, ConfigError, DataFormat
+from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat
 from remat.data.blocks import Blocks, RowWriter, TextWriter
 from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
-from remat.data.rows import BadRowLog, Document
+from remat.data.rows import BadRowLog, Document, content_of
 from remat.data.tokenizer import byte_tokenizer
 
 CHAT = [
@@ -35,12 +35,18 @@ REWRITING_TEMPLATE = (
 )
 
 
+STANFORD = {"alpaca_prompt": AlpacaPrompt.stanford}
+PLAIN = DataConfig(format=DataFormat.plain)
+
+
 def log() -> BadRowLog:
     return BadRowLog(BadRows.skip)
 
 
-def encode_one(content: Any, data_format: DataFormat, tokenizer: PreTrainedTokenizerFast) -> Example:
-    (example,) = encode([Document(content, "f.jsonl:7", "f.jsonl:7")], data_format, tokenizer, log())
+def encode_one(row: Any, data_format: DataFormat, tokenizer: PreTrainedTokenizerFast, **more: Any) -> Example:
+    cfg = DataConfig(format=data_format, **more)
+    documents = [Document(content_of(row, cfg), "f.jsonl:7", "f.jsonl:7")]
+    (example,) = encode(documents, cfg, tokenizer, log())
     assert example is not None
     return example
 
@@ -65,7 +71,7 @@ def test_plain_ends_documents_and_only_whole_ones() -> None:
         Document("c", "f:2", "f:2", starts=False),
         Document("<|end|>d", "g:1", "g:1"),
     ]
-    examples = encode(documents, DataFormat.plain, byte_tokenizer(), log())
+    examples = encode(documents, PLAIN, byte_tokenizer(), log())
     assert [e and e.ids.tolist() for e in examples] == [[97, 98], [99, 256], [256, 100, 256]]
 
 
@@ -76,9 +82,11 @@ def test_plain_opens_documents_where_the_tokenizer_does() -> None:
         single="<s> $A", special_tokens=[("<s>", 258)]
     )
     documents = [Document("a", "f:1", "u", ends=False), Document("b", "f:2", "u", starts=False)]
-    examples = encode(documents, DataFormat.plain, tokenizer, log())
+    examples = encode(documents, PLAIN, tokenizer, log())
     assert [e and e.ids.tolist() for e in examples] == [[258, 97], [98, 256]]
-    alpaca = encode_one({"instruction": "i", "input": "", "output": "o"}, DataFormat.alpaca, tokenizer)
+    alpaca = encode_one(
+        {"instruction": "i", "input": "", "output": "o"}, DataFormat.alpaca, tokenizer, **STANFORD
+    )
     assert alpaca.ids.tolist().count(258) == 1
     assert trained_text(tokenizer, alpaca) == "o<|end|>"
 
@@ -87,7 +95,7 @@ def test_plain_opens_documents_where_the_tokenizer_does() -> None:
 def test_alpaca_trains_the_output_and_its_end_only(given: str) -> None:
     tokenizer = byte_tokenizer()
     row = {"instruction": "say {output}", "input": given, "output": "\u00fcber\n"}
-    example = encode_one(row, DataFormat.alpaca, tokenizer)
+    example = encode_one(row, DataFormat.alpaca, tokenizer, **STANFORD)
     prompt = (ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT).format(**row)
     assert tokenizer.decode(example.ids) == prompt + "\u00fcber\n<|end|>"
     assert prompt.endswith("### Response:\n")
@@ -153,8 +161,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_what_the_template_refuses_is_a_broken_row() -> None:
     tokenizer = chat_tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}x")
     bad_rows = log()
-    chats = [Document({"messages": CHAT[n:], "tools": None}, f"f.jsonl:{n + 1}", "u") for n in (0, 1)]
-    first, second = encode(chats, DataFormat.chat, tokenizer, bad_rows)
+    cfg = DataConfig(format=DataFormat.chat)
+    chats = [Document(content_of({"messages": CHAT[n:]}, cfg), f"f.jsonl:{n + 1}", "u") for n in (0, 1)]
+    first, second = encode(chats, cfg, tokenizer, bad_rows)
     assert first is None
     assert second is not None
     assert trained_text(tokenizer, second) == ""  # this template leaves out what the assistant said

@@ -28,7 +28,7 @@ def cfg(tmp_path: Path) -> DataConfig:
             "".join(json.dumps({"text": f"{name}{n}" * 9}) + "\n" for n in range(60))
         )
     return DataConfig(
-        source=DataSource.jsonl, path=str(folder), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
+        source=DataSource.files, path=str(folder), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
     )
 
 
@@ -96,7 +96,7 @@ def test_an_edited_byte_is_other_data_even_with_its_time_put_back(
     status = path.stat()
 
     def identity() -> list[str]:
-        return Hashes(tmp_path / "cache").of(find_files(str(path), DataSource.text, "data.path"), str(path))
+        return Hashes(tmp_path / "cache").of(find_files(str(path), "data.path"), str(path))
 
     first = identity()
     with path.open("r+b") as stream:

@@ -22,7 +22,7 @@ SEEDS = range(6)
 
 
 def opened(folder: Path, pattern: str, *, seed: int, seq_len: int = 128, **options: Any) -> Splits:
-    source = DataSource.text if pattern.endswith("txt") else DataSource.jsonl
+    source = DataSource.files
     cfg = DataConfig(
         **{"source": source, "path": str(folder / pattern), "cache_dir": str(folder / "cache")} | options
     )
@@ -207,7 +207,7 @@ def test_the_bound_holds_where_the_first_rows_are_a_poor_sample(tmp_path: Path, 
     texts = [f"<{row}>" if row < count // 2 else "y" * 2000 for row in range(count)]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     cfg = DataConfig(
-        source=DataSource.parquet,
+        source=DataSource.files,
         path=str(tmp_path / "a.parquet"),
         cache_dir=str(tmp_path / "cache"),
         eval_tokens=5000,

@@ -41,7 +41,7 @@ Rows = list[tuple[tuple[int, ...], tuple[bool, ...]]]
 def chats(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     folder = tmp_path_factory.mktemp("chats")
     return DataConfig(
-        source=DataSource.jsonl,
+        source=DataSource.files,
         format=DataFormat.chat,
         path=str(make_chats(folder / "chats.jsonl")),
         packing=Packing.documents,
@@ -239,7 +239,7 @@ def short_chats(path: Path, answers: list[int]) -> DataConfig:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(
-        source=DataSource.jsonl,
+        source=DataSource.files,
         format=DataFormat.chat,
         path=str(path),
         packing=Packing.documents,

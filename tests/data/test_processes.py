@@ -25,7 +25,7 @@ def cfg(tmp_path: Path) -> DataConfig:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"<{n}>" + "x" * (n % 13)}) + "\n" for n in range(200)))
     return DataConfig(
-        source=DataSource.jsonl, path=str(data), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
+        source=DataSource.files, path=str(data), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")
     )
 
 
@@ -65,7 +65,7 @@ elif flock == "not seen":
     cache.OwnerLock.take = lambda self: setattr(self, "token", "mine")
 if host:
     owner_lock.socket.gethostname = lambda: host
-cfg = DataConfig(**{**options, "source": DataSource.jsonl})
+cfg = DataConfig(**{**options, "source": DataSource.files})
 print("ready", flush=True)
 try:
     splits = cache.open_blocks(cfg, tokenizer=byte_tokenizer(), seq_len=16, seed=1, show_progress=False)

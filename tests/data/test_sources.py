@@ -8,14 +8,18 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data import sources
+from remat.data.chats import Chat
 from remat.data.rows import BadRowLog
 from remat.data.sources import documents
 
 
-def config(source: str, **options: object) -> DataConfig:
-    return DataConfig(source=DataSource(source), **options)  # type: ignore[arg-type]
+def config(what: str, **options: object) -> DataConfig:
+    """A configuration by the name of its YAML."""
+    chosen = {"source": what} if what in list(DataSource) else {"source": "files", "file_type": what}
+    source, file_type = DataSource(chosen["source"]), FileType(chosen.get("file_type", "auto"))
+    return DataConfig(source=source, file_type=file_type, **options)  # type: ignore[arg-type]
 
 
 def jsonl(path: Path, *rows: object) -> str:
@@ -191,9 +195,7 @@ def test_parquet_rows_are_numbered_and_checked(tmp_path: Path) -> None:
         list(documents(config("parquet"), str(path)))
     skipped = list(documents(config("parquet", on_bad_row=BadRows.skip), str(path)))
     assert [(d.content, d.origin) for d in skipped] == [("one", f"{path}:1"), ("three", f"{path}:3")]
-    with pytest.raises(
-        ConfigError, match=r"needs the column body, but .* has text, other: set data\.text_field"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)a\.parquet:1 has the fields text, other\n.*plain needs body"):
         list(documents(config("parquet", text_field="body"), str(path)))
 
 
@@ -201,13 +203,11 @@ def test_chats_from_parquet_lose_the_nulls_of_absent_fields(tmp_path: Path) -> N
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": ["f"]}]
     pq.write_table(pa.table({"messages": [messages]}), tmp_path / "a.parquet")
     (found,) = documents(config("parquet", format=DataFormat.chat), str(tmp_path))
-    assert found.content == {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": ["f"]},
-        ],
-        "tools": None,
-    }
+    assert found.content == Chat(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": ["f"]}],
+        None,
+        [False, True],
+    )
 
 
 def test_hub_loads_a_split_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_hub_loads_a_split_without_a_network(tmp_path: Path, monkeypatch: pytest
     assert [d.content for d in documents(config("hub", split="test"), str(folder))] == ["c"]
     with pytest.raises(ConfigError, match=r"data\.path=.*split none"):
         list(documents(config("hub"), f"{folder}@none"))
-    with pytest.raises(ConfigError, match=r"needs the column body"):
+    with pytest.raises(ConfigError, match=r"(?s)has the fields text, n\n.*plain needs body"):
         list(documents(config("hub", text_field="body"), str(folder)))
     identity = [
         sources.open_corpus(config("hub"), f"{folder}@{s}").identity() for s in ("train", "test", "train")
@@ -242,8 +242,9 @@ def test_the_standard_library_is_megabytes_of_source_without_tests_or_packages()
 def test_the_config_group_holds_values_of_real_options() -> None:
     folder = Path(__file__).parents[2] / "conf" / "data"
     values = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
-    assert set(values) == {str(source) for source in DataSource} | {"alpaca", "chat"}
+    assert {str(source) for source in DataSource} <= set(values)
     for name, options in values.items():
-        assert name in (options["source"], options.get("format"))
+        assert name in (options["source"], options.get("format"), options.get("file_type"))
         DataSource(options["source"])
         DataFormat(DataConfig(**options).format)
+        FileType(DataConfig(**options).file_type)

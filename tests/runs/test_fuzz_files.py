@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remat.config.data_fields import NAMES, OPTIONAL, REQUIRED
 from remat.config.options import (
     BadRows,
     ConfigError,
@@ -48,32 +50,40 @@ def rows(data_format: DataFormat) -> st.SearchStrategy[Any]:
     """Good rows, rows with a field of another kind, and anything else."""
     text = st.text(max_size=20) | st.just("a longer text that fills a block and then some")
     names = {
-        DataFormat.plain: ["text"],
-        DataFormat.alpaca: ["instruction", "input", "output"],
-        DataFormat.chat: ["messages", "tools"],
+        **{each: [*REQUIRED[each], *OPTIONAL[each]] for each in REQUIRED},
+        DataFormat.auto: sorted(NAMES),
     }[data_format]
     role = st.sampled_from(["user", "assistant", "system"]) | text
-    message = st.fixed_dictionaries({}, optional={"role": role, "content": text | json_values(3)})
+    said = text | json_values(3)
+    message = st.fixed_dictionaries({}, optional={"role": role, "content": said, "from": role, "value": said})
     messages = st.lists(message, max_size=3)
-    field = messages | json_values(3) if data_format is DataFormat.chat else text | json_values(2)
+    chats = (DataFormat.chat, DataFormat.sharegpt, DataFormat.prompt_completion, DataFormat.auto)
+    field = messages | text | json_values(3) if data_format in chats else text | json_values(2)
     return st.dictionaries(st.sampled_from(names), field, min_size=1) | json_values()
 
 
-def lines(data_format: DataFormat) -> st.SearchStrategy[bytes]:
+def files(data_format: DataFormat) -> st.SearchStrategy[tuple[str, bytes]]:
+    """A name, and lines, an array or a table of such rows."""
     line = rows(data_format).map(as_json) | st.binary(max_size=20) | st.just(b"[" * 100_000)
-    return st.lists(line, max_size=6).map(b"\n".join)
+    many = st.lists(line, max_size=6)
+    as_lines = st.tuples(st.sampled_from(["rows.jsonl", "rows.json", "rows"]), many.map(b"\n".join))
+    as_array = many.map(lambda rows: ("rows.json", b"[" + b",\n".join(rows) + b"]"))
+    names = ",".join(sorted(NAMES)).encode()
+    as_table = many.map(lambda rows: ("rows.csv", b"\n".join([names, *rows])))
+    packed = as_lines.map(lambda file: (f"{file[0]}.gz", gzip.compress(file[1])[: 30 + len(file[1])]))
+    return as_lines | as_array | as_table | packed
 
 
 @pytest.mark.parametrize("data_format", list(DataFormat))
 def test_any_rows_are_blocks_a_counted_skip_or_one_message(data_format: DataFormat) -> None:
     @budget(40)
-    @given(lines(data_format), st.sampled_from(list(BadRows)))
-    def check(content: bytes, policy: BadRows) -> None:
+    @given(files(data_format), st.sampled_from(list(BadRows)))
+    def check(file: tuple[str, bytes], policy: BadRows) -> None:
         with tempfile.TemporaryDirectory() as name, ends():
-            path = Path(name, "rows.jsonl")
-            path.write_bytes(content)
+            path = Path(name, file[0])
+            path.write_bytes(file[1])
             cfg = DataConfig(
-                source=DataSource.jsonl,
+                source=DataSource.files,
                 path=str(path),
                 format=data_format,
                 on_bad_row=policy,
@@ -83,7 +93,7 @@ def test_any_rows_are_blocks_a_counted_skip_or_one_message(data_format: DataForm
             try:
                 splits = open_blocks(cfg, tokenizer=TOKENIZER, seq_len=16, seed=0, show_progress=False)
             except ConfigError as error:
-                assert_clear(error, "data.path", "data.on_bad_row")
+                assert_clear(error, "data.path", "data.on_bad_row", "data.format")
             else:
                 assert len(splits.train)
                 assert policy is BadRows.skip or splits.report["bad_rows"]["count"] == 0

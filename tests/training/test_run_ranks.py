@@ -98,7 +98,7 @@ def prepare(cache_dir: str, data: str, nodes: int, slow_s: float = 0.0, hangs: b
 
     cache.write_blocks = write_blocks  # type: ignore[assignment]
     cache.Hashes.of = lambda *arguments: of.append("") or hashed(*arguments)  # type: ignore[func-returns-value, method-assign, assignment]
-    cfg = DataConfig(source=DataSource.text, path=data.format(rank=rank), eval_fraction=0.0)
+    cfg = DataConfig(source=DataSource.files, path=data.format(rank=rank), eval_fraction=0.0)
     cfg.cache_dir = cache_dir.format(rank=rank)
     error, blocks = "", 0
     try:

@@ -1,0 +1,91 @@
+"""A launch looks at its data and its tokenizer first, and tells what is wrong with them beside what else is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from remat.config import compose
+from remat.config.options import ConfigError, DataFormat, Packing, RunConfig
+from remat.data.first_look import look_first
+from remat.planning import strategy
+from remat.training import build
+
+
+def run_of(*words: str) -> RunConfig:
+    return compose.compose_run(["model=tiny_llama", "model.tokenizer=bytes", *words]).run
+
+
+def refused(*words: str) -> str:
+    composed = compose.compose_run(list(words))
+    with pytest.raises(ConfigError) as error:
+        build.build(composed.run, composed.yaml, composed.words)
+    return str(error.value)
+
+
+def test_missing_data_is_told_although_the_machine_is_too_small(tmp_path: Path) -> None:
+    """Also held-out data and the tokenizer; the machine is compared by the model states, without a plan."""
+    told = refused(
+        "recipe=llama8b_zero3_offload_optimizer",
+        "model.path=null",
+        f"model.tokenizer={tmp_path}/no-tokenizer",
+        "model.init=random",
+        "train.global_batch_size=64",
+        f"data.path={tmp_path}/missing.jsonl",
+        f"data.eval_path={tmp_path}/absent",
+        f"output_dir={tmp_path}/out",
+        "hardware=this_machine",
+        "model.architecture.num_hidden_layers=3200",  # more than any machine that runs this test
+    )
+    assert f"data.path={tmp_path}/missing.jsonl does not exist" in told
+    assert f"data.eval_path={tmp_path}/absent does not exist" in told
+    assert f"model.tokenizer={tmp_path}/no-tokenizer does not exist" in told
+    assert "this machine cannot hold the run" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_no_format_and_chats_without_a_template_are_told_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"question": "q", "answer": "a"}]))
+    told = refused("recipe=tiny_zero3_offload", "data=files", f"data.path={path}", f"output_dir={tmp_path}/out")
+    assert "has the fields question, answer" in told
+    path.write_text(json.dumps([{"messages": [{"role": "assistant", "content": "a"}]}]))
+    words = ("recipe=tiny_zero3_offload", "data=files", f"data.path={path}", f"output_dir={tmp_path}/out")
+    assert "chats need a chat template" in refused(*words, "data.chat_template=none")
+    assert "data.packing=stream has no effect with data.format=chat" in refused(*words, "data.packing=stream")
+
+
+def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for row, expected in (({"text": "x"}, DataFormat.plain), (chat, DataFormat.chat)):
+        path.write_text(json.dumps(row) + "\n")
+        cfg = run_of("data=files", f"data.path={path}")
+        looked = look_first(cfg.data, cfg.model)
+        assert looked[:2] == (expected, [])
+        unknown = strategy.decide(cfg, world_size=1, can_pin=False)
+        found, decided = build._with_format(cfg, unknown, looked)
+        assert found.data.format == expected
+        asked = replace(cfg, data=replace(cfg.data, format=expected))
+        assert decided.packed == strategy.decide(asked, world_size=1, can_pin=False).packed
+    bundled = run_of("data=python_stdlib")
+    assert look_first(bundled.data, bundled.model)[:2] == (DataFormat.plain, [])
+    assert look_first(run_of("data=synthetic").data, cfg.model)[:2] == (DataFormat.plain, [])
+    assert strategy.decide(bundled, world_size=1, can_pin=False).packed.form is Packing.documents
+
+
+def test_a_hub_dataset_is_looked_at_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "p", "completion": "c"}\n' * 40)
+    cfg = run_of("data=hub", f"data.path={folder}")
+    assert look_first(cfg.data, cfg.model)[:2] == (DataFormat.prompt_completion, [])
+    assert not list((tmp_path / "hub").glob("**/*.arrow"))
+    cfg.data.path = f"{folder}@none"
+    ((problem),) = look_first(cfg.data, cfg.model).problems
+    assert "split none" in problem
