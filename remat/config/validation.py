@@ -221,7 +221,24 @@ def _rows(data: DataConfig) -> list[str]:
         )
     elif isinstance(roles, list) and "all" in roles and len(roles) > 1:
         found.append(f"data.train_on_roles={roles}: all stands alone; write data.train_on_roles=all")
-    return found
+    return found + _without_effect(data)
+
+
+def _without_effect(data: DataConfig) -> list[str]:
+    """Options for rows of another format than that of the data, once it is known."""
+    default, found = DataConfig(), list[str]()
+    if data.format is DataFormat.auto:
+        return []
+    if data.format is not DataFormat.alpaca and data.alpaca_prompt is not default.alpaca_prompt:
+        found.append(f"data.alpaca_prompt={data.alpaca_prompt}")
+    if data.format is DataFormat.plain:
+        found += [
+            f"data.{name}={getattr(data, name)}"
+            for name in ("train_on_roles", "train_on_end_token")
+            if getattr(data, name) != getattr(default, name)
+        ]
+        found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name != "text"]
+    return [f"{option} has no effect with data.format={data.format}: leave it out" for option in found]
 
 
 def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:

@@ -16,7 +16,7 @@ HEAD_BYTES = 64 * 1024
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 TABLES = {b"PAR1": FileType.parquet, b"ARROW1": FileType.arrow, b"\xff\xff\xff\xff": FileType.arrow}
 REFUSED = {
-    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PK\x03\x04": "a zip archive or a workbook: unpack it, or save it as CSV",
     b"BZh": "compressed with bzip2: recompress it with gzip or zstd",
     b"\xfd7zXZ": "compressed with xz: recompress it with gzip or zstd",
     codecs.BOM_UTF16_LE: "text in UTF-16: save it as UTF-8",

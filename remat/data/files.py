@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from remat.config.options import ConfigError, FileType
+from remat.config.options import ConfigError, DataConfig, FileType
 from remat.data.file_types import ROWS, SUFFIXES, TEXTS, Kind, bare_name, recognise
 
 FOLDER = "hashes"  # in the cache
@@ -87,11 +87,17 @@ def find_files(
 
 def _find(path: str, option: str, file_type: FileType, split: str) -> list[SourceFile]:
     root = Path(path).expanduser()
+    may_be_saved = root.is_dir() and file_type in (FileType.auto, FileType.arrow)
+    if may_be_saved and (tables := _saved_tables(root, option, split)):
+        return [_source_file(file, root, FileType.arrow, option) for file in tables]
+    if split != DataConfig().split and (root.is_file() or root.is_dir()):
+        raise ConfigError(
+            f"data.split={split} has no effect on {option}={path}, which holds no splits by name: leave it out, and "
+            "name the files of that split"
+        )
     if root.is_file():
         return [_source_file(root, None, file_type, option)]
     if root.is_dir():
-        if file_type in (FileType.auto, FileType.arrow) and (tables := _saved_tables(root, option, split)):
-            return [_source_file(file, root, FileType.arrow, option) for file in tables]
         shown = _data_files(root, option, file_type)
         return sorted((_source_file(f, root, file_type, option) for f in shown), key=lambda file: file.name)
     if not glob.has_magic(str(root)):

@@ -34,6 +34,7 @@ REMEDY = (
     "Surround what the assistant says with {% generation %} and {% endgeneration %} in a copy of the template, and "
     "name it with data.chat_template"
 )
+PROBE = "PROBE OF CONTENT"  # stands in the place of a turn's content; any text that no template writes
 Spans = list[tuple[int, int]]
 
 # Source: tatsu-lab/stanford_alpaca, train.py (PROMPT_DICT), with a line break after "Response:".
@@ -277,40 +278,43 @@ def _by_prefixes(
 ) -> tuple[str, Spans]:
     """Return the whole text and the spans of `trained` turns.
 
-    The assistant's begin behind its generation prompt; those of others at their content, where that stands in the text
-    as it is, else at the beginning of the turn. All go to the end of the turn.
+    The assistant's begin behind its generation prompt; those of others, and a first turn, where another content in
+    their place would begin, or with the turn where the template does more with it. All go to the end of the turn.
     """
 
-    def render(count: int, prompt: bool = False) -> str:
-        if not count:
+    def render(messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        if not messages:
             return ""
         text = tokenizer.apply_chat_template(
-            chat.messages[:count], tools=chat.tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
         )
         return str(text)
 
-    whole = render(len(chat.messages))
+    def find_content(place: int, earliest: int) -> int | None:
+        """Return where the content of a turn begins, by another content in its place; None if that changes more."""
+        probe = render([*chat.messages[:place], {**chat.messages[place], "content": PROBE}])
+        at = probe.find(PROBE, earliest)
+        return at if at >= 0 and whole.startswith(probe[:at]) else None
+
+    whole = render(chat.messages)
     spans: Spans = []
     for place, message in enumerate(chat.messages):
         if not trained[place]:
             continue
-        by_assistant = message["role"] == "assistant"
-        if place == 0 and by_assistant:
-            raise TemplateError(
-                "the chat begins with the assistant, and the template has no generation markers"
-            )
-        before, after = render(place, prompt=by_assistant), render(place + 1)
+        by_assistant = message["role"] == "assistant" and place > 0  # nothing comes before a first turn
+        before, after = render(chat.messages[:place], prompt=by_assistant), render(chat.messages[: place + 1])
         if not after.startswith(before) or not whole.startswith(after):
             raise ConfigError(
                 f"data.format: in {origin} the tokens of {message['role']} message {place + 1} cannot be told from the "
                 "others, because the tokenizer's chat template renders earlier turns differently once others "
                 f"follow, or opens the assistant's turn otherwise than its generation prompt. {REMEDY}"
             )
-        begin = len(before)
-        if not by_assistant:
-            said = message["content"].strip()
-            begin = max(begin, whole.find(said, begin, len(after)))
-        spans.append((begin, len(after)))
+        begin = len(before) if by_assistant else find_content(place, len(before))
+        if begin is None and place == 0:
+            raise TemplateError(
+                f"its first turn is {message['role']}'s, whose content cannot be told from what the template adds"
+            )
+        spans.append((len(before) if begin is None else begin, len(after)))
     return whole, spans
 
 

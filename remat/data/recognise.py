@@ -72,15 +72,22 @@ def _nothing_fits(origin: str, row: dict[str, Any], cfg: DataConfig, option: str
     needs = [f"  data.format={each} needs {_needs(each, cfg)}" for each in REQUIRED]
     there = ", ".join(_fields(row, MOST_FIELDS))
     theirs = ", ".join(f"{ours} is {name}" for ours, name in cfg.columns.items())
-    remedy = (
+    if option == "data.eval_path":  # `cfg.format` is what the training data was found to be
+        remedy = f"Held-out data is read as data.path is: give rows of data.format={cfg.format}"
+    else:
+        remedy = _remedy(fitting)
+    return (
+        f"{option}={path}: the rows are of {asked}. {origin} has the fields {there or '(none)'}"
+        f"{f' (data.columns: {theirs})' * bool(theirs)}\n" + "\n".join(needs) + f"\n{remedy}"
+    )
+
+
+def _remedy(fitting: list[DataFormat]) -> str:
+    return (
         f"The fields are those of {fitting[0]}: set data.format={fitting[0]}, or leave data.format out"
         if fitting
         else "Choose one with data.format, and name your fields for it: data.columns={messages: dialogue}, "
         "data.columns={prompt: question, completion: answer}, data.text_field=body"
-    )
-    return (
-        f"{option}={path}: the rows are of {asked}. {origin} has the fields {there or '(none)'}"
-        f"{f' (data.columns: {theirs})' * bool(theirs)}\n" + "\n".join(needs) + f"\n{remedy}"
     )
 
 

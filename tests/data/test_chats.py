@@ -122,6 +122,25 @@ def test_the_roles_that_are_asked_for_are_trained_and_their_ends_if_asked(
     assert without == expected.replace(ends, "")
 
 
+@pytest.mark.parametrize("word", ["im", "user", "start", "<", "assistant\n"])
+def test_words_of_the_template_in_a_turn_do_not_move_what_is_trained(tmp_path: Path, word: str) -> None:
+    turns = [("user", word), ("assistant", word), ("user", word), ("assistant", word)]
+    path = write(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": t} for r, t in turns]})
+    for roles in ("all", ["user"], ["assistant"]):
+        count = 4 if roles == "all" else 2
+        ((_, spoken),) = trained(config(train_on_roles=roles), path, tokenizer(CHATML))
+        assert spoken == f"{word}<|im_end|>\n" * count
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MARKED])
+def test_a_chat_may_begin_with_the_assistant(tmp_path: Path, template: str) -> None:
+    """As many of ShareGPT do."""
+    turns = [{"from": "gpt", "value": "im"}, {"from": "human", "value": "im"}, {"from": "gpt", "value": "so"}]
+    path = write(tmp_path / "a.jsonl", {"conversations": turns})
+    ends = "<|eot_id|>" if template == LLAMA3 else "<|im_end|>\n"
+    assert trained(config(), path, tokenizer(template))[0][1] == f"im{ends}so{ends}"
+
+
 def test_tools_their_calls_and_their_answers(tmp_path: Path) -> None:
     """OpenAI's arguments are text and ShareGPT's calls too: a template gets objects, as it expects."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -277,6 +296,15 @@ def test_a_format_that_is_another_one_says_which(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[SHAREGPT] * 3)
     with pytest.raises(ConfigError, match=r"not data\.format=chat(.|\n)*set data\.format=sharegpt"):
         list(documents(config(format=DataFormat.chat), path))
+
+
+def test_held_out_rows_are_of_the_format_of_the_others(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "a.jsonl", *[OPENAI] * 4), write(tmp_path / "b.jsonl", SHAREGPT)
+    cfg = config(path=path, eval_path=other, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_path=.*conversations(.|\n)*give rows of data\.format=chat"
+    ):
+        open_blocks(cfg, tokenizer=tokenizer(CHATML), seq_len=256, seed=1, show_progress=False)
 
 
 def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None:

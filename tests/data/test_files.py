@@ -229,7 +229,7 @@ def test_unusable_rows_of_arrays_and_csv_are_named_by_line_and_counted(tmp_path:
         ("a.json", b'{\n "a": 1\n}\n{\n "a": 2\n}\n', "neither one array nor one object per line"),
         ("a.jsonl.gz", gzip.compress(as_jsonl(ROWS))[:-200], "is damaged or incomplete"),
         ("a.jsonl.zst", as_zstd(as_jsonl(ROWS))[:60] + b"noise" * 20, "is damaged or incomplete"),
-        ("a.zip", b"PK\x03\x04rest", "a zip archive: unpack it"),
+        ("a.zip", b"PK\x03\x04rest", "a zip archive or a workbook: unpack it, or save it as CSV"),
         ("a.json", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.csv", "\ufeffa,b\n1,2".encode("utf-16"), "UTF-16: save it as UTF-8"),
         ("a.csv", b"instruction,output,output\na,b,c\n", "names a column twice"),

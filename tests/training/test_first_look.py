@@ -58,6 +58,21 @@ def test_rows_of_no_format_and_chats_without_a_template_are_told_first(tmp_path:
     assert "data.packing=stream has no effect with data.format=chat" in refused(*words, "data.packing=stream")
 
 
+def test_options_that_would_do_nothing_for_the_format_that_was_found_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n')
+    words = ("data=files", f"data.path={path}")
+    idle = ("data.train_on_roles=all", "data.train_on_end_token=false", "data.alpaca_prompt=stanford")
+    for option in (*idle, "data.columns.messages=dialogue"):
+        cfg = run_of(*words, option)
+        (problem,) = look_first(cfg.data, cfg.model).problems
+        assert problem.lower() == f"{option} has no effect with data.format=plain: leave it out"
+    cfg = run_of(*words, "data.columns.text=text", "data.chat_template=none")
+    assert look_first(cfg.data, cfg.model).problems == []
+    cfg = run_of(*words, "data.split=test")
+    assert "data.split=test has no effect on data.path=" in "".join(look_first(cfg.data, cfg.model).problems)
+
+
 def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
