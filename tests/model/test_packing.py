@@ -281,7 +281,7 @@ def test_a_packing_that_its_data_cannot_have_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.packing=none with data\.format=plain: .*data\.packing=stream"
     ):
-        run_of("model=tiny_llama", "data.packing=none")
+        run_of("model=tiny_llama", "data.format=plain", "data.packing=none")
 
 
 def test_a_plan_has_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
