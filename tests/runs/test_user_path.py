@@ -328,6 +328,14 @@ def test_other_launchers(workshop: Path, launcher: str) -> None:
     if launcher == "torchrun":
         more = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
         program = [sys.executable, *more, "train.py"]
-    done = run([*program, *words(workshop, name, "deepspeed.config=zero2")])
+    array = workshop / "data.json"
+    array.write_text(json.dumps([json.loads(line) for line in (workshop / "data.jsonl").open()]))
+    found = ("data=files", f"data.path={array}")  # rank 0 finds the format, and the others are told
+    done = run([*program, *words(workshop, name, "deepspeed.config=zero2", *found)])
     assert done.code == 0, done.out[-4000:]
+    assert "1 json file, alpaca by its fields instruction, input, output; in the chat template" in " ".join(
+        done.out.split()
+    )
+    export = workshop / "out" / name / "run" / "model"
+    assert (export / "chat_template.jinja").is_file()
     assert len(tiny.rows(workshop / "out" / name / "run")) == tiny.STEPS

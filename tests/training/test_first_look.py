@@ -86,6 +86,9 @@ def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
         assert found.data.format == expected
         asked = replace(cfg, data=replace(cfg.data, format=expected))
         assert decided.packed == strategy.decide(asked, world_size=1, can_pin=False).packed
+    # Where ranks of other nodes wait, rank 0's problems are told when all have joined.
+    with pytest.raises(ConfigError, match="no such data"):
+        build._with_format(cfg, unknown, looked._replace(problems=["no such data"]))
     bundled = run_of("data=python_stdlib")
     assert look_first(bundled.data, bundled.model)[:2] == (DataFormat.plain, [])
     assert look_first(run_of("data=synthetic").data, cfg.model)[:2] == (DataFormat.plain, [])
