@@ -75,8 +75,12 @@ def line(applied: Applied, watch: OpTracer) -> str:
     return ", ".join(parts)
 
 
-def broken_promises(applied: Applied, watch: OpTracer, cfg: CheckpointingConfig) -> list[str]:
+def broken_promises(
+    applied: Applied, watch: OpTracer, cfg: CheckpointingConfig, *, full: bool = True
+) -> list[str]:
     """Tell every promise of the policy that the first step did not keep; none when the policy is in effect.
+
+    `full` false: its micro-batches were smaller than the largest that there can be.
 
     A layer that the model skipped in this step (layerdrop, say) promises nothing in it; one that ran around its hook
     does.
@@ -95,7 +99,7 @@ def broken_promises(applied: Applied, watch: OpTracer, cfg: CheckpointingConfig)
     for mechanism in dict.fromkeys(decision.mechanism for decision in applied.decisions):
         own = {index: layer for index, layer in observed.items() if layer.decision.mechanism == mechanism}
         found += mechanism.unmet(cfg, own)
-    return found + offload.unmet(cfg, observed) + _check_kept_bytes(observed)
+    return found + offload.unmet(cfg, observed, full=full) + _check_kept_bytes(observed)
 
 
 def _observe(applied: Applied, watch: OpTracer, *, without: list[int]) -> Observed:

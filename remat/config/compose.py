@@ -47,6 +47,7 @@ OPEN_DICTS = (
     "data.columns.",
     "hardware.gpu_rates.",
 )
+LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
 Files = tuple[tuple[str, int, int], ...]
 
 USAGE = """\
@@ -147,7 +148,7 @@ def from_command_line(argv: list[str]) -> Composed:
 def compose_run(overrides: list[str], config_dirs: list[Path] | None = None) -> Composed:
     """One checked run from Hydra overrides. Raises ConfigError with every problem in one message."""
     words = [*(f"--config-dir={folder}" for folder in config_dirs or []), *overrides]
-    overrides = [_opened(word) for word in overrides]
+    overrides = [_opened(word) for word in [*overrides, *_replaced_length(overrides)]]
     search = [*_search_path(config_dirs or []), *overrides]
     try:
         run, yaml = _compose(search)
@@ -315,6 +316,18 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 def _opened(override: str) -> str:
     """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`."""
     return f"++{override}" if override.startswith(OPEN_DICTS) else override
+
+
+def _replaced_length(overrides: Sequence[str]) -> list[str]:
+    """Return what takes the recipe's train.steps out where the command line gives train.epochs, or the reverse."""
+    given = {}
+    for word in overrides:
+        option, _, value = word.lstrip("+").partition("=")
+        given[option] = value
+    lengths = [name for name in LENGTHS if given.get(name, "null") not in ("null", "")]
+    if len(lengths) != 1:
+        return []
+    return [f"{name}=null" for name in LENGTHS if name not in given]
 
 
 def _explain_each(overrides: list[str], config_dirs: list[Path], error: Exception) -> list[str]:

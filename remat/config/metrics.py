@@ -17,6 +17,7 @@ SKIPPED_STEPS = "optim/skipped_steps"  # since the start of training
 
 TOKENS_SEEN = "tokens/seen"  # since the start of training
 TOKENS_TRAINED = "tokens/trained"  # of those seen, the ones that carry the loss
+PADDING_SHARE = "tokens/padding_share"  # of all positions computed since the start of training
 
 STEP_S = "time/step_s"  # mean of the steps since the last row
 SAVE_S = "time/save_s"

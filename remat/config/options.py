@@ -69,7 +69,14 @@ class AlpacaPrompt(StrEnum):
 
 class Packing(StrEnum):
     documents = "documents"  # positions restart with each document and attention stays within it
-    stream = "stream"  # one text: a document sees those before it in its block
+    stream = "stream"  # plain text only, as one text: a document sees those before it in its block
+    none = "none"  # rows only: one a block, padded to the longest of its micro-batch
+
+
+class LongRows(StrEnum):
+    cut = "cut"  # at train.seq_len
+    drop = "drop"
+    refuse = "refuse"
 
 
 class BadRows(StrEnum):
@@ -182,13 +189,25 @@ class DataConfig:
     train_on_roles: Any = field(default_factory=lambda: ["assistant"])  # a list of roles, or all
     train_on_end_token: bool = True  # the token that ends what is trained is trained too
     chat_template: str | None = None  # a Jinja file, or a folder with a template; "none": use no template
-    packing: Packing | None = None  # plain text only; None: documents where the model can, else stream
+    packing: Packing | None = None  # None: documents where the model can, else stream (text) or none (rows)
+    long_rows: LongRows = LongRows.cut  # instruction rows of more than train.seq_len tokens
     eval_path: Any = None  # held-out data, as `path`; None: `eval_fraction` of the data is held out
     eval_fraction: float = 0.05
+    eval_tokens: int = (
+        1_000_000  # about as many tokens are held out at most, whatever the fraction; 0: no bound
+    )
     on_bad_row: BadRows = BadRows.stop
     shuffle: bool = True
     cache_dir: str = "~/.cache/remat/data"
     synthetic_blocks: int = 1024
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
+
+        A format that is not found yet counts as plain text.
+        """
+        return self.format not in (DataFormat.auto, DataFormat.plain)
 
     def trained_roles(self) -> list[str] | None:
         """Return the roles whose words are trained; None: all."""
@@ -213,7 +232,10 @@ class DeadlinesConfig:
 class TrainConfig:
     """The optimisation problem: length, batch, precision, loss, evaluation. Sizes in tokens, blocks and steps."""
 
-    steps: int = 100
+    steps: int | None = (
+        None  # one of `steps` and `epochs`; on a command line the one given replaces the recipe's
+    )
+    epochs: float | None = None  # passes over the blocks for training; the steps follow from the data
     seq_len: int = 512
     micro_batch_size: int = 1  # blocks per rank and forward pass
     tensor_parallel_size: int = 1  # ranks that share each layer and read the same blocks

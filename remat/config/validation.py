@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -70,6 +71,11 @@ def check_launch(cfg: RunConfig) -> None:
             f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
             "(or data=python_stdlib, which needs none)"
         )
+    if cfg.train.steps is None and cfg.train.epochs is None:
+        raise ConfigError(
+            "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
+            "steps follow once the data is read, or train.steps=1000"
+        )
 
 
 def check_environment(env: Mapping[str, str]) -> None:
@@ -93,9 +99,9 @@ def _at_least(low: float, **options: float) -> list[str]:
 
 
 def _train(train: TrainConfig) -> list[str]:
-    found = _at_least(
+    found = _length(train)
+    found += _at_least(
         1,
-        train__steps=train.steps,
         train__micro_batch_size=train.micro_batch_size,
         train__global_batch_size=train.global_batch_size,
         train__log_every=train.log_every,
@@ -109,14 +115,33 @@ def _train(train: TrainConfig) -> list[str]:
         train__max_minutes=train.max_minutes,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
     )
-    if not 0 <= train.stop_at <= train.steps:
-        found.append(f"train.stop_at={train.stop_at} must lie between 0 and train.steps={train.steps}")
+    found += stop_problems(train)
     if train.micro_batch_size > train.global_batch_size:
         found.append(
             f"train.micro_batch_size={train.micro_batch_size} is larger than "
             f"train.global_batch_size={train.global_batch_size}: lower the first or raise the second"
         )
     return found
+
+
+def _length(train: TrainConfig) -> list[str]:
+    if train.steps is not None and train.epochs is not None:
+        return [
+            f"train.steps={train.steps} and train.epochs={train.epochs:g}: both say how long to train; give one. On a "
+            "command line the one that is given replaces the recipe's"
+        ]
+    if train.epochs is not None and not 0 < train.epochs < math.inf:
+        return [f"train.epochs={train.epochs:g} must be above 0"]
+    return [] if train.steps is None else _at_least(1, train__steps=train.steps)
+
+
+def stop_problems(train: TrainConfig) -> list[str]:
+    """Return what is wrong with `stop_at` once the steps are known; with train.epochs only the data tells them."""
+    if train.stop_at < 0:
+        return [f"train.stop_at={train.stop_at} must be at least 0"]
+    if train.steps is not None and train.stop_at > train.steps:
+        return [f"train.stop_at={train.stop_at} must lie between 0 and train.steps={train.steps}"]
+    return []
 
 
 def _model(model: ModelConfig) -> list[str]:
@@ -142,12 +167,18 @@ def data_problems(data: DataConfig) -> list[str]:
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
     found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
+    found += _at_least(0, data__eval_tokens=data.eval_tokens)
     found += _paths(data)
     found += _rows(data)
-    if data.packing is Packing.stream and data.format not in (DataFormat.auto, DataFormat.plain):
+    if data.packing is Packing.stream and data.has_rows:
         found.append(
-            f"data.packing=stream has no effect with data.format={data.format}, where every example has a block of its "
-            "own: leave it out"
+            f"data.packing=stream with data.format={data.format}: rows that see each other would be one conversation; "
+            "use data.packing=documents, which keeps them apart, or data.packing=none, one row a block"
+        )
+    if data.packing is Packing.none and data.format is DataFormat.plain:
+        found.append(
+            "data.packing=none with data.format=plain: every text would be cut at train.seq_len; use "
+            "data.packing=documents or data.packing=stream"
         )
     return found
 
@@ -232,12 +263,26 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
             f"optim.decay_steps={optim.decay_steps} has no effect with optim.schedule={optim.schedule}: "
             "set it to 0 or choose optim.schedule=wsd"
         )
-    if optim.decay_steps and optim.warmup_steps + optim.decay_steps > train.steps:
-        found.append(
-            f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
-            f"train.steps={train.steps}: lower them or train longer"
+    return found + schedule_problems(optim, train)
+
+
+def schedule_problems(optim: OptimConfig, train: TrainConfig) -> list[str]:
+    """Return what is wrong with the schedule once the steps are known."""
+    if train.steps is None or not optim.decay_steps or optim.warmup_steps + optim.decay_steps <= train.steps:
+        return []
+    return [
+        f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
+        f"train.steps={train.steps}: lower them or train longer"
+    ]
+
+
+def check_steps(train: TrainConfig, optim: OptimConfig) -> None:
+    """Raise ConfigError where steps that followed from train.epochs contradict other options."""
+    found = stop_problems(train) + schedule_problems(optim, train)
+    if found:
+        raise ConfigError(
+            "\n".join(f"train.epochs={train.epochs:g} is {train.steps} steps: {f}" for f in found)
         )
-    return found
 
 
 def _peft(peft: PeftConfig) -> list[str]:

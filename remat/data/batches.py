@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,22 +13,25 @@ from remat.config.options import ConfigError
 from remat.data.blocks import Blocks
 
 NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
+LOOKED_AHEAD = 100_000  # samples
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's micro-batches of one optimizer step, and figures of the global batch.
 
-    `micro_batches`: {"input_ids", "labels"} int64 [micro, seq_len] each, and "position_ids" where documents are kept
-    apart. Labels are not shifted (Hugging Face's convention); -100 carries no loss. `sample_ids` int64 [global batch]:
-    block indices of all ranks, in order. `trained_tokens`: targets that carry loss; `seen_tokens`: tokens without
-    padding; both over the global batch. `epoch`: the epoch of the first sample.
+    `micro_batches`: {"input_ids", "labels"} int64 [micro, width] each, and "position_ids" where documents are kept
+    apart. The width is seq_len, or that of the longest row where each has its own. Labels are not shifted (Hugging
+    Face's convention); -100 carries no loss. `sample_ids` int64 [global batch]: block indices of all ranks, in order.
+    `trained_tokens`: targets that carry loss; `seen_tokens`: tokens without padding; `positions`: with padding; all
+    over the global batch. `epoch`: the epoch of the first sample.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
     sample_ids: np.ndarray
     trained_tokens: int
     seen_tokens: int
+    positions: int
     epoch: int
 
 
@@ -36,6 +40,9 @@ class GlobalBatches:
 
     Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step. So neither ranks nor
     micro-batches nor accumulation change which samples a step has. One number is the whole position.
+
+    Rows of which each has its own block are sorted within the step, the longest first: so the rows of a micro-batch,
+    and the micro-batches that ranks compute at the same time, are of about the same length.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class GlobalBatches:
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
+        self.of_rows = blocks.of_rows
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
         self.position = position
 
@@ -74,14 +82,27 @@ class GlobalBatches:
         """Return the step that begins after `position` samples; the stream does not move."""
         epoch = position // len(self._blocks)
         ids = self._sample_ids(position, self._global_batch_size)
-        mine = ids.reshape(-1, self._world_size, self._micro_batch_size)[:, self._rank]
+        micro_batches = ids.reshape(-1, self._micro_batch_size)
+        mine = micro_batches[self._rank :: self._world_size]
         return StepBatch(
             micro_batches=[micro_batch(self._blocks, micro_ids) for micro_ids in mine],
             sample_ids=ids,
             trained_tokens=int(self._blocks.trained_tokens[ids].sum(dtype=np.int64)),
             seen_tokens=int(self._blocks.lengths[ids].sum(dtype=np.int64)),
+            positions=int(self._blocks.widths(micro_batches).sum()) * self._micro_batch_size,
             epoch=epoch,
         )
+
+    def padding_share(self) -> float:
+        """Return the share of padding in the positions of the first epoch, as far as LOOKED_AHEAD samples go."""
+        steps = min(len(self._blocks), LOOKED_AHEAD) // self._global_batch_size or 1
+        seen = positions = 0
+        for step in range(steps):
+            ids = self._sample_ids(step * self._global_batch_size, self._global_batch_size)
+            seen += int(self._blocks.lengths[ids].sum(dtype=np.int64))
+            widths = self._blocks.widths(ids.reshape(-1, self._micro_batch_size))
+            positions += int(widths.sum()) * self._micro_batch_size
+        return 1 - seen / positions
 
     def state(self) -> dict[str, int]:
         """Return the stream's state for a saved state.
@@ -108,7 +129,10 @@ class GlobalBatches:
             parts.append(part)
             position += len(part)
             count -= len(part)
-        return np.concatenate(parts)
+        ids = np.concatenate(parts)
+        if self._blocks.one_each:
+            ids = ids[np.argsort(-self._blocks.lengths[ids], kind="stable")]
+        return ids
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
@@ -142,9 +166,15 @@ def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]
             f"train.seed={now['seed']}, but was {saved['seed']} at the save: set train.seed={saved['seed']}"
         )
     if bool(saved["documents_apart"]) != bool(now["documents_apart"]):
-        was, is_now = ("documents" if state["documents_apart"] else "stream" for state in (saved, now))
+        otherwise = "none" if batches.of_rows else "stream"
+        was, is_now = ("documents" if state["documents_apart"] else otherwise for state in (saved, now))
         problems.append(f"data.packing={is_now}, but was {was} at the save: set data.packing={was}")
     return problems
+
+
+def steps_of(epochs: float, blocks: int, global_batch_size: int) -> int:
+    """Return the steps in which `blocks` blocks are seen `epochs` times: rounded up, so none is seen less often."""
+    return max(1, math.ceil(round(epochs * blocks, 6) / global_batch_size))
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -159,12 +189,13 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return {"input_ids", "labels"} int64 [len(ids), seq_len], labels unshifted.
+    """Return {"input_ids", "labels"} int64 [len(ids), blocks.width(ids)], labels unshifted.
 
     Where documents are kept apart there are also "position_ids" of that shape, which restart with every document.
     """
-    tokens = blocks.tokens(ids).astype(np.int64)
-    labels = np.where(blocks.trained(ids), tokens, NO_LOSS)
+    width = blocks.width(ids)
+    tokens = blocks.tokens(ids, width).astype(np.int64)
+    labels = np.where(blocks.trained(ids, width), tokens, NO_LOSS)
     found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
     if blocks.apart:
         found["position_ids"] = torch.from_numpy(blocks.positions(ids).astype(np.int64))

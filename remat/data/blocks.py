@@ -1,19 +1,28 @@
 """Fixed blocks of tokens on disk: written once, front to back, then memory-mapped by every process.
 
-A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). For packed text two more files say where documents start:
-`.starts.bin` (one bit per token, numpy.packbits along each block) and `.restarts.bin` (int32 [blocks], how many start
-after position 0). For instruction data there are `.trained.bin` (bool, same shape as the tokens),
-`.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
+A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). Where a block may hold several documents, two more files say
+where they start: `.starts.bin` (one bit per token, numpy.packbits along each block) and `.restarts.bin` (int32
+[blocks], how many start after position 0). For instruction data, packed or not, there are `.trained.bin` (bool, same
+shape as the tokens), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
+from remat.data.best_fit import best_fit
+
+WINDOW_TOKENS = (
+    4 * 1024**2
+)  # of rows that are packed together: 20 MB, and the part left empty at its end is small
+WINDOW_BLOCKS = 128  # the same for long blocks
+FIRST_LONG_ROWS = 5  # kept in the cache's report
+STEP_OF_WIDTHS = 8  # tokens; matrix products are slow at odd sizes
 
 
 class Blocks:
@@ -23,7 +32,8 @@ class Blocks:
     i-1, so position 0 never counts. `lengths` int32 [blocks]: tokens before the padding.
 
     Padding needs no attention mask: it is on the right, and under causal attention no token sees what follows it.
-    `apart`: each document of a block has its own positions, and its first token is not a target.
+    `apart`: each document of a block has its own positions, and its first token is not a target. `one_each`: a block
+    is one row and its padding, of which a batch needs only as much as its longest row.
     """
 
     apart = False
@@ -42,11 +52,14 @@ class Blocks:
 
         `trained_tokens` and `lengths` are derived where they are not given. `starts` uint8 [blocks, ceil(seq_len / 8)]
         has a bit set where a document starts; `restarts` int32 [blocks] counts the documents that start after position
-        0. Both are None when no block holds more than one document.
+        0. Both are None when no block holds more than one document. With `trained` and `starts` documents are kept
+        apart: the first token of each must not be in `trained`.
         """
         count, self.seq_len = tokens.shape
         self._tokens, self._trained = tokens, trained
         self._starts, self._restarts = starts, restarts
+        self.of_rows, self.one_each = trained is not None, trained is not None and starts is None
+        self.apart = self.of_rows and not self.one_each
         if trained_tokens is None:
             whole = np.full(count, self.seq_len - 1, dtype=np.int32)
             trained_tokens = whole if trained is None else trained[:, 1:].sum(axis=1, dtype=np.int32)
@@ -55,29 +68,51 @@ class Blocks:
 
     @classmethod
     def open(cls, folder: Path, name: str, seq_len: int) -> Blocks:
-        """Open the split that a BlockWriter wrote to `folder` under `name`."""
+        """Open the split that a writer wrote to `folder` under `name`."""
+
+        def mapped(part: str, dtype: type) -> np.ndarray | None:
+            path = folder / f"{name}.{part}.bin"
+            return np.memmap(path, dtype=dtype, mode="r") if path.exists() else None
+
+        def read(part: str) -> np.ndarray | None:
+            path = folder / f"{name}.{part}.bin"
+            return np.fromfile(path, dtype=np.int32) if path.exists() else None
+
         tokens = np.memmap(folder / f"{name}.tokens.bin", dtype=np.int32, mode="r").reshape(-1, seq_len)
-        if not (folder / f"{name}.trained.bin").exists():
-            starts = np.memmap(folder / f"{name}.starts.bin", dtype=np.uint8, mode="r")
-            restarts = np.fromfile(folder / f"{name}.restarts.bin", dtype=np.int32)
-            return cls(tokens, starts=starts.reshape(len(tokens), -1), restarts=restarts)
-        trained = np.memmap(folder / f"{name}.trained.bin", dtype=np.bool_, mode="r").reshape(-1, seq_len)
-        counts = {
-            part: np.fromfile(folder / f"{name}.{part}.bin", dtype=np.int32)
-            for part in ("trained_tokens", "lengths")
-        }
-        return cls(tokens, trained, **counts)
+        trained, starts = mapped("trained", np.bool_), mapped("starts", np.uint8)
+        return cls(
+            tokens,
+            None if trained is None else trained.reshape(-1, seq_len),
+            trained_tokens=read("trained_tokens"),
+            lengths=read("lengths"),
+            starts=None if starts is None else starts.reshape(len(tokens), -1),
+            restarts=read("restarts"),
+        )
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def tokens(self, indices: np.ndarray) -> np.ndarray:
-        """Return the tokens of the blocks `indices`, int32 [n, seq_len]."""
-        return np.asarray(self._tokens[indices], dtype=np.int32)
+    def width(self, indices: np.ndarray) -> int:
+        """Return how many positions a batch of the blocks `indices` needs: seq_len, or its longest row rounded up."""
+        return int(self.widths(indices[None])[0])
+
+    def widths(self, groups: np.ndarray) -> np.ndarray:
+        """Return `width` of each batch, int [batches]; `groups` int [batches, n] are the blocks of each."""
+        if not self.one_each:
+            return np.full(len(groups), self.seq_len)
+        longest = self.lengths[groups].max(axis=1)
+        return np.minimum(-(-longest // STEP_OF_WIDTHS) * STEP_OF_WIDTHS, self.seq_len)
+
+    def tokens(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
+        """Return the first `width` tokens of the blocks `indices`, int32 [n, width]; None: all."""
+        return np.asarray(self._tokens[indices, :width], dtype=np.int32)
 
     def documents_apart(self) -> Blocks:
-        """Return the same blocks with `apart` set; blocks of one document each are returned as they are."""
-        if self._starts is None or self._restarts is None:
+        """Return the same blocks with `apart` set.
+
+        Blocks of one document each, and those of packed rows, are returned as they are.
+        """
+        if self._starts is None or self._restarts is None or self.of_rows:
             return self
         found = Blocks(
             self._tokens,
@@ -99,20 +134,24 @@ class Blocks:
         return np.unpackbits(self._starts[indices], axis=1, count=self.seq_len).astype(bool)
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later."""
-        places = np.arange(self.seq_len)
-        return places - np.maximum.accumulate(np.where(self.starts(indices), places, 0), axis=1)
+        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later.
 
-    def trained(self, indices: np.ndarray) -> np.ndarray:
-        """Return bool [n, seq_len]: whether a token is a target that carries loss (unshifted, as labels are).
+        Padding counts as a document: so no kernel computes its attention to the tokens before it.
+        """
+        places = np.arange(self.seq_len)
+        starts = self.starts(indices) | (places == self.lengths[indices][:, None])
+        return places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+
+    def trained(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
+        """Return bool [n, width]: whether a token is a target that carries loss (unshifted, as labels are).
 
         The first token of a document that is kept apart is no target: what comes before it is another document.
         """
         if self._trained is not None:
-            return np.asarray(self._trained[indices])
+            return np.asarray(self._trained[indices, :width])
         if not self.apart:
-            return np.ones((len(indices), self.seq_len), dtype=bool)
-        return ~self.starts(indices) | (np.arange(self.seq_len) == 0)
+            return np.ones((len(indices), self.seq_len), dtype=bool)[:, :width]
+        return (~self.starts(indices) | (np.arange(self.seq_len) == 0))[:, :width]
 
 
 @dataclass
@@ -124,78 +163,64 @@ class BlockCounts:
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss; for packed text, as if documents were not kept apart
     restarts: int = 0  # documents that start within a block; kept apart, there are so many targets fewer
-    truncated_documents: int = 0  # longer than a block
-    truncated_tokens: int = 0
+    squared_lengths: int = 0  # of the documents in blocks: what their attention costs, kept apart
+    truncated_documents: int = 0  # longer than a block, cut at its end
+    truncated_tokens: int = 0  # that were cut off
+    truncated_trained_tokens: int = 0  # of those, the ones that would have carried loss
     dropped_documents: int = 0  # nothing left to train on
     dropped_tokens: int = 0  # the last, partial block of packed text
+    long_documents: int = 0  # left out because they are longer than a block
+    long_tokens: int = 0
+    long_trained_tokens: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
+@dataclass
+class LongRowLog:
+    """The rows of a split that are longer than a block: the first of them, and the tokens of the longest."""
+
+    first: list[str] = field(default_factory=list)  # "file:line: 812 tokens"
+    longest: int = 0
+
+    def add(self, origin: str, length: int) -> None:
+        if len(self.first) < FIRST_LONG_ROWS:
+            self.first.append(f"{origin}: {length} tokens")
+        self.longest = max(self.longest, length)
+
+
 class BlockWriter:
-    """Writer that appends to the files of one split.
+    """Writer that appends to the files of one split: the part that text and rows share."""
 
-    With `packed` documents follow one another; otherwise each has its own padded block.
-    """
-
-    def __init__(self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int) -> None:
-        examples = ("tokens", "trained", "trained_tokens", "lengths")
-        parts = ("tokens", "starts", "restarts") if packed else examples
+    def __init__(self, folder: Path, name: str, parts: tuple[str, ...], *, seq_len: int) -> None:
         self._files: dict[str, BinaryIO] = {part: (folder / f"{name}.{part}.bin").open("wb") for part in parts}
-        self.seq_len, self.packed, self._pad_id = seq_len, packed, pad_id
-        self._waiting: list[np.ndarray] = []
-        self._waiting_starts: list[np.ndarray] = []
-        self._starts_next = False  # a document began, and has no token yet
-        self.counts = BlockCounts()
+        self.seq_len = seq_len
+        self.counts, self.long_rows = BlockCounts(), LongRowLog()
 
     def begin(self) -> None:
         """Mark the next token that is added as the first of a document."""
-        self._starts_next = True
 
-    def add(self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True) -> None:
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True, origin: str = ""
+    ) -> None:
         """Add tokens: `ids` int32 [length], `trained` bool [length] or None for all.
 
-        `ends`: they complete a document, which is then counted.
+        `ends`: they complete a document, which is then counted. `origin` names it.
         """
-        starts = np.zeros(len(ids), dtype=bool)
-        starts[:1] = self._starts_next
-        self._starts_next &= not len(ids)
-        self.counts.documents += ends
-        if self.packed:
-            self.add_packed(ids, starts)
-        else:
-            self._add_example(ids, np.ones(len(ids), dtype=bool) if trained is None else trained)
-
-    def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
-        """Add tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each document."""
-        self._waiting.append(ids)
-        self._waiting_starts.append(starts)
+        raise NotImplementedError
 
     def flush(self) -> None:
-        """Write the packed tokens that fill whole blocks; keep the rest for the next flush."""
-        if not self.packed:
-            return
-        waiting = np.concatenate([np.empty(0, dtype=np.int32), *self._waiting])
-        waiting_starts = np.concatenate([np.empty(0, dtype=bool), *self._waiting_starts])
-        blocks = len(waiting) // self.seq_len
-        used = blocks * self.seq_len
-        starts = waiting_starts[:used].reshape(blocks, self.seq_len)
-        restarts = starts[:, 1:].sum(axis=1, dtype=np.int32)
-        self._files["tokens"].write(waiting[:used].tobytes())
-        self._files["starts"].write(np.packbits(starts, axis=1).tobytes())
-        self._files["restarts"].write(restarts.tobytes())
-        self._waiting, self._waiting_starts = [waiting[used:]], [waiting_starts[used:]]
-        self.counts.blocks += blocks
-        self.counts.tokens += used
-        self.counts.trained_tokens += blocks * (self.seq_len - 1)
-        self.counts.restarts += int(restarts.sum())
+        """Write what fills whole blocks; keep the rest for the next flush."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write what is still kept."""
+        raise NotImplementedError
 
     def close(self) -> BlockCounts:
-        """Flush, sync and close the files; return the counts."""
-        if self.packed:
-            self.flush()
-            self.counts.dropped_tokens = len(self._waiting[0])
+        """Write, sync and close the files; return the counts."""
+        self.finish()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -206,37 +231,154 @@ class BlockWriter:
         for file in self._files.values():
             file.close()
 
-    def _add_example(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        if len(ids) > self.seq_len:
-            self.counts.truncated_documents += 1
-            self.counts.truncated_tokens += len(ids) - self.seq_len
+    def _write_starts(self, starts: np.ndarray) -> None:
+        """Write where documents start, bool [blocks, seq_len], and count those after position 0."""
+        restarts = starts[:, 1:].sum(axis=1, dtype=np.int32)
+        self._files["starts"].write(np.packbits(starts, axis=1).tobytes())
+        self._files["restarts"].write(restarts.tobytes())
+        self.counts.restarts += int(restarts.sum())
+
+
+class TextWriter(BlockWriter):
+    """Writer of plain text: documents follow one another, and a block ends wherever it is full."""
+
+    def __init__(self, folder: Path, name: str, *, seq_len: int) -> None:
+        super().__init__(folder, name, ("tokens", "starts", "restarts"), seq_len=seq_len)
+        self._waiting: list[np.ndarray] = []
+        self._waiting_starts: list[np.ndarray] = []
+        self._starts_next = False  # a document began, and has no token yet
+
+    def begin(self) -> None:
+        self._starts_next = True
+
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True, origin: str = ""
+    ) -> None:
+        starts = np.zeros(len(ids), dtype=bool)
+        starts[:1] = self._starts_next
+        self._starts_next &= not len(ids)
+        self.counts.documents += ends
+        self.add_packed(ids, starts)
+
+    def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
+        """Add tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each document."""
+        self._waiting.append(ids)
+        self._waiting_starts.append(starts)
+
+    def flush(self) -> None:
+        waiting = np.concatenate([np.empty(0, dtype=np.int32), *self._waiting])
+        waiting_starts = np.concatenate([np.empty(0, dtype=bool), *self._waiting_starts])
+        blocks = len(waiting) // self.seq_len
+        used = blocks * self.seq_len
+        starts = waiting_starts[:used].reshape(blocks, self.seq_len)
+        self._files["tokens"].write(waiting[:used].tobytes())
+        self._write_starts(starts)
+        self._waiting, self._waiting_starts = [waiting[used:]], [waiting_starts[used:]]
+        self.counts.blocks += blocks
+        self.counts.tokens += used
+        self.counts.trained_tokens += blocks * (self.seq_len - 1)
+        self.counts.squared_lengths += _squared_lengths(starts)
+
+    def finish(self) -> None:
+        self.flush()
+        self.counts.dropped_tokens = len(self._waiting[0])
+
+
+class RowWriter(BlockWriter):
+    """Writer of instruction data: rows are never divided between blocks.
+
+    With `packed` a block holds as many rows as fit (`best_fit`), chosen within windows of WINDOW_TOKENS, so that
+    memory does not grow with the data; otherwise one. A row longer than a block is cut, or left out with `drop_long`.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int, drop_long: bool = False
+    ) -> None:
+        parts = ("tokens", "trained", "trained_tokens", "lengths")
+        super().__init__(folder, name, (*parts, "starts", "restarts") if packed else parts, seq_len=seq_len)
+        self._packed, self._pad_id, self._drop_long = packed, pad_id, drop_long
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+        self._waiting_tokens = 0
+
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True, origin: str = ""
+    ) -> None:
+        trained = np.ones(len(ids), dtype=bool) if trained is None else trained
+        counts = self.counts
+        counts.documents += ends
+        lost, lost_trained = len(ids) - self.seq_len, int(trained[self.seq_len :].sum())
+        if lost > 0:
+            self.long_rows.add(origin, len(ids))
+            if self._drop_long:
+                counts.long_documents += 1
+                counts.long_tokens += len(ids)
+                counts.long_trained_tokens += int(trained[1:].sum())
+                return
+            counts.truncated_documents += 1
+            counts.truncated_tokens += lost
+            counts.truncated_trained_tokens += lost_trained
             ids, trained = ids[: self.seq_len], trained[: self.seq_len]
-        targets = int(trained[1:].sum())
-        if not targets:
-            self.counts.dropped_documents += 1
+        if not trained[1:].any():
+            counts.dropped_documents += 1
             return
-        padding = self.seq_len - len(ids)
-        self._files["tokens"].write(np.pad(ids, (0, padding), constant_values=self._pad_id).tobytes())
-        self._files["trained"].write(np.pad(trained, (0, padding)).tobytes())
-        self._files["trained_tokens"].write(np.int32(targets).tobytes())
-        self._files["lengths"].write(np.int32(len(ids)).tobytes())
+        self._waiting.append((ids, trained))
+        self._waiting_tokens += len(ids)
+
+    def flush(self) -> None:
+        if not self._packed or self._waiting_tokens >= max(WINDOW_TOKENS, WINDOW_BLOCKS * self.seq_len):
+            self.finish()
+
+    def finish(self) -> None:
+        rows, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
+        chosen = best_fit(lengths, self.seq_len) if self._packed else [[index] for index in range(len(rows))]
+        for block in chosen:
+            self._write([rows[index] for index in block])
+        self.counts.squared_lengths += int((lengths**2).sum())
+
+    def _write(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write a block of these rows, one after another, and padding. A row's first token is no target."""
+        tokens = np.full(self.seq_len, self._pad_id, dtype=np.int32)
+        trained, starts = np.zeros(self.seq_len, dtype=bool), np.zeros(self.seq_len, dtype=bool)
+        used = 0
+        for ids, targets in rows:
+            end = used + len(ids)
+            tokens[used:end], trained[used:end] = ids, targets
+            trained[used], starts[used] = trained[used] and not self._packed, True
+            used = end
+        trained_tokens = int(trained[1:].sum())
+        self._files["tokens"].write(tokens.tobytes())
+        self._files["trained"].write(trained.tobytes())
+        self._files["trained_tokens"].write(np.int32(trained_tokens).tobytes())
+        self._files["lengths"].write(np.int32(used).tobytes())
+        if self._packed:
+            self._write_starts(starts[None])
         self.counts.blocks += 1
-        self.counts.tokens += len(ids)
-        self.counts.trained_tokens += targets
+        self.counts.tokens += used
+        self.counts.trained_tokens += trained_tokens
+
+
+def _squared_lengths(starts: np.ndarray) -> int:
+    """Sum the squared lengths of the documents in each block; `starts` bool [blocks, seq_len]."""
+    blocks, seq_len = starts.shape
+    first = starts.copy()
+    first[:, :1] = True
+    bounds = np.append(np.flatnonzero(first), blocks * seq_len)
+    return int((np.diff(bounds).astype(np.int64) ** 2).sum())
 
 
 def divide(folder: Path, name: str, writers: dict[bool, BlockWriter], held_out: np.ndarray) -> None:
     """Copy the blocks of split `name` to the writers of the two halves; `held_out` bool [blocks] says to which.
 
-    Only blocks of instruction data are counted as documents again: a block of packed text is not a document.
+    Blocks of instruction data hold one row each, which is counted as a document again: a block of text is not one.
     """
     blocks = Blocks.open(folder, name, writers[True].seq_len)
     for index in range(len(blocks)):
         row, length = np.array([index]), blocks.lengths[index]
         writer = writers[bool(held_out[index])]
         tokens = blocks.tokens(row)[0, :length]
-        if writer.packed:
+        if isinstance(writer, TextWriter):
             writer.add_packed(tokens, blocks.starts(row)[0])
-            writer.flush()
         else:
             writer.add(tokens, blocks.trained(row)[0, :length])
+        writer.flush()

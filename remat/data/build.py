@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,39 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
-from remat.data.blocks import BlockCounts, BlockWriter, divide
+from remat.config.units import format_size
+from remat.data.blocks import (
+    FIRST_LONG_ROWS,
+    BlockCounts,
+    BlockWriter,
+    LongRowLog,
+    RowWriter,
+    TextWriter,
+    divide,
+)
 from remat.data.files import Hashes
 from remat.data.formats import describe, encode, what_is_read
-from remat.data.held_out import choose, never, rule
+from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
-CACHE_VERSION = 2  # raise it when the same data and settings would give other blocks
+CACHE_VERSION = 3  # raise it when the same data and settings would give other blocks
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
+SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are
+SURE = 0.8  # of what they let expect on the disk: the others may be shorter
 HALVES = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A cache to be written. With `held_out` None, `cfg.eval_fraction` of `corpus` is held out, if not 0."""
+    """A cache to be written. With `held_out` None, `cfg.eval_fraction` of `corpus` is held out, if not 0.
+
+    Rows are packed where `cfg.packing` is documents, and have a block each otherwise.
+    """
 
     cfg: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -67,6 +82,7 @@ def make_plan(
         _check_synthetic(cfg)
         cfg = replace(cfg, format=DataFormat.plain)
         settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
+        settings["eval_tokens"] = cfg.eval_tokens
     else:
         corpus = open_corpus(cfg, cfg.path, hashes=hashes)
         cfg = replace(cfg, format=corpus.data_format)
@@ -77,9 +93,10 @@ def make_plan(
             _check_disjoint(cfg, corpus, held_out)
             settings["held_out"] = held_out.identity()
         elif cfg.eval_fraction > 0:
-            settings["held_out"] = [f"fraction {cfg.eval_fraction} seed {seed}"]
-    if _is_packed(cfg):
-        settings["files"] = "tokens, starts, restarts"  # older caches lack the starts of documents
+            settings["held_out"] = [f"fraction {cfg.eval_fraction} tokens {cfg.eval_tokens} seed {seed}"]
+    if cfg.has_rows:
+        settings["packed"] = cfg.packing is Packing.documents
+        settings["drops_long_rows"] = cfg.long_rows is LongRows.drop
     settings["tokenizer"] = _tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
@@ -97,6 +114,7 @@ class _Written:
     empty_documents: int
     bad_rows: BadRowLog
     held_out_by: str | None
+    long_rows: LongRowLog
 
 
 def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
@@ -105,6 +123,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
     Raises ConfigError when the data has changed since the plan's key was computed.
     """
     started = time.perf_counter()
+    _check_room(plan, folder)
     written = _write_halves(plan, folder, show_progress)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)
@@ -116,12 +135,14 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         "source": str(plan.cfg.source),
         "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
+        "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
         "found": _found(plan),
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
         "held_out_by": written.held_out_by,
         "empty_documents": written.empty_documents,
+        "long_rows": asdict(written.long_rows),
         "bad_rows": {"count": written.bad_rows.count, "first": written.bad_rows.first},
         "build_s": round(time.perf_counter() - started, 3),
     }
@@ -141,32 +162,87 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     names = HALVES if plan.evaluates else HALVES[:1]
     held_out_by = "documents" if plan.divides else "data.eval_path" if plan.held_out else None
     bad_rows, empty = BadRowLog(plan.cfg.on_bad_row), 0
-    is_held_out: Callable[[str], bool] = never
+    is_held_out = Chooser(never)
     if plan.divides and plan.corpus is not None:
+        sample = _sample(plan, plan.corpus)
+        most = bound(plan.cfg.eval_fraction, plan.cfg.eval_tokens, sample, plan.corpus.total)
         beforehand = plan.corpus.read(BadRowLog(plan.cfg.on_bad_row))
-        is_held_out = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=plan.cfg.eval_fraction)
+        chosen = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=most.fraction)
+        is_held_out = Chooser(chosen, most.characters)
     with _writers(plan, folder, {name: name for name in names}) as writers:
         if plan.corpus is None:
             _write_synthetic(plan, writers)
         else:
             empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress)
         counts = {name: writer.close() for name, writer in writers.items()}
-    return _Written(counts, empty, bad_rows, held_out_by)
+        return _Written(counts, empty, bad_rows, held_out_by, _long_rows(writers))
+
+
+def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
+    """Return the first documents of `corpus` and their tokens: they tell how many tokens all of them are."""
+    bad_rows = BadRowLog(plan.cfg.on_bad_row)  # its own: all rows are read again
+    first: list[Document] = []
+    characters = 0
+    for document in _advancing(corpus.read(bad_rows), plan):
+        if document.content:
+            first.append(document)
+            characters += characters_of(document)
+        if characters >= SAMPLE_CHARACTERS:
+            break
+    examples = encode(first, plan.cfg, plan.tokenizer, bad_rows)
+    return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
+
+
+def _check_room(plan: Plan, folder: Path) -> None:
+    """Raise ConfigError when the disk of `folder` has far too little room for the blocks, judged by first documents."""
+    needed = 0.0
+    for corpus in filter(None, (plan.corpus, plan.held_out)):
+        sample = _sample(plan, corpus)
+        size = sum(document.size for document, _ in sample)
+        if size:
+            needed += corpus.total / size * sum(_bytes_of(plan, length) for _, length in sample)
+    free = shutil.disk_usage(folder).free
+    if SURE * needed > free:
+        raise ConfigError(
+            f"data.cache_dir={plan.cfg.cache_dir} has {format_size(free)} free, and the blocks of "
+            f"data.path={redact(plan.cfg.path)} need about {format_size(needed)}: free some, or name a cache folder on "
+            "a disk with more room"
+        )
+
+
+def _bytes_of(plan: Plan, length: int) -> float:
+    """Return what a document of `length` tokens takes on the disk: int32 ids, flags of rows, bits of starts."""
+    if not plan.cfg.has_rows:
+        return 4.2 * length
+    if plan.cfg.packing is Packing.documents:
+        return 5.2 * min(length, plan.seq_len)
+    return 5.0 * plan.seq_len
+
+
+def _long_rows(writers: dict[str, BlockWriter]) -> LongRowLog:
+    found = [writer.long_rows for writer in writers.values()]
+    first = [text for log in found for text in log.first]
+    return LongRowLog(first[:FIRST_LONG_ROWS], max(log.longest for log in found))
 
 
 def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     """Write the halves by holding out blocks, for documents too few or too unequal to give both halves a block.
 
-    Cut and dropped documents are counted for training: they were so before the blocks were divided.
+    Rows are held out one by one: they have a block each until they are divided. Cut and dropped documents are counted
+    for training: they were so before the blocks were divided.
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
-    with _writers(plan, folder, {"train": "whole"}) as writers:
-        empty = _write_documents(plan, plan.corpus, never, writers, bad_rows, show_progress)
+    with _writers(plan, folder, {"train": "whole"}, packs_rows=False) as writers:
+        empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress)
         whole = writers["train"].close()
+        long_rows = _long_rows(writers)
     with _writers(plan, folder, {name: name for name in HALVES}) as writers:
         names = [f"block {index}" for index in range(whole.blocks)]
-        chosen = choose(dict.fromkeys(names, 1), seed=plan.seed, fraction=plan.cfg.eval_fraction)
+        fraction = plan.cfg.eval_fraction
+        if plan.cfg.eval_tokens and whole.tokens:
+            fraction = min(fraction, plan.cfg.eval_tokens / whole.tokens)
+        chosen = choose(dict.fromkeys(names, 1), seed=plan.seed, fraction=fraction)
         if whole.blocks:
             halves = {False: writers["train"], True: writers["held_out"]}
             divide(folder, "whole", halves, np.array([name in chosen for name in names]))
@@ -180,19 +256,31 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
         tokens=train.tokens,
         trained_tokens=train.trained_tokens,
         restarts=train.restarts,
+        squared_lengths=train.squared_lengths,
     )
-    return _Written({"train": train, "held_out": held_out}, empty, bad_rows, "blocks")
+    return _Written({"train": train, "held_out": held_out}, empty, bad_rows, "blocks", long_rows)
 
 
 @contextmanager
-def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[dict[str, BlockWriter]]:
+def _writers(
+    plan: Plan, folder: Path, file_names: dict[str, str], *, packs_rows: bool = True
+) -> Iterator[dict[str, BlockWriter]]:
     """Yield a writer for each half, under the given file name. All are closed in the end, also after an error."""
-    packed = _is_packed(plan.cfg)
-    pad_id = int(plan.tokenizer.pad_token_id or 0)
-    writers = {
-        half: BlockWriter(folder, name, seq_len=plan.seq_len, packed=packed, pad_id=pad_id)
-        for half, name in file_names.items()
-    }
+    cfg, seq_len = plan.cfg, plan.seq_len
+
+    def open_writer(name: str) -> BlockWriter:
+        if not cfg.has_rows:
+            return TextWriter(folder, name, seq_len=seq_len)
+        return RowWriter(
+            folder,
+            name,
+            seq_len=seq_len,
+            packed=packs_rows and cfg.packing is Packing.documents,
+            pad_id=int(plan.tokenizer.pad_token_id or 0),
+            drop_long=cfg.long_rows is LongRows.drop,
+        )
+
+    writers = {half: open_writer(name) for half, name in file_names.items()}
     try:
         yield writers
     finally:
@@ -203,7 +291,7 @@ def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[d
 def _write_documents(
     plan: Plan,
     corpus: Corpus,
-    is_held_out: Callable[[str], bool],
+    is_held_out: Chooser,
     writers: dict[str, BlockWriter],
     bad_rows: BadRowLog,
     show_progress: bool,
@@ -224,7 +312,7 @@ def _write_documents(
                 example = next(examples) if document.content else None
                 if example is not None:
                     ends = document.ends and not document.goes_on
-                    writers[half].add(example.ids, example.trained, ends=ends)
+                    writers[half].add(example.ids, example.trained, ends=ends, origin=document.origin)
             for writer in writers.values():
                 writer.flush()
             plan.hashes.advance()
@@ -240,11 +328,9 @@ def _advancing(documents: Iterator[Document], plan: Plan) -> Iterator[Document]:
         yield document
 
 
-def _from_corpus(
-    corpus: Corpus, is_held_out: Callable[[str], bool], bad_rows: BadRowLog
-) -> Iterator[tuple[str, Document]]:
+def _from_corpus(corpus: Corpus, is_held_out: Chooser, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
     """Yield each document with its half. Where a file goes on in the other half, the document ends and a new starts."""
-    chosen = ((HALVES[is_held_out(d.unit)], d) for d in corpus.read(bad_rows))
+    chosen = ((HALVES[is_held_out(d)], d) for d in corpus.read(bad_rows))
     half_before = None
     for (half, document), following in pairwise(chain(chosen, [(None, None)])):
         assert document is not None and half is not None
@@ -273,8 +359,7 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, 
     characters = 0
     for item in items:
         batch.append(item)
-        content = item[1].content
-        characters += len(content) if isinstance(content, str) else len(str(content))
+        characters += characters_of(item[1])
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -282,14 +367,11 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, 
         yield batch
 
 
-def _is_packed(cfg: DataConfig) -> bool:
-    """Return whether documents follow one another in blocks; instruction data has one padded block per example."""
-    return cfg.format == DataFormat.plain
-
-
 def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
-    """Write `data.synthetic_blocks` blocks for training; hold out `data.eval_fraction` as many more, at least one."""
+    """Write `data.synthetic_blocks` blocks for training; hold out as many more as data.eval_* say."""
     held_out = max(1, round(plan.cfg.eval_fraction * plan.cfg.synthetic_blocks))
+    if plan.cfg.eval_tokens:
+        held_out = min(held_out, max(1, plan.cfg.eval_tokens // plan.seq_len))
     start = 0
     for name, writer in writers.items():
         end = start + (plan.cfg.synthetic_blocks if name == "train" else held_out)
@@ -344,8 +426,9 @@ def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: Ba
     if not empty:
         return
     found = counts[empty[0]]
+    too_long = f"{found['long_documents']} longer than a block, " * bool(found["long_documents"])
     option, remedy = f"data.path={plan.cfg.path}", "give more data or a smaller train.seq_len"
-    if plan.cfg.format != DataFormat.plain:  # every example has its own block, which may end before the answer
+    if plan.cfg.format != DataFormat.plain:  # a block may end before the answer
         remedy = "give more examples, or a larger train.seq_len that does not cut answers off"
     if empty == ["held_out"] and plan.held_out:
         option, purpose = f"data.eval_path={plan.cfg.eval_path}", "evaluation"
@@ -357,6 +440,6 @@ def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: Ba
     raise ConfigError(
         f"{option} leaves no block of train.seq_len={plan.seq_len} tokens for {purpose}: "
         f"{found['documents']} documents, {found['dropped_tokens']} tokens too few for a block, "
-        f"{found['dropped_documents']} with nothing to train on, {bad_rows.count} bad rows skipped. "
+        f"{too_long}{found['dropped_documents']} with nothing to train on, {bad_rows.count} bad rows skipped. "
         f"To change that, {remedy}"
     )

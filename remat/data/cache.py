@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact_text
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
@@ -40,6 +40,17 @@ class Splits(NamedTuple):
     train: Blocks
     held_out: Blocks | None
     report: dict[str, Any]
+
+    @property
+    def context(self) -> int:
+        """Return the tokens that attention is computed over, as a mean over the tokens of training: what FLOPs need.
+
+        Where documents share a block and see each other it is the block; else the mean length of a token's document.
+        """
+        if not (self.train.apart or self.train.one_each):
+            return self.train.seq_len
+        counts = self.report["train"]
+        return max(1, round(counts["squared_lengths"] / max(1, counts["tokens"])))
 
     def documents_apart(self) -> Splits:
         """Apply `Blocks.documents_apart` to both halves."""
@@ -58,10 +69,12 @@ def open_blocks(
 ) -> Splits:
     """Return blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
 
-    Builds the cache if it is missing. `show_progress` draws a bar where blocks are built. `on_progress` is called on
-    every rank while any rank makes progress. The seed chooses what is held out (and the tokens of `synthetic`); it does
-    not shuffle. `report` is the cache's `report.json` with its folder added. Raises ConfigError on every rank for data
-    that cannot be used, a cache that cannot be written, and nodes with other data than rank 0's. Collective.
+    `cfg.packing` is what the model can do: documents share a block and are kept apart only where it says so. Builds
+    the cache if it is missing. `show_progress` draws a bar where blocks are built. `on_progress` is called on every
+    rank while any rank makes progress. The seed chooses what is held out (and the tokens of `synthetic`); it does not
+    shuffle. `report` is the cache's `report.json` with its folder added. Raises ConfigError on every rank for data
+    that cannot be used, rows that are refused as too long, a cache that cannot be written, and nodes with other data
+    than rank 0's. Collective.
     """
     root = Path(cfg.cache_dir).expanduser()
 
@@ -117,10 +130,10 @@ def _looks(root: Path) -> bool:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Describe the documents of a `Splits.report`: "40 documents, 3 cut at train.seq_len, 1 dropped (...)"."""
-    halves = [half for half in (report["train"], report["held_out"]) if half]
+    """Describe the documents of a `Splits.report`: "40 documents, 3 cut at train.seq_len (...), 1 dropped (...)"."""
+    total = _total(report)
     documents, cut, dropped = (
-        sum(half[name] for half in halves) for name in ("documents", "truncated_documents", "dropped_documents")
+        total[name] for name in ("documents", "truncated_documents", "dropped_documents")
     )
     empty, bad = report["empty_documents"], report["bad_rows"]["count"]
     synthetic = report["source"] == DataSource.synthetic  # blocks of nothing but tokens
@@ -128,6 +141,7 @@ def summary(report: dict[str, Any]) -> str:
     parts = [
         f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
         f"{cut} cut at train.seq_len" * bool(cut),
+        f"{total['long_documents']} left out as longer than train.seq_len" * bool(total["long_documents"]),
         f"{dropped} dropped (no trained token left)" * bool(dropped),
         f"{empty} empty" * bool(empty),
         f"{bad} bad row{'s' * (bad != 1)} skipped, listed in {report['folder']}/report.json" * bool(bad),
@@ -136,13 +150,41 @@ def summary(report: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def loss_of_tokens(report: dict[str, Any]) -> str:
+    """Say how many rows of a `Splits.report` were too long and what of them is not trained; "" when none was."""
+    total = _total(report)
+    cut, left_out = total["truncated_documents"], total["long_documents"]
+    if not cut + left_out:
+        return ""
+    count, done, what = (cut, "cut", "truncated") if cut else (left_out, "left out", "long")
+    tokens, trained = total[f"{what}_tokens"], total[f"{what}_trained_tokens"]
+    return (
+        f"{count} of {total['documents']} rows are longer than train.seq_len={report['seq_len']} and were {done} "
+        f"(data.long_rows={'cut' if cut else 'drop'}): {tokens:,} tokens are missing, {trained:,} of them trained "
+        f"ones. The longest has {report['long_rows']['longest']:,} tokens; the first: {report['long_rows']['first'][0]}"
+    )
+
+
+def _total(report: dict[str, Any]) -> dict[str, int]:
+    halves = [half for half in (report["train"], report["held_out"]) if half]
+    return {name: sum(half[name] for half in halves) for name in halves[0]}
+
+
 def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     report = json.loads((folder / "report.json").read_text())
-    bad_rows = report["bad_rows"]
+    bad_rows, too_long = report["bad_rows"], report["long_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
+    if too_long["first"] and cfg.long_rows is LongRows.refuse:
+        listed = "\n".join(f"  {row}" for row in too_long["first"])
+        raise ConfigError(
+            f"data.long_rows=refuse, and {_total(report)['truncated_documents']} rows are longer than "
+            f"train.seq_len={seq_len}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
+            "data.long_rows=cut or drop, which count and show what is lost"
+        )
     held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
-    return Splits(Blocks.open(folder, "train", seq_len), held_out, {**report, "folder": str(folder)})
+    found = Splits(Blocks.open(folder, "train", seq_len), held_out, {**report, "folder": str(folder)})
+    return found.documents_apart() if cfg.packing is Packing.documents else found
 
 
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from remat.data.rows import Document
 
@@ -30,6 +31,55 @@ def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callab
         if len(weights) > PLANNED_UNITS:
             return lambda unit: _hash(unit, seed) < fraction * 2**64
     return choose(weights, seed=seed, fraction=fraction).__contains__
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is held out at most: a share of the documents, and about as many characters of them."""
+
+    fraction: float
+    characters: float
+
+
+def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, int]], total: int) -> Bound:
+    """Return the bound that holds out `fraction` of the data, but about `most_tokens` tokens at most (0: no bound).
+
+    `sample` are the first documents and their tokens, `total` the size of all (`Corpus.total`). So the bound follows
+    from what the data is, never from where it lies.
+    """
+    size = tokens = characters = 0
+    for document, length in sample:
+        size += document.size
+        tokens += length
+        characters += characters_of(document)
+    if not (most_tokens and size and tokens and total):
+        return Bound(fraction, math.inf)
+    return Bound(min(fraction, most_tokens * size / (tokens * total)), most_tokens * characters / tokens)
+
+
+class Chooser:
+    """Say of one document after another whether it is held out; the pieces of a unit go together.
+
+    `is_held_out` decides, until `characters` of held-out documents were seen: then the rest is for training. This
+    matters only where the first documents were a poor sample of the others.
+    """
+
+    def __init__(self, is_held_out: Callable[[str], bool], characters: float = math.inf) -> None:
+        self._is_held_out, self._left = is_held_out, characters
+        self._unit: tuple[str, bool] | None = None
+
+    def __call__(self, document: Document) -> bool:
+        if self._unit is None or self._unit[0] != document.unit:
+            self._unit = (document.unit, self._left > 0 and self._is_held_out(document.unit))
+        if self._unit[1]:
+            self._left -= characters_of(document)
+        return self._unit[1]
+
+
+def characters_of(document: Document) -> int:
+    """Return the length of a text, or of a row written out."""
+    content = document.content
+    return len(content) if isinstance(content, str) else len(str(content))
 
 
 def choose(weights: dict[str, int], *, seed: int, fraction: float) -> frozenset[str]:

@@ -24,7 +24,7 @@ from transformers.integrations import flash_attention
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from remat.config.options import Attention, ConfigError, DataFormat, DataSource, ModelConfig, Packing, RunConfig
+from remat.config.options import Attention, ConfigError, DataSource, ModelConfig, Packing, RunConfig
 from remat.model import small_copy
 
 
@@ -42,7 +42,7 @@ class Way(StrEnum):
 class Packed:
     """Whether the blocks of a run hold several documents, and how they are kept apart.
 
-    `form` None: every block holds one document, and there is nothing to keep apart. `reason` says why.
+    `form` None: every block is one whole text, and there is nothing to pack. `reason` says why.
     """
 
     form: Packing | None
@@ -125,6 +125,7 @@ SAME_WITHIN = 1e-5  # of the largest logit: experts see other tokens too, and ad
 ALONE_WITHIN = 1e-4  # of the largest logit: kernels round differently at another length
 LOWEST_ID = 8  # special tokens have low ids
 SEEN = "a document sees those before it in its block"
+ALONE = "every row has a block of its own, padded to the longest of its micro-batch"
 KERNELS = {
     Attention.sdpa: "torch's attention with a mask",
     Attention.eager: "a mask",
@@ -139,25 +140,26 @@ def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) 
     `skeleton` is the model of `config` without storage. A format that is not yet found counts as plain text. Raises
     ConfigError where `documents` is asked for and is impossible.
     """
-    if cfg.data.format not in (DataFormat.auto, DataFormat.plain):
-        return Packed(None, "every example has a block of its own")
+    asked, rows = cfg.data.packing, cfg.data.has_rows
     if cfg.data.source is DataSource.synthetic:
         return Packed(None, "every block is one text")
-    if cfg.data.packing is Packing.stream:
-        return Packed(Packing.stream, f"{SEEN}, as data.packing=stream asks")
+    if asked is Packing.none:
+        return Packed(asked, f"{ALONE}, as data.packing=none asks")
+    if asked is Packing.stream:
+        return Packed(asked, f"{SEEN}, as data.packing=stream asks")
     found = way(config, skeleton, cfg.model)
     if isinstance(found, Way):
         kernel = KERNELS[cfg.model.attention]
         return Packed(
             Packing.documents, f"positions restart, attention stays within a document ({kernel})", found
         )
-    if cfg.data.packing is Packing.documents:
+    other, what = (Packing.none, ALONE) if rows else (Packing.stream, SEEN)
+    if asked is Packing.documents:
         raise ConfigError(
             f"data.packing=documents: {type(skeleton).__name__} with model.attention={cfg.model.attention} cannot keep "
-            f"the documents of a block apart: {found}. Set data.packing=stream, in which a document sees those before "
-            "it in its block, or choose another model"
+            f"the documents of a block apart: {found}. Set data.packing={other} ({what}), or choose another model"
         )
-    return Packed(Packing.stream, f"{SEEN}, for this model cannot keep them apart: {found}")
+    return Packed(other, f"{what}, for this model cannot keep documents apart: {found}")
 
 
 def way(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:

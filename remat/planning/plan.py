@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from remat.config import ds_config, validation
-from remat.config.options import RunConfig
+from remat.config.options import DataSource, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
@@ -271,7 +271,25 @@ def estimate(
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
         on_gpu=on_gpu,
     )
+    plan.assumptions.extend(_unread(cfg))
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
+
+
+def _unread(cfg: RunConfig) -> list[str]:
+    """Return what a plan would have to read the data for."""
+    found = []
+    if cfg.train.steps is None:
+        asked = "no train.steps" if cfg.train.epochs is None else f"train.epochs={cfg.train.epochs:g}"
+        found.append(
+            f"{asked}: the number of steps follows from the data, which a plan does not read; saved states are counted "
+            "at their most"
+        )
+    if cfg.data.has_rows and cfg.data.source is not DataSource.synthetic:
+        found.append(
+            "every micro-batch is full, which is the most it can be: how much of it is padding only the data tells, so "
+            "tokens/s count padding too"
+        )
+    return found
 
 
 def _time(

@@ -104,7 +104,7 @@ def required(
     ds: Mapping[str, Any],
     ranks_per_node: int,
     save: SaveConfig,
-    steps: int,
+    steps: int | None,
     rehearse: bool = False,
     download_bytes: int = 0,
     reading_bytes: int = 0,
@@ -152,11 +152,13 @@ def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -
     return keeps and num_params > REHEARSED_FROM and tensor_parallel_size == 1
 
 
-def states_on_disk(save: SaveConfig, steps: int) -> int:
-    """Return how many saved states exist at once at most.
+def states_on_disk(save: SaveConfig, steps: int | None) -> int:
+    """Return how many saved states exist at once at most. `steps` None: not known before the data is read.
 
     These are the kept ones and the next one, which is complete before one of them is deleted.
     """
+    if steps is None:
+        return save.keep + 1 if save.every else int(save.at_end)
     regular = steps // save.every if save.every else 0
     last = 1 if save.at_end and not (save.every and steps % save.every == 0) else 0
     return min(regular + last, save.keep + 1)

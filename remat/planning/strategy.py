@@ -10,7 +10,7 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
-from remat.config.options import Attention, ConfigError, PeftMethod, RunConfig
+from remat.config.options import Attention, ConfigError, Packing, PeftMethod, RunConfig
 from remat.model import adapters, hf_model, layers, meta_kernels, packing
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
@@ -82,7 +82,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.qlora:
         adapters.check_quantised(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
-    decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
+    one_width = packed.form is not Packing.none
+    decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin, one_width=one_width)
     return Strategy(
         facts=facts,
         held=_held(facts, skeleton, shared_by),
@@ -103,7 +104,7 @@ def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
 
 
 def _decisions(
-    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool
+    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool, one_width: bool
 ) -> tuple[list[LayerDecision], str, str]:
     """Return the decision for each layer, the stacks in words, and why decisions are not the policy's usual ones.
 
@@ -128,6 +129,7 @@ def _decisions(
         element_bytes=hf_model.DTYPES[cfg.train.precision].itemsize,
         stacks=found.depths,
         layerdrop=layers.skipped_at_random(skeleton),
+        one_width=one_width,
     )
     problems = validation.problems(cfg.checkpointing, list(found.layers()), setting)
     if problems:

@@ -23,6 +23,7 @@ from remat.config.metrics import (
     LOSS_EVAL,
     LOSS_TRAIN,
     MFU,
+    PADDING_SHARE,
     SKIPPED_STEPS,
     STEP_S,
     TFLOPS_PER_GPU,
@@ -111,6 +112,7 @@ def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
             for table in (
                 _final_table(rows, totals),
                 _split_table(rows, totals),
+                _data_table(run_dir),
                 _memory_table(rows),
                 _ledger_table(run_dir),
                 _saved_table(run_dir),
@@ -141,7 +143,8 @@ def _at(tree: dict[str, Any], *names: str) -> Any:
 
 
 def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any]) -> str:
-    last, planned = int(rows[-1]["step"]), _at(config, "train", "steps")
+    last = int(rows[-1]["step"])
+    planned = _at(config, "train", "steps") or _read(run_dir / "data.json").get("steps")
     steps = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
     ended = datetime.datetime.fromtimestamp(rows[-1]["time_unix_s"], datetime.UTC)
     return f"run {run_dir.resolve().name}, {steps}, last row {ended:%Y-%m-%d %H:%M} UTC"
@@ -263,6 +266,7 @@ def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
         "eval loss, best": f"{min(evals):.4f}" if evals else "",
         "tokens seen": last(TOKENS_SEEN),
         "tokens trained on": last(TOKENS_TRAINED),
+        "padding, of all positions": last(PADDING_SHARE, ".1%"),
         "tokens/s, all ranks": _form(totals, TOKENS_PER_S, ",.0f"),
         "tokens/s per rank": _form(totals, TOKENS_PER_S_PER_GPU, ",.0f"),
         "trained tokens/s": _form(totals, TRAINED_TOKENS_PER_S, ",.0f"),
@@ -317,6 +321,41 @@ def _memory_table(rows: Rows) -> Table:
     return Table("Memory, GiB", ("maximum over the run", "highest rank", "lowest rank"), cells, note)
 
 
+DATA_ROWS = {
+    "documents": "documents or rows",
+    "blocks": "blocks",
+    "tokens": "tokens",
+    "trained_tokens": "tokens that carry the loss",
+    "truncated_documents": "rows cut at train.seq_len",
+    "truncated_tokens": "tokens cut off",
+    "truncated_trained_tokens": "of them, tokens that would carry the loss",
+    "long_documents": "rows left out as longer than train.seq_len",
+    "long_tokens": "tokens in them",
+    "long_trained_tokens": "of them, tokens that would carry the loss",
+    "dropped_documents": "rows dropped, with nothing to train on",
+    "dropped_tokens": "tokens left over, less than a block",
+}
+
+
+def _data_table(run_dir: Path) -> Table | None:
+    """Make the table of `data.json`: what became of the data. Counts of 0 are left out."""
+    data = _read(run_dir / "data.json")
+    cache = data.get("cache")
+    if not cache:
+        return None
+    train, held_out = cache["train"], cache.get("held_out") or {}
+    cells = [
+        (label, f"{train[name]:,}", f"{held_out[name]:,}" if name in held_out else "")
+        for name, label in DATA_ROWS.items()
+        if train.get(name) or held_out.get(name)
+    ]
+    passes = data.get("epochs")
+    if passes is not None:
+        cells.append(("passes over the blocks (epochs)", f"{passes:.3g}", ""))
+    note = f"{data['packing']}. Padding: {data['padding_share']:.1%} of the positions of the first epoch."
+    return Table("Data", ("", "training", "held out"), cells, note)
+
+
 def _ledger_table(run_dir: Path) -> Table | None:
     """Make the table of `ledger.json`, planned against measured.
 
@@ -326,8 +365,11 @@ def _ledger_table(run_dir: Path) -> Table | None:
     cells, ledger = [], _read(run_dir / "ledger.json")
     for row in ledger.get("rows", []):
         planned, measured, unit = row.get("planned"), row.get("measured"), row.get("unit", "GiB")
-        error = f"{measured / planned - 1:+.1%}" if planned and measured is not None else ""
-        cells.append((f"{row['category']}, {unit}", _number(planned), _number(measured), error))
+        bound = row.get("planned_is", "")
+        error = f"{measured / planned - 1:+.1%}" if planned and measured is not None and not bound else ""
+        cells.append(
+            (f"{row['category']}, {unit}", f"{bound} {_number(planned)}".strip(), _number(measured), error)
+        )
     reason = ledger.get("no_plan")
     note = f"no plan: {reason}" if reason else ""
     return Table("Planned against measured", ("", "planned", "measured", "error"), cells, note)
@@ -349,7 +391,7 @@ def _saved_table(run_dir: Path) -> Table:
 
 def _sources(run_dir: Path) -> list[tuple[str, str]]:
     sources = []
-    for name in ("config.yaml", "ds_config.json", "env.json", "proof.json", "plan.json"):
+    for name in ("config.yaml", "ds_config.json", "env.json", "data.json", "proof.json", "plan.json"):
         content = redact(_read(run_dir / name))
         if content:
             as_yaml = name.endswith(".yaml")

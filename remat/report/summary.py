@@ -29,6 +29,7 @@ class Described(Protocol):
     world: World
     folder: Path
     splits: Splits
+    padding_share: float
     resumed: dict[str, Any] | None
 
 
@@ -38,13 +39,15 @@ def rows(run: Described) -> dict[str, str]:
     decided, splits = run.strategy, run.splits
     facts, ds = decided.facts, decided.ds
     accumulation = ds["gradient_accumulation_steps"]
-    tokens = train.steps * train.global_batch_size * train.seq_len
+    steps = train.steps or 0
+    counts = splits.report["train"]
+    seen = steps * train.global_batch_size * counts["tokens"] / counts["blocks"]
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
         "data": _data(run) + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
-        "packing": run.strategy.packed.line(),
+        "packing": run.strategy.packed.line() + _filling(run),
         "ranks": _ranks(run.world),
         "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
         "activations": "; ".join(
@@ -53,7 +56,7 @@ def rows(run: Described) -> dict[str, str]:
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {run.world.data_size} {'ranks' if run.world.tensor_parallel_size == 1 else 'groups of ranks'}",
-        "steps": f"{train.steps}, {_count(tokens)} tokens",
+        "steps": f"{steps}, {_count(seen)} tokens, {_epochs(steps * train.global_batch_size / len(splits.train))}",
         "plan": run.plan.line(),
         "run": str(run.folder),
     }
@@ -66,6 +69,20 @@ def rows(run: Described) -> dict[str, str]:
     if run.resumed is not None:
         found["resumed"] = f"at step {run.resumed['step']}"
     return found
+
+
+def _filling(run: Described) -> str:
+    """Say how much of what is computed is padding, and how many rows share a block; "" for text, which fills blocks."""
+    train, counts = run.splits.train, run.splits.report["train"]
+    if not train.of_rows:
+        return ""
+    rows = (counts["restarts"] + counts["blocks"]) / counts["blocks"]
+    shared = f", {rows:.3g} rows a block" * train.apart
+    return f"; {1 - run.padding_share:.1%} of positions are tokens, {run.padding_share:.1%} padding{shared}"
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.3g} epoch{'s' * (count != 1)}"
 
 
 def _data(run: Described) -> str:

@@ -15,9 +15,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import ds_config
+from remat.config import ds_config, validation
 from remat.config.options import ConfigError, DataFormat, LossKind, PeftMethod, Precision, RunConfig
-from remat.data.batches import GlobalBatches, check_same_order
+from remat.data import cache
+from remat.data.batches import GlobalBatches, check_same_order, steps_of
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
@@ -100,7 +101,8 @@ def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatche
     found = check_same_order(saved["data"], batches)
     if saved["data_key"] != now:
         found.append(
-            f"the data, tokenizer or train.seq_len changed (now {now[:12]}, was {saved['data_key'][:12]})"
+            "the data, its packing, the tokenizer or train.seq_len changed "
+            f"(now {now[:12]}, was {saved['data_key'][:12]})"
         )
     if found:
         raise ConfigError(
@@ -167,7 +169,11 @@ def _build(
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
+    cfg = with_steps(cfg, len(splits.train))
+    if lost := cache.loss_of_tokens(splits.report):
+        console.warning(lost)
     batches = _batches(cfg, splits.train, world, point)
+    padding_share = batches.padding_share()
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
     folder = _run_folder(cfg, point, watchdog, ownership)
@@ -184,6 +190,7 @@ def _build(
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
         _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
+        _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
         _write_card(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
     run = Run(
@@ -198,12 +205,13 @@ def _build(
         token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
         batches=ReadAhead(batches, world.device),
         splits=splits,
+        padding_share=padding_share,
         applied=applied,
         tracker=_tracker(cfg, folder, world, console, resumed),
         stop=StopVote(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
         watchdog=watchdog,
         snapshots=snapshots,
-        **_instruments(cfg, strategy, folder, world, console),
+        **_instruments(cfg, splits, folder, world, console),
         tokenizer=tokenizer,
         resumed=resumed,
         swap_folder=swap_folder,
@@ -249,11 +257,11 @@ def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -
 
 
 def _instruments(
-    cfg: RunConfig, strategy: Strategy, folder: Path, world: World, console: Console
+    cfg: RunConfig, splits: Splits, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
     """Return what measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
     timer = PhaseTimer(world.device)
-    figures = throughput_figures(cfg, console.warning)
+    figures = throughput_figures(cfg, splits.context, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
     return {
         "losses": loss.LossWindow(world.device),
@@ -306,7 +314,7 @@ def _data(
     tokenizer = (looked and looked.tokenizer) or load_run_tokenizer(cfg.data, cfg.model)
     hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
     splits = open_blocks(
-        cfg.data,
+        replace(cfg.data, packing=strategy.packed.form),
         tokenizer=tokenizer,
         seq_len=cfg.train.seq_len,
         seed=cfg.train.seed,
@@ -317,7 +325,17 @@ def _data(
     if (others := peers.present()) is not None:
         others.meet("data", _say)
     watchdog.enter("build")
-    return tokenizer, splits.documents_apart() if strategy.packed.apart else splits
+    return tokenizer, splits
+
+
+def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
+    """Return `cfg` with the steps that train.epochs are for so many blocks. Raises ConfigError for a bad schedule."""
+    train = cfg.train
+    if train.epochs is None:
+        return cfg
+    train = replace(train, steps=steps_of(train.epochs, blocks, train.global_batch_size))
+    validation.check_steps(train, cfg.optim)
+    return replace(cfg, train=train)
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
@@ -450,6 +468,21 @@ def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: Wor
     run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
 
 
+def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits, padding_share: float) -> None:
+    """Write data.json: what became of the data's rows, and how full the batches are."""
+    found = {
+        "steps": cfg.train.steps,
+        "blocks": len(splits.train),
+        "epochs": cfg.train.steps * cfg.train.global_batch_size / len(splits.train)
+        if cfg.train.steps
+        else None,
+        "packing": strategy.packed.line(),
+        "padding_share": padding_share,
+        "cache": splits.report,
+    }
+    run_dir.write_json(folder / "data.json", found)
+
+
 def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
     """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` the latter is a warning).
 
@@ -466,15 +499,16 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
     _check_precision(cfg.train.precision)
 
 
-def throughput_figures(cfg: RunConfig, warn: Callable[[str], None]) -> dict[str, Any]:
+def throughput_figures(cfg: RunConfig, context: int, warn: Callable[[str], None]) -> dict[str, Any]:
     """Return FLOPs per token and the GPU's peak, for `Window`.
 
-    Returns {} on a CPU, and no peak for a GPU that is not in the table.
+    `context` is how many tokens attention is computed over (`Splits.context`). Returns {} on a CPU, and no peak for a
+    GPU that is not in the table.
     """
     if not torch.cuda.is_available():
         return {}
     try:
-        counted = flops.count(counted_model(cfg), cfg.train.seq_len)
+        counted = flops.count(counted_model(cfg), context)
     except Exception as error:  # a missing figure must not end a run that would work
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}

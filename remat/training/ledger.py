@@ -7,7 +7,7 @@ anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ ON_GPU = "GPU, allocated at the peak"
 MICRO_BATCH = "peak of a micro-batch, on top of the model states"
 KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
 SHORT = {ON_GPU: "GPU peak", MICRO_BATCH: "micro-batch", KEPT: "activations", HOST: "host", STEP: "step"}
+AT_MOST, AT_LEAST, ABOUT = "at most", "at least", "about"  # plans are for full micro-batches
 TENSORS = "storages of the engine's tensors in the first step, the most of any rank"
 WATCHED = "counted op by op in the first micro-batch, on rank 0"
 SETTLED = "counted op by op in a micro-batch after three others, when ZeRO-3 has learnt its order; on rank 0"
@@ -54,6 +55,7 @@ class Row:
     measured: float | None
     unit: str
     how: str
+    planned_is: str = ""  # AT_MOST, AT_LEAST or ABOUT where batches are smaller than the planned ones
 
 
 def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
@@ -76,6 +78,10 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
         "finished": finished,
         "device": run.plan.device,
         "no_plan": run.plan.reason,
+        "micro_batch": {
+            "planned": [run.cfg.train.micro_batch_size, run.cfg.train.seq_len],
+            "watched": list(first.shape),
+        },
         "rows": [asdict(line) for line in lines],
         "kept_bytes_per_layer": {
             "planned": planned.simulation.kept_bytes if planned else None,
@@ -97,8 +103,10 @@ def metrics(lines: list[Row]) -> dict[str, float]:
 def in_words(lines: list[Row]) -> dict[str, str]:
     """Return the few rows that the final table shows, each only where it has both figures."""
     return {
-        f"{SHORT[line.category]}": f"planned {line.planned:,.4g} {line.unit}, measured {line.measured:,.4g} "
-        f"({line.measured / line.planned - 1:+.1%})"
+        f"{SHORT[line.category]}": f"planned {line.planned_is}{' ' * bool(line.planned_is)}{line.planned:,.4g} "
+        f"{line.unit}, measured {line.measured:,.4g}"
+        + f" ({line.measured / line.planned - 1:+.1%})"
+        * (not line.planned_is)
         for line in lines
         if line.category in SHORT and line.planned and line.measured is not None
     }
@@ -107,7 +115,16 @@ def in_words(lines: list[Row]) -> dict[str, str]:
 def _peaks(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.steady_trace
     stated = planned.simulation.peak.total_bytes if planned else None
-    found = [Row(MICRO_BATCH, stated, watch.peak_bytes if watch else None, "bytes", _how_steady(run, first))]
+    found = [
+        Row(
+            MICRO_BATCH,
+            stated,
+            watch.peak_bytes if watch else None,
+            "bytes",
+            _how_steady(run, first),
+            _at_most(run, first.steady_shape),
+        )
+    ]
     if run.world.device.type != "cuda":
         return found
     peak = planned.plan.peak_bytes if planned else None
@@ -118,7 +135,14 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
     outside = total - free - torch.cuda.memory_reserved(run.world.device)
     beside = None if allocated is None or reserved is None else reserved - allocated + outside
     return [
-        Row(ON_GPU, peak, allocated, "bytes", "torch.cuda.max_memory_allocated, highest rank"),
+        Row(
+            ON_GPU,
+            peak,
+            allocated,
+            "bytes",
+            "torch.cuda.max_memory_allocated, highest rank",
+            AT_MOST * run.splits.train.one_each,
+        ),
         Row(
             "GPU, reserved at the peak",
             None,
@@ -179,6 +203,7 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
             sum(size for layer, size in watch.kept_bytes.items() if layer >= 0) if watch else None,
             "bytes",
             WATCHED,
+            _at_most(run, first.shape),
         ),
         Row(
             "recomputed FLOPs, of forward",
@@ -186,6 +211,7 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
             _share(watch.total_flops("recompute"), watch.total_flops("forward")) if watch else None,
             "%",
             WATCHED,
+            ABOUT * bool(_at_most(run, first.shape)),
         ),
     ]
     if run.strategy.zero_stage == 3:
@@ -194,6 +220,12 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
         how = _how_steady(run, first)
         found.append(Row("gathered by ZeRO-3 per micro-batch", ahead["gathered"], gathered, "bytes", how))
     return found
+
+
+def _at_most(run: Run, shape: tuple[int, int]) -> str:
+    """Return "at most" for figures of a watched micro-batch of `shape` that is smaller than the planned one."""
+    planned = run.cfg.train.micro_batch_size, run.cfg.train.seq_len
+    return AT_MOST if 0 < shape[0] * shape[1] < planned[0] * planned[1] else ""
 
 
 def _how_steady(run: Run, first: FirstStep) -> str:
@@ -231,7 +263,8 @@ def _host(run: Run) -> list[Row]:
         if run.world.device.type == "cpu":
             host += planned.plan.peak_bytes
     how = "resident memory at its highest, highest rank; shared libraries and the page cache of the data count"
-    found = [Row(HOST, host, _most(run, HOST_RSS_PEAK_GIB), "bytes", how)]
+    shorter = run.world.device.type == "cpu" and run.splits.train.one_each
+    found = [Row(HOST, host, _most(run, HOST_RSS_PEAK_GIB), "bytes", how, AT_MOST * shorter)]
     if run.world.device.type == "cuda":
         how = "torch's pinned host allocator, highest rank"
         found.append(Row("pinned host memory", pinned, _most(run, HOST_PINNED_GIB), "bytes", how))
@@ -256,16 +289,22 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
     forward, backward = summary.get(phase_s("forward")), summary.get(phase_s("backward"))
     together = None if forward is None or backward is None else forward + backward
     tokens = step.tokens_per_s if step else None
+    shorter = step is not None and run.splits.train.one_each
+    most, least = AT_MOST * shorter, AT_LEAST * shorter
+    if tokens is not None:  # the plan counts full blocks
+        counts = run.splits.report["train"]
+        tokens *= counts["tokens"] / (counts["blocks"] * run.cfg.train.seq_len)
     return [
-        Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking),
-        Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives"),
+        Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking, most),
+        Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives", most),
         Row("optimizer", step.optimizer_s if step else None, summary.get(phase_s("optimizer")), "s", lacking),
         Row(
             "throughput",
             tokens,
             summary.get(TOKENS_PER_S),
             "tokens/s",
-            lacking.replace("slowest rank", "fastest rank"),
+            f"{lacking.replace('slowest rank', 'fastest rank')}; padding does not count",
+            least,
         ),
     ]
 
@@ -284,4 +323,4 @@ def _scaled(row: Row) -> Row:
         return row
     unit, name = (GIB, "GiB") if max(row.planned or 0, row.measured or 0) >= GIB else (MIB, "MiB")
     planned, measured = (None if value is None else value / unit for value in (row.planned, row.measured))
-    return Row(row.category, planned, measured, name, row.how)
+    return replace(row, planned=planned, measured=measured, unit=name)

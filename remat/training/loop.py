@@ -21,6 +21,7 @@ from remat.config.metrics import (
     LOSS_EVAL,
     LOSS_SCALE,
     LOSS_TRAIN,
+    PADDING_SHARE,
     SKIPPED_STEPS,
     TOKENS_SEEN,
     TOKENS_TRAINED,
@@ -74,7 +75,7 @@ def failed(run: Run, first: FirstStep, error: BaseException) -> None:
 
 
 def _export(run: Run, step: int) -> None:
-    run.console.progress(step, run.cfg.train.steps, doing="exporting")
+    run.console.progress(step, run.steps, doing="exporting")
     with out_of_memory.named("export", run.plan):
         result = export.export(
             run.engine,
@@ -106,7 +107,7 @@ def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
     if run.held_out is None or run.stop.reason is not None:
         return {}
     started = time.perf_counter()
-    run.console.progress(step, run.cfg.train.steps, doing="evaluating")
+    run.console.progress(step, run.steps, doing="evaluating")
     with run.window.excluded(), out_of_memory.named("evaluate", run.plan):
         mean = _mean_loss(run, step)
     first.micro_batches = 0  # ZeRO-3 forgets the order of its gathers
@@ -236,7 +237,7 @@ class Outcome:
 
 
 def train(run: Run) -> Outcome:
-    """Train to `train.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
+    """Train to `run.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
 
     Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran,
     OutOfMemory, and LostPeer when another rank is gone. The record is closed however the run ends.
@@ -272,7 +273,7 @@ def _complete_last(run: Run) -> None:
 
 def _train(run: Run, first: FirstStep) -> Outcome:
     cfg = run.cfg
-    last = cfg.train.stop_at or cfg.train.steps
+    last = cfg.train.stop_at or run.steps
     progress = start(run)
     metrics: StepMetrics = {}
     stop = run.stop
@@ -298,7 +299,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     if stop.reason is not None:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
-    finished = progress.step >= cfg.train.steps and stop.reason is None
+    finished = progress.step >= run.steps and stop.reason is None
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
@@ -329,6 +330,7 @@ def start(run: Run) -> Progress:
     if run.resumed is not None:
         known = {item.name for item in fields(Progress)}
         progress = Progress(**{name: value for name, value in run.resumed.items() if name in known})
+        progress.positions = progress.positions or progress.tokens_seen  # older states had text alone, unpadded
         if "losses" in run.resumed:  # not in older states
             run.losses.restore(run.resumed["losses"])
         run.tracker.rewind(progress.step)
@@ -336,7 +338,7 @@ def start(run: Run) -> Progress:
     run.applied.reset()
     run.engine.train()
     run.memory.reset_peak()  # the peak of a step, not of loading
-    run.console.progress(progress.step, run.cfg.train.steps)
+    run.console.progress(progress.step, run.steps)
     run.snapshots.follow(run.timer)
     run.window.start()
     return progress
@@ -350,14 +352,14 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
     batch. DeepSpeed's own division by the accumulation steps is switched off.
     """
     engine, timer = run.engine, run.timer
-    optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.cfg.train.steps))
+    optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
     scale = run.world.data_size / max(1, batch.trained_tokens)
     losses = []
     for micro_batch in batch.micro_batches:
         run.watchdog.enter("step", step + 1)
         with timer.phase("data"):
             inputs = run.inputs(micro_batch)
-        with run.applied.micro_batch(), proof.watching(run, first) as forward_done:
+        with run.applied.micro_batch(), proof.watching(run, first, micro_batch) as forward_done:
             with timer.phase("forward"):
                 loss = run.token_loss(engine, inputs)
             forward_done(loss)
@@ -386,8 +388,9 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     progress.step += 1
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens
+    progress.positions += batch.positions
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
-    run.console.progress(progress.step, run.cfg.train.steps)
+    run.console.progress(progress.step, run.steps)
     if not first.verified and progress.skipped_in_a_row == 0:
         proof.verify_first_step(run, first)
         run.snapshots.write(run.record_folder, run.world)
@@ -397,7 +400,7 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
 def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
     """Write one row of `metrics.jsonl` and one line on the terminal. Two small collectives."""
     times = run.window.close()
-    lr = optimizer.lr_at(progress.step - 1, run.cfg.optim, run.cfg.train.steps)
+    lr = optimizer.lr_at(progress.step - 1, run.cfg.optim, run.steps)
     metrics: StepMetrics = {LOSS_TRAIN: mean_loss, LEARNING_RATE: lr}
     norm = _grad_norm(run)
     if norm is not None:
@@ -408,10 +411,11 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
         SKIPPED_STEPS: progress.skipped_steps,
         TOKENS_SEEN: progress.tokens_seen,
         TOKENS_TRAINED: progress.tokens_trained,
+        PADDING_SHARE: 1 - progress.tokens_seen / max(1, progress.positions),
     }
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
-    run.console.line(progress.step, run.cfg.train.steps, metrics)
+    run.console.line(progress.step, run.steps, metrics)
     return metrics
 
 

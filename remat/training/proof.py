@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,6 +30,11 @@ class FirstStep:
     steady_trace: OpTracer | None = (
         None  # trace of the first micro-batch after ZeRO-3's prefetch order is fixed
     )
+    shape: tuple[int, int] = (
+        0,
+        0,
+    )  # rows and positions of the first micro-batch; the width may differ from others'
+    steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     verified: bool = False
@@ -37,7 +42,9 @@ class FirstStep:
 
 
 @contextmanager
-def watching(run: Run, first: FirstStep) -> Iterator[Callable[[torch.Tensor], None]]:
+def watching(
+    run: Run, first: FirstStep, micro_batch: Mapping[str, torch.Tensor]
+) -> Iterator[Callable[[torch.Tensor], None]]:
     """Trace the first micro-batch op by op. Under ZeRO-3 trace another once the order of its gathers is fixed.
 
     Until the first step is verified, count what each backward leaves.
@@ -54,9 +61,11 @@ def watching(run: Run, first: FirstStep) -> Iterator[Callable[[torch.Tensor], No
                     recorder.forward_done(loss)
 
             yield forward_done
-            first.trace = first.trace or watch
+            rows, width = micro_batch["input_ids"].shape
+            if first.trace is None:
+                first.trace, first.shape = watch, (rows, width)
             if run.strategy.zero_stage < 3 or wanted == LEARNT:
-                first.steady_trace = watch
+                first.steady_trace, first.steady_shape = watch, (rows, width)
         else:
             yield lambda loss: None
     first.micro_batches += 1
@@ -124,7 +133,9 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
         "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
         "zero3_gathered_bytes": dict(watch.gathered_bytes),
     }
-    broken = verification.broken_promises(run.applied, watch, run.cfg.checkpointing)
+    largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
+    full = first.shape[0] * first.shape[1] >= largest
+    broken = verification.broken_promises(run.applied, watch, run.cfg.checkpointing, full=full)
     broken += engine_memory.broken_promises(
         where, run.strategy.ds, ranks=run.world.data_size, device_type=run.world.device.type
     )
@@ -141,6 +152,7 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
         "in_words": policy.describe(run.strategy.decisions),
         "stacks": run.strategy.stacks,
         "zero_stage": run.strategy.zero_stage,
+        "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
         "layers": found[0]["layers"],
         "first_micro_batch_flops": found[0]["flops"],
         "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],

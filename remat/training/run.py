@@ -53,6 +53,7 @@ class Progress:
     step: int = 0
     tokens_seen: int = 0
     tokens_trained: int = 0
+    positions: int = 0  # tokens seen, and padding
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     to_evaluate: bool = False  # a stop came before or during the evaluation of this step
@@ -74,6 +75,7 @@ class Run:
     losses: loss.LossWindow
     batches: ReadAhead
     splits: Splits
+    padding_share: float  # of the positions of the first epoch
     applied: Applied
     tracker: Tracker
     stop: StopVote
@@ -93,6 +95,12 @@ class Run:
     def record_folder(self) -> Path:
         """Return the folder of this launch's own records. A resume does not overwrite those of the first launch."""
         return record_folder(self.folder, self.resumed)
+
+    @property
+    def steps(self) -> int:
+        """Return the optimizer steps of the whole run; those of `train.epochs` follow from the data."""
+        assert self.cfg.train.steps is not None, "the data is open, so the steps are known"
+        return self.cfg.train.steps
 
     @property
     def held_out(self) -> Blocks | None:

@@ -30,7 +30,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
     """
     cfg, step = run.cfg.save, progress.step
     wait_for_save(run, step)
-    run.console.progress(step, run.cfg.train.steps, doing="saving")
+    run.console.progress(step, run.steps, doing="saving")
     run.watchdog.enter("save", step)
     result = None
     with run.window.excluded(), out_of_memory.named("save", run.plan):
@@ -129,7 +129,7 @@ def make_trial_save(run: Run, progress: Progress) -> None:
     """
     run.saves.trial_due = False
     started = time.monotonic()
-    run.console.progress(progress.step, run.cfg.train.steps, doing="rehearsing the save and the export")
+    run.console.progress(progress.step, run.steps, doing="rehearsing the save and the export")
     with run.window.excluded():
         try:
             sizes = _save_and_read_back(run, progress)

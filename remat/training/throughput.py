@@ -31,7 +31,8 @@ MAX_PAIRS = 4096  # CUDA event pairs held between rows; beyond it, finished ones
 
 FORMULAS = (  # for env.json: figures can be compared only by their definitions
     "tokens_per_s = tokens of all ranks (padding excluded) / wall time; trained_tokens_per_s counts the tokens that "
-    "enter the loss; tflops_per_gpu = model FLOPs per token * tokens_per_s / ranks / 1e12; mfu = tflops_per_gpu / "
+    "enter the loss; tflops_per_gpu = model FLOPs per token * tokens_per_s / ranks / 1e12, those of padding left out "
+    "and attention counted within the documents that are kept apart; mfu = tflops_per_gpu / "
     "peak dense TFLOP/s of the GPU, without recomputation; hfu = the same with recomputed FLOPs added; wall time "
     "runs from step end to step end without evaluation and saving"
 )

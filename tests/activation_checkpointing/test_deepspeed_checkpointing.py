@@ -428,6 +428,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
         "number_checkpoints=3: 4 layers",
     ),
     ({}, {"partition_activations": True}, {"tensor_parallel_size": 2, "activation_elements": 63}, "63 elements"),
+    (
+        {},
+        {"partition_activations": True, "contiguous_memory_optimization": True},
+        {"tensor_parallel_size": 2, "one_width": False},
+        "are for micro-batches of one width, and without packing",
+    ),
     ({"reentrant": False}, {}, {"zero_stage": 3}, "reentrant=false: DeepSpeed's non-reentrant"),
     ({"reentrant": False}, {"profile": True}, {}, "profile=true: with checkpointing.reentrant=false"),
     ({"reentrant": False}, {"synchronize_checkpoint_boundary": True}, {}, "synchronize_checkpoint_boundary=true"),

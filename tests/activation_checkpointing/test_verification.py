@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,21 @@ def test_offload_of_what_something_else_holds_is_found(policy: Policy) -> None:
     assert (
         problems(net, cfg) == []
     )  # the hidden states go with the outputs, of which only the loss is kept here
+
+
+def test_tensors_too_small_to_move_break_no_promise_in_a_micro_batch_that_is_not_full() -> None:
+    """A full one has larger ones; but what is large enough must move."""
+    net = model("llama", num_hidden_layers=4)
+    for min_bytes, full, found in ((1 << 30, True, 1), (1 << 30, False, 0), (0, False, 0)):
+        cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=min_bytes))
+        result = watched.run(net, cfg)
+        texts = verification.broken_promises(result.applied, result.watch, cfg, full=full)
+        assert len(texts) == found and all("min_bytes=1073741824 was moved" in text for text in texts)
+        for counts in result.applied.counts:
+            counts.moved_bytes = 0
+        large_enough = replace(cfg, offload=replace(cfg.offload, min_bytes=8))
+        (text,) = verification.broken_promises(result.applied, result.watch, large_enough, full=full)
+        assert "min_bytes=8 was moved" in text
 
 
 def test_offload_of_the_only_hidden_state_that_something_holds_is_found() -> None:

@@ -106,6 +106,45 @@ def test_contradictions_are_collected() -> None:
     assert len(text.splitlines()) >= 5
 
 
+def test_the_length_on_the_command_line_replaces_the_recipes(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    for name, length in (
+        ("mine", "epochs: 2.5"),
+        ("both", "{steps: 7, epochs: 1}"),
+        ("neither", "seq_len: 33"),
+    ):
+        (tmp_path / "recipe" / f"{name}.yaml").write_text(
+            f"# @package _global_\ntrain: {length}\n"
+            if "{" in length
+            else f"# @package _global_\ntrain:\n  {length}\n"
+        )
+    mine = ["--config-dir", str(tmp_path), "recipe=mine"]
+
+    def length(*words: str) -> tuple[int | None, float | None]:
+        train = run(*words).train
+        return train.steps, train.epochs
+
+    assert length() == (200, None)
+    assert length("train.epochs=3") == length("train.steps=null", "train.epochs=3") == (None, 3.0)
+    assert length(*mine) == (None, 2.5)
+    assert length(*mine, "train.steps=9") == (9, None)
+    assert length(*mine, "train.epochs=0.5") == (None, 0.5)
+    assert "train.steps=9 and train.epochs=3: both say how long to train" in message(
+        "train.steps=9", "train.epochs=3"
+    )
+    assert "train.steps=7 and train.epochs=1: both" in message(*mine[:2], "recipe=both")
+    assert length(*mine[:2], "recipe=both", "train.epochs=4") == (None, 4.0)
+    for words in ((*mine[:2], "recipe=neither"), ("train.steps=null",)):
+        assert length(*words) == (None, None), "enough for a plan"
+        with pytest.raises(
+            ConfigError, match=r"train\.steps and train\.epochs are both empty: give one of them"
+        ):
+            validation.check_launch(run(*words))
+    assert "train.epochs=0 must be above 0" in message("train.epochs=0")
+    for word in ("train.stop_at=5", "optim.warmup_steps=300"):  # against steps that only the data tells
+        assert length("train.epochs=1", word) == (None, 1.0)
+
+
 def test_bad_granularity_is_refused_before_anything_is_built() -> None:
     text = message(
         "checkpointing.interval=0",

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data import build, cache
-from remat.data.blocks import Blocks, BlockWriter
+from remat.data.blocks import Blocks, TextWriter
 from remat.data.cache import Splits, open_blocks, summary
 from remat.data.tokenizer import byte_tokenizer
 
@@ -73,10 +74,17 @@ def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
         "tokens": len(ids) // 16 * 16,
         "trained_tokens": len(ids) // 16 * 15,
         "restarts": sum(place % 16 != 0 for place in starts),
+        "squared_lengths": sum(
+            (b - a) ** 2 for a, b in pairwise(sorted({*starts, *range(0, len(ids) // 16 * 16 + 1, 16)}))
+        ),
         "truncated_documents": 0,
         "truncated_tokens": 0,
+        "truncated_trained_tokens": 0,
         "dropped_documents": 0,
         "dropped_tokens": len(ids) % 16,
+        "long_documents": 0,
+        "long_tokens": 0,
+        "long_trained_tokens": 0,
     }
     assert json.loads((Path(report["folder"]) / "report.json").read_text())["train"] == report["train"]
 
@@ -299,11 +307,31 @@ def test_a_cache_that_cannot_be_written_names_the_option(cfg: DataConfig, tmp_pa
         opened(replace(cfg, cache_dir=str(tmp_path / "file" / "cache")))
 
 
+@pytest.mark.parametrize(("form", "expected"), [(DataFormat.plain, 8_200), (DataFormat.alpaca, 1_280_000)])
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    cfg: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: DataFormat, expected: int
+) -> None:
+    """200 documents of about 10 tokens at 4 bytes; and as rows that each have a block of 1280 tokens, at 5 bytes."""
+    rows = [{"text": f"<{n:03d}>xxxx", "instruction": "x", "output": str(n)} for n in range(ROWS)]
+    Path(cfg.path or "").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: disk._replace(free=expected // 2))
+    with pytest.raises(
+        ConfigError, match=r"data\.cache_dir=.* free, and the blocks of data\.path=.* need about "
+    ):
+        opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280)
+    assert not [*Path(cfg.cache_dir).glob("*.tmp-*"), *Path(cfg.cache_dir).glob("*/report.json")]
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: disk._replace(free=expected))
+    assert (
+        opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280).report["train"]["documents"] == ROWS
+    )
+
+
 def test_an_unexpected_failure_leaves_nothing_and_the_next_call_builds(
     cfg: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(BlockWriter, "flush", lambda self: 1 / 0)
+        patched.setattr(TextWriter, "flush", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             opened(cfg)
     assert not [*Path(cfg.cache_dir).glob("*.tmp-*"), *Path(cfg.cache_dir).glob("*/report.json")]

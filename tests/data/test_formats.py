@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat
-from remat.data.blocks import Blocks, BlockWriter
+from remat.data.blocks import Blocks, RowWriter, TextWriter
 from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
 from remat.data.rows import BadRowLog, Document, content_of
 from remat.data.tokenizer import byte_tokenizer
@@ -178,7 +178,7 @@ def test_chat_needs_a_template() -> None:
 
 
 def test_packing_is_exact(tmp_path: Path) -> None:
-    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=True, pad_id=9)
+    writer = TextWriter(tmp_path, "train", seq_len=4)
     for length, start in ((3, 0), (6, 3), (1, 9), (0, 10), (4, 10)):
         writer.add(np.arange(start, start + length, dtype=np.int32))
         writer.flush()
@@ -193,7 +193,7 @@ def test_packing_is_exact(tmp_path: Path) -> None:
 
 def test_a_block_knows_where_its_documents_start(tmp_path: Path) -> None:
     """Whatever the tokens are: the third document holds the end token of the others, 9, as text may."""
-    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=True, pad_id=9)
+    writer = TextWriter(tmp_path, "train", seq_len=4)
     pieces = [
         (True, [1, 9]),
         (True, []),
@@ -224,7 +224,7 @@ def test_a_block_knows_where_its_documents_start(tmp_path: Path) -> None:
 
 
 def test_examples_are_padded_truncated_dropped_and_counted(tmp_path: Path) -> None:
-    writer = BlockWriter(tmp_path, "train", seq_len=4, packed=False, pad_id=9)
+    writer = RowWriter(tmp_path, "train", seq_len=4, packed=False, pad_id=9)
 
     def add(ids: list[int], trained: list[int]) -> None:
         writer.add(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool))

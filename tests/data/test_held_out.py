@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource
+from remat.data import build
 from remat.data import held_out as hold_out
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks, summary
@@ -173,3 +174,45 @@ def test_of_many_documents_each_decides_for_itself(monkeypatch: pytest.MonkeyPat
     assert 340 < len(held_out) < 460
     with_more = hold_out.rule([Document("new", "", "new"), *many], seed=1, fraction=0.1)
     assert {d.unit for d in many if with_more(d.unit)} == held_out
+
+
+def test_held_out_tokens_are_bounded_wherever_the_data_lies(tmp_path: Path) -> None:
+    """5 % of 3,000 rows of about 30 tokens are 4,500; 1,000 are held out when asked, the same in another folder."""
+    write_rows(tmp_path / "a.jsonl", [{"text": f"<{row}>" + "x" * (row % 50)} for row in range(3000)])
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
+    by_fraction, bounded, moved = (
+        opened(folder, name, seed=1, seq_len=16, eval_tokens=most)
+        for folder, name, most in (
+            (tmp_path, "a.jsonl", 1_000_000),
+            (tmp_path, "a.jsonl", 1000),
+            (other, "b.jsonl", 1000),
+        )
+    )
+    assert by_fraction.held_out is not None and bounded.held_out is not None and moved.held_out is not None
+    assert 3500 < by_fraction.report["held_out"]["tokens"] < 5500
+    assert 600 < bounded.report["held_out"]["tokens"] < 1300
+    every = np.arange(len(bounded.held_out))
+    assert moved.held_out.tokens(every).tolist() == bounded.held_out.tokens(every).tolist()
+    unbounded = opened(tmp_path, "a.jsonl", seed=1, seq_len=16, eval_tokens=0)
+    assert unbounded.report["held_out"]["tokens"] == by_fraction.report["held_out"]["tokens"]
+
+
+@pytest.mark.parametrize("count", [400, 6000])
+def test_the_bound_holds_where_the_first_rows_are_a_poor_sample(tmp_path: Path, count: int) -> None:
+    """They are short in a table whose sizes are not known before it is read: no more is held out once it is full."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"<{row}>" if row < count // 2 else "y" * 2000 for row in range(count)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    cfg = DataConfig(
+        source=DataSource.files,
+        path=str(tmp_path / "a.parquet"),
+        cache_dir=str(tmp_path / "cache"),
+        eval_tokens=5000,
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "SAMPLE_CHARACTERS", 500)
+        splits = open_blocks(cfg, tokenizer=byte_tokenizer(), seq_len=64, seed=1, show_progress=False)
+    assert 0 < splits.report["held_out"]["tokens"] <= 5000 + 2 * 2001

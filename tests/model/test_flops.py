@@ -250,7 +250,7 @@ def test_no_figures_where_the_model_cannot_be_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flops, "count", refuse)
     warnings: list[str] = []
-    assert build.throughput_figures(compose.compose_run([]).run, warnings.append) == {}
+    assert build.throughput_figures(compose.compose_run([]).run, 512, warnings.append) == {}
     assert warnings == ["no TFLOP/s, MFU and HFU: the FLOPs of X cannot be counted: why"]
 
 

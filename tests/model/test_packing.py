@@ -17,6 +17,7 @@ from remat.config.options import (
     Attention,
     CheckpointingConfig,
     ConfigError,
+    DataFormat,
     ModelConfig,
     Packing,
     Policy,
@@ -234,7 +235,7 @@ def decided(cfg: RunConfig) -> Packed:
 
 
 def test_documents_are_kept_apart_where_the_model_can() -> None:
-    for words in ((), ("data.packing=documents",), ("model.attention=eager",)):
+    for words in ((), ("data.packing=documents",), ("model.attention=eager",), ("data=alpaca", "data.path=x")):
         found = decided(run_of("model=tiny_llama", *words))
         assert found.apart and found.way is Way.positions
         assert found.line().startswith("documents: positions restart, attention stays within a document (")
@@ -243,10 +244,14 @@ def test_documents_are_kept_apart_where_the_model_can() -> None:
     assert stream.line() == "stream: a document sees those before it in its block, as data.packing=stream asks"
     for words, line in (
         (("data=synthetic",), "every block is one text"),
-        (("data=chat", "data.path=x"), "every example has a block of its own"),
+        (
+            ("data=chat", "data.path=x", "data.packing=none"),
+            "none: every row has a block of its own, padded to the longest of its micro-batch, as data.packing=none "
+            "asks",
+        ),
     ):
         found = decided(run_of("model=tiny_llama", *words))
-        assert (found.form, found.line()) == (None, line)
+        assert (found.apart, found.line()) == (False, line)
 
 
 def test_a_model_that_cannot_falls_back_and_says_why_but_not_when_asked() -> None:
@@ -256,7 +261,12 @@ def test_a_model_that_cannot_falls_back_and_says_why_but_not_when_asked() -> Non
     found = decided(cfg)
     assert not found.apart
     assert found.line().startswith(
-        "stream: a document sees those before it in its block, for this model cannot keep them apart: another document "
+        "stream: a document sees those before it in its block, for this model cannot keep documents apart: another "
+        "document "
+    )
+    rows = decided(replace(cfg, data=replace(cfg.data, format=DataFormat.chat)))
+    assert rows.line().startswith(
+        "none: every row has a block of its own, padded to the longest of its micro-batch, "
     )
     explicit = replace(cfg, data=replace(cfg.data, packing=Packing.documents))
     with pytest.raises(
@@ -265,16 +275,20 @@ def test_a_model_that_cannot_falls_back_and_says_why_but_not_when_asked() -> Non
         decided(explicit)
 
 
-def test_stream_means_nothing_to_instruction_data() -> None:
-    with pytest.raises(ConfigError, match=r"data\.packing=stream has no effect with data\.format=chat"):
+def test_a_packing_that_its_data_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.packing=stream with data\.format=chat: .*data\.packing=none"):
         run_of("model=tiny_llama", "data=chat", "data.path=x", "data.packing=stream")
+    with pytest.raises(
+        ConfigError, match=r"data\.packing=none with data\.format=plain: .*data\.packing=stream"
+    ):
+        run_of("model=tiny_llama", "data.format=plain", "data.packing=none")
 
 
 def test_a_plan_has_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer one of the activations' type [batch, 1, seq, seq], as torch makes of the model's booleans."""
     words = ("model=tiny_llama", "train.seq_len=256", "train.micro_batch_size=2", "checkpointing=none")
     plans = {}
-    for form in Packing:
+    for form in (Packing.documents, Packing.stream):
         cfg = run_of(*words, f"data.packing={form}")
         chosen = strategy.decide(cfg, world_size=1, can_pin=True)
         plans[form] = recording.Recordings().get(cfg, chosen)

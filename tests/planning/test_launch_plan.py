@@ -53,7 +53,8 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     assert len(warnings) == 1 and warnings[0].startswith(f"no plan: {reason}. The run starts without one")
     assert plan.line() == f"no plan: {reason}"
     assert plan.record()["planned"] is None and plan.record()["reason"] == reason
-    run: Any = SimpleNamespace(plan=plan, applied=SimpleNamespace(decisions=[]))
+    cfg = SimpleNamespace(train=SimpleNamespace(micro_batch_size=1, seq_len=8))
+    run: Any = SimpleNamespace(plan=plan, cfg=cfg, applied=SimpleNamespace(decisions=[]))
     rows = ledger._times(run, {"time/step_s": 1.0})
     assert all(f"no plan: {reason}" in row.how and row.planned is None for row in rows)
     found = ledger.record(run, FirstStep(), rows, finished=True)

@@ -30,6 +30,20 @@ def test_each_recipe_fits_its_named_machine(recipe: str) -> None:
     assert planned.time.total_s >= 0
 
 
+def test_what_only_the_data_tells_is_said_and_not_guessed() -> None:
+    words = ["recipe=tiny_zero3_offload", "save.every=50"]
+    known = plan(*words)
+    unknown = plan(*words, "train.epochs=3", "data=alpaca", "data.path=rows.jsonl")
+    added = set(unknown.plan.assumptions) - set(known.plan.assumptions)
+    assert sorted(text.split(":")[0] for text in added) == [
+        "every micro-batch is full, which is the most it can be",
+        "train.epochs=3",
+    ]
+    assert unknown.plan.saved_state_bytes == known.plan.saved_state_bytes > 0, (
+        "three states at most, both times"
+    )
+
+
 def test_the_parts_of_an_8b_plan() -> None:
     """By hand: 8.03 B parameters in bf16 over 8 ranks, moments and master copy on the host."""
     planned = plan("recipe=llama8b_zero3_offload_optimizer", "train.seq_len=4096")

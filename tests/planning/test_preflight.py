@@ -321,9 +321,12 @@ def test_bytes_of_a_saved_state_without_zero() -> None:
         (SaveConfig(every=60, keep=2), 100, 2),
         (SaveConfig(every=60, keep=2, at_end=False), 100, 1),
         (SaveConfig(every=10, keep=1), 100, 2),
+        (SaveConfig(every=10, keep=2), None, 3),  # steps that only the data tells: at most
+        (SaveConfig(every=0, at_end=True), None, 1),
+        (SaveConfig(every=0, at_end=False), None, 0),
     ],
 )
-def test_how_many_states_exist_at_once(save: SaveConfig, steps: int, count: int) -> None:
+def test_how_many_states_exist_at_once(save: SaveConfig, steps: int | None, count: int) -> None:
     assert preflight.states_on_disk(save, steps) == count
 
 

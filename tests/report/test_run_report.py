@@ -275,3 +275,49 @@ def test_broken_file_beside_the_record_is_named(tmp_path: Path) -> None:
     (run_dir / "env.json").write_text("{")
     with pytest.raises(ConfigError, match=r"env\.json cannot be read"):
         draw(run_dir)
+
+
+def test_what_became_of_the_data_is_a_table_and_bounds_have_no_error(tmp_path: Path) -> None:
+    train = {
+        "documents": 1900,
+        "blocks": 380,
+        "tokens": 190_000,
+        "trained_tokens": 120_000,
+        "truncated_documents": 7,
+    }
+    train |= {
+        "truncated_tokens": 812,
+        "truncated_trained_tokens": 700,
+        "long_documents": 0,
+        "dropped_documents": 0,
+    }
+    data = {
+        "steps": 12,
+        "epochs": 1.5,
+        "packing": "documents: positions restart",
+        "padding_share": 0.0123,
+        "cache": {"train": train, "held_out": train | {"documents": 100}},
+    }
+    ledger = {
+        "rows": [
+            {"category": "a", "planned": 4.0, "measured": 1.0, "unit": "GiB", "planned_is": "at most"},
+            {"category": "b", "planned": 4.0, "measured": 5.0, "unit": "GiB", "planned_is": ""},
+        ]
+    }
+    rows = [row(step) | {"tokens/padding_share": 0.031} for step in range(1, 6)]
+    config = {"train": {"steps": None, "epochs": 1.5}}
+    run_dir = make(tmp_path / "r1", rows, data_json=data, ledger_json=ledger, config_yaml=config)
+    draw(run_dir)
+    text = page_of(run_dir).text
+    for part in (
+        "step 5 of 12",
+        "padding, of all positions 3.1%",
+        "documents or rows 1,900 100",
+        "rows cut at train.seq_len 7 7",
+        "of them, tokens that would carry the loss 700 700",
+        "passes over the blocks (epochs) 1.5",
+        "documents: positions restart. Padding: 1.2% of the positions of the first epoch.",
+        "a, GiB at most 4.00 1.00 b, GiB 4.00 5.00 +25.0%",
+    ):
+        assert part in text, part
+    assert "left out" not in text

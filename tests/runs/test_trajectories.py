@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support import tiny
+from tests.support.chats import make_chats
 from tests.support.grids import cases, chosen
 from tests.support.launcher import deepspeed
 from tests.support.tiny import words
@@ -73,6 +74,19 @@ PACKED = {
         *DOCUMENTS,
     ],
 }
+CHATS = "CHATS"  # stands for their path
+ROWS = {
+    "rows_packed": ["deepspeed.config=zero3", "data=chat", f"data.path={CHATS}"],
+    "rows_alone": [
+        "deepspeed.config=zero2_offload",
+        "data=chat",
+        f"data.path={CHATS}",
+        "data.packing=none",
+        "train.global_batch_size=12",
+        "train.steps=null",
+        "train.epochs=0.8",
+    ],
+}
 STATES = ("weights", "gradients", "optimizer state", "communication buckets")
 LARGEST_PARAMETER = 258 * 32
 ONE_RANK = {
@@ -84,7 +98,9 @@ ONE_RANK = {
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_workshop(tmp_path_factory.mktemp("trajectories"))
+    folder = tiny.make_workshop(tmp_path_factory.mktemp("trajectories"))
+    make_chats(folder / "chats.jsonl", 60)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +119,10 @@ def async_io() -> bool:
 
 
 def packed(workshop: Path, more: list[str]) -> list[str]:
-    return [word.replace(TEXTS, str(workshop / "texts.jsonl")) for word in more]
+    paths = {TEXTS: workshop / "texts.jsonl", CHATS: workshop / "chats.jsonl"}
+    return [
+        word.replace(place, str(path)) for word in more for place, path in paths.items() if place in word
+    ] + [word for word in more if not any(place in word for place in paths)]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +141,7 @@ def launch(workshop: Path, runs: dict[str, list[str]], ranks: int) -> None:
 @pytest.fixture(scope="module")
 def two_rank_runs(request: pytest.FixtureRequest, workshop: Path, async_io: bool) -> Path:
     needed = chosen(request) | {"zero2", "zero2_profiled", "zero3_no_checkpointing"}
-    strategies = {name: packed(workshop, more) for name, more in (STRATEGIES | BF16 | PACKED).items()}
+    strategies = {name: packed(workshop, more) for name, more in (STRATEGIES | BF16 | PACKED | ROWS).items()}
     strategies |= larger(workshop) if async_io else {}
     runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
     runs = {name: run for name, run in runs.items() if name in needed | {"larger_cpu", "larger_nvme"}}
@@ -174,6 +193,35 @@ def test_packed_documents_train_as_documents_alone(
     name: str, two_rank_runs: Path, documents_alone: list[tuple[float, float]]
 ) -> None:
     compare(two_rank_runs / name / "run", documents_alone)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_rows_train_as_rows_alone_and_their_padding_is_counted(
+    name: str, two_rank_runs: Path, workshop: Path
+) -> None:
+    """Packed, each row by itself in the plain loop; and one a block, for 0.8 epochs of 60 rows: 4 steps of 12."""
+    history = tiny.plain_loop(words(workshop, f"plain_{name}", *packed(workshop, ROWS[name])))
+    folder = two_rank_runs / name / "run"
+    assert len(history) == 4
+    compare(folder, history)
+    data = json.loads((folder / "data.json").read_text())
+    assert data["steps"] == 4 and data["cache"]["train"]["documents"] == 60
+    ledger = json.loads((folder / "ledger.json").read_text())
+    bounds = {row["category"]: row["planned_is"] for row in ledger["rows"]}
+    rows, width = ledger["micro_batch"]["watched"]
+    kept = next(row for row in ledger["rows"] if row["category"] == "kept activations, all layers")
+    share = tiny.rows(folder)[-1]["tokens/padding_share"]
+    if name == "rows_packed":
+        assert (rows, width) == (2, 192) and set(bounds.values()) == {""}
+        assert kept["measured"] == pytest.approx(kept["planned"], rel=1e-3)
+        assert data["blocks"] < 45 and 0 < share < 0.15
+        return
+    assert data["blocks"] == 60 and data["epochs"] == 0.8
+    assert (rows, width % 8) == (2, 0) and 0.02 < share < 0.3
+    if width < 192:  # the longest two of the step
+        assert bounds["kept activations, all layers"] == "at most"
+        assert kept["measured"] == pytest.approx(kept["planned"] * width / 192, rel=1e-3)
+    assert bounds["step time"] == "" and bounds["host memory"] == "at most"
 
 
 def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
 from remat.config.options import Packing
-from remat.data.batches import GlobalBatches
+from remat.data.batches import GlobalBatches, steps_of
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
 from remat.model import optimizer
@@ -97,18 +98,22 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) -> list[tuple[float, float]]:
     """(loss, gradient norm) per step of the same run in plain PyTorch: one process, no DeepSpeed, full logits.
 
-    With data.packing=documents each document goes through the model by itself, without positions or masks.
+    With data.packing=documents, and instruction data by default, each document goes through the model by itself,
+    without positions or masks.
     `adapt` is applied to the model before training, for example to freeze parts of it.
     """
     cfg = compose.compose_run(words).run
     net = adapt(AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32))
     tokenizer = load_tokenizer("bytes", None, trust_remote_code=False)
+    packing = cfg.data.packing or (Packing.documents if cfg.data.has_rows else None)
+    data = replace(cfg.data, packing=packing)
     blocks = open_blocks(
-        cfg.data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
+        data, tokenizer=tokenizer, seq_len=cfg.train.seq_len, seed=cfg.train.seed, show_progress=False
     )
     size = cfg.train.global_batch_size
+    steps = cfg.train.steps or steps_of(cfg.train.epochs or 0, len(blocks.train), size)
     batches = GlobalBatches(
-        blocks.documents_apart().train if cfg.data.packing is Packing.documents else blocks.train,
+        blocks.train,
         global_batch_size=size,
         micro_batch_size=size,
         rank=0,
@@ -123,7 +128,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
     ]
     adamw = torch.optim.AdamW(groups, betas=(cfg.optim.beta1, cfg.optim.beta2), eps=cfg.optim.eps)
     history = []
-    for step in range(cfg.train.steps):
+    for step in range(steps):
         batch = batches.next_step().micro_batches[0]
         logits = _logits(net, batch)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
@@ -131,7 +136,7 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.gradient_clipping)
         for group in adamw.param_groups:
-            group["lr"] = optimizer.lr_at(step, cfg.optim, cfg.train.steps)
+            group["lr"] = optimizer.lr_at(step, cfg.optim, steps)
         adamw.step()
         history.append((loss.item(), norm.item()))
     return history

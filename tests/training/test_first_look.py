@@ -55,7 +55,7 @@ def test_rows_of_no_format_and_chats_without_a_template_are_told_first(tmp_path:
     path.write_text(json.dumps([{"messages": [{"role": "assistant", "content": "a"}]}]))
     words = ("recipe=tiny_zero3_offload", "data=files", f"data.path={path}", f"output_dir={tmp_path}/out")
     assert "chats need a chat template" in refused(*words, "data.chat_template=none")
-    assert "data.packing=stream has no effect with data.format=chat" in refused(*words, "data.packing=stream")
+    assert "data.packing=stream with data.format=chat: rows" in refused(*words, "data.packing=stream")
 
 
 def test_options_that_would_do_nothing_for_the_format_that_was_found_are_told(tmp_path: Path) -> None:

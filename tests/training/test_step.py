@@ -38,7 +38,8 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
         strategy=SimpleNamespace(zero_stage=2),
         stop=SimpleNamespace(start=lambda flushed: None),
         saves=SimpleNamespace(flushed=True),
-        cfg=SimpleNamespace(optim=None, train=SimpleNamespace(steps=1)),
+        cfg=SimpleNamespace(optim=None),
+        steps=1,
         world=SimpleNamespace(data_size=2, tensor_parallel_size=1),
     )
     batch: Any = SimpleNamespace(

@@ -63,20 +63,22 @@ def problems(
     has_gpu: bool,
     num_calls: int,
     activation_elements: int | None = None,
+    one_width: bool = True,
 ) -> list[str]:
     """Tell why DeepSpeed's function cannot run so, or which switch would do nothing: option, value, remedy.
 
-    `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known.
+    `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known; `one_width`:
+    whether all micro-batches have the same shape.
     """
     return [
-        *_switches(cfg.deepspeed, tensor_parallel_size, has_gpu, num_calls),
+        *_switches(cfg.deepspeed, tensor_parallel_size, has_gpu, num_calls, one_width),
         *_division(cfg.deepspeed, tensor_parallel_size, activation_elements),
         *_variant(cfg, zero_stage),
     ]
 
 
 def _switches(
-    ds: DeepSpeedCheckpointingConfig, tensor_parallel_size: int, has_gpu: bool, num_calls: int
+    ds: DeepSpeedCheckpointingConfig, tensor_parallel_size: int, has_gpu: bool, num_calls: int, one_width: bool
 ) -> list[str]:
     found = []
     if ds.partition_activations and tensor_parallel_size < 2:
@@ -94,6 +96,11 @@ def _switches(
         found.append(
             f"{OPTION}.contiguous_memory_optimization=true: DeepSpeed has buffers for partitioned activations only; "
             f"set {OPTION}.partition_activations=true too, or this to false"
+        )
+    if ds.contiguous_memory_optimization and not one_width:
+        found.append(
+            f"{OPTION}.contiguous_memory_optimization=true: DeepSpeed's buffers are for micro-batches of one width, "
+            "and without packing each is as wide as its longest row; set it to false, or data.packing=documents"
         )
     if ds.number_checkpoints is not None and not ds.contiguous_memory_optimization:
         found.append(
@@ -359,6 +366,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
         has_gpu=setting.has_gpu,
         num_calls=len(treated),
         activation_elements=setting.activation_elements,
+        one_width=setting.one_width,
     )
     if cfg.offload.enabled:
         found.append(

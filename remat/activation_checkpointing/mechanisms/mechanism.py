@@ -37,6 +37,7 @@ class Setting:
     element_bytes: int
     stacks: Sequence[int] = ()  # layers of each stack of the model, where there are several
     layerdrop: str = ""  # the field by which the model skips layers at random, with its value
+    one_width: bool = True  # every micro-batch has train.seq_len positions a row
 
 
 @dataclass(frozen=True)

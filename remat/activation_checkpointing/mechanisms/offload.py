@@ -526,14 +526,19 @@ def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setti
     return found
 
 
-def unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
-    """Tell of layers (all that ran) whose kept tensors were to be moved and were not, or did not leave the device."""
+def unmet(cfg: CheckpointingConfig, observed: Observed, *, full: bool = True) -> list[str]:
+    """Tell of layers (all that ran) whose kept tensors were to be moved and were not, or did not leave the device.
+
+    `full` false: the first step's micro-batches were shorter than train.seq_len, and their tensors may all be below
+    `offload.min_bytes`, where those of a full one are not.
+    """
     moving = {index: layer for index, layer in observed.items() if layer.decision.offload}
     found = [
         f"checkpointing.offload: no tensor of at least offload.min_bytes={cfg.offload.min_bytes} was moved (layers "
         f"{spans(entries)}); lower it"
         for entries in by_range(moving)
         if not any(moving[index].counts.moved_bytes for index in entries)
+        and (full or any(moving[index].counts.output_bytes >= cfg.offload.min_bytes for index in entries))
     ]
     still = {index: layer.moved_hidden_bytes + layer.moved_kept_bytes for index, layer in moving.items()}
     moved = {index: layer.counts.moved_bytes / layer.counts.forwards for index, layer in moving.items()}

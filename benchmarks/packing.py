@@ -1,0 +1,99 @@
+"""Tokens trained per second, rows packed against rows padded to the longest of their micro-batch: two CPU ranks.
+
+All have the same model, strategy and micro-batch, and so the same planned memory: chats of varied lengths made of real
+text (tests/support/chats.py), the recipe tiny_zero3_offload in fp32. The third pads too, but takes about as many tokens
+a step as the packed one, in more micro-batches. Launches take turns; each figure is the median of the steady steps of
+all launches of its kind.
+
+    python benchmarks/packing.py [--repeats 2] [--steps 14]      # benchmarks/results/packing.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+RESULT = ROOT / "benchmarks" / "results" / "packing.json"
+RANKS, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 2, 512, 1, 8
+FIRST_STEADY = 3  # micro-batches of the first step are watched operation by operation
+VARIANTS = {
+    "packed": ["data.packing=documents"],
+    "padded": ["data.packing=none"],
+    "padded, as many tokens a step": ["data.packing=none", f"train.global_batch_size={4 * GLOBAL_BATCH}"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=14)
+    args = parser.parse_args()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from benchmarks.environment import environment
+    from tests.support.chats import make_chats
+
+    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in VARIANTS}
+    data: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        chats = make_chats(Path(scratch) / "chats.jsonl")
+        for repeat in range(args.repeats):
+            for name, words in VARIANTS.items():
+                run = launch(Path(scratch), chats, f"{name.split()[-1]}-{repeat}", args.steps, words)
+                lines = (run / "metrics.jsonl").read_text().splitlines()
+                rows = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
+                found[name].append([row for row in rows if row["step"] >= FIRST_STEADY])
+                data[name] = json.loads((run / "data.json").read_text())
+    result: dict[str, Any] = {name: figures(found[name], data[name]) for name in VARIANTS}
+    rates = [result[name]["trained_tokens_per_s"] for name in VARIANTS]
+    result["packed_to_padded"], result["packed_to_padded_as_many_tokens"] = (
+        rates[0] / rates[1],
+        rates[0] / rates[2],
+    )
+    result["shape"] = {"ranks": RANKS, "seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "steps": args.steps}
+    result["environment"] = environment("cpu")
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+
+
+def launch(scratch: Path, chats: Path, name: str, steps: int, words: list[str]) -> Path:
+    from tests.support.launcher import deepspeed
+
+    done = deepspeed(
+        "recipe=tiny_zero3_offload", f"name={name}", "run_id=run", f"output_dir={scratch}/out",
+        "data=chat", f"data.path={chats}", f"data.cache_dir={scratch}/cache", "data.eval_fraction=0",
+        "train.precision=fp32", f"train.seq_len={SEQ_LEN}", f"train.steps={steps}",
+        f"train.micro_batch_size={MICRO_BATCH}", f"train.global_batch_size={GLOBAL_BATCH}", "train.log_every=1",
+        "train.eval_every=0", "save.every=0", "save.at_end=false", "save.export=false", "tracking=wandb_disabled",
+        *words, real=True,
+    )  # fmt: skip
+    if done.code:
+        sys.exit(done.out[-4000:])
+    return scratch / "out" / name / "run"
+
+
+def figures(launches: list[list[dict[str, float]]], data: dict[str, Any]) -> dict[str, Any]:
+    rows = [row for launch in launches for row in launch]
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in rows)
+
+    return {
+        "trained_tokens_per_s": median("throughput/trained_tokens_per_s"),
+        "tokens_per_s": median("throughput/tokens_per_s"),
+        "step_s": median("time/step_s"),
+        "padding_share": rows[-1]["tokens/padding_share"],
+        "blocks": data["blocks"],
+        "steps": len(rows),
+    }
+
+
+if __name__ == "__main__":
+    main()
