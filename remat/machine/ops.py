@@ -280,7 +280,9 @@ def _builder(name: str) -> Any:
     import deepspeed.ops.op_builder as op_builder
 
     builder = getattr(op_builder, BUILDERS[name])()
-    flags = [flag for flag in builder.cxx_args() if flag != "-g"]  # symbols for a debugger double the time of a build
+    flags = [
+        flag for flag in builder.cxx_args() if flag != "-g"
+    ]  # symbols for a debugger double the time of a build
     builder.cxx_args = lambda: flags
     return builder
 
