@@ -106,6 +106,9 @@ class Reshard(StrEnum):
     refuse = "refuse"
 
 
+NOT_FOLDERS = ("none", "auto", "auto_or_start")  # values of resume that name no folder
+
+
 class PeftMethod(StrEnum):
     none = "none"
     lora = "lora"
@@ -121,6 +124,7 @@ class WandbMode(StrEnum):
 class RecipeStatus(StrEnum):
     planned = "planned"
     measured = "measured"
+    starting_point = "starting_point"  # for any model and machine: the user names the model
 
 
 class ConfigError(ValueError):
@@ -278,6 +282,7 @@ class PeftConfig:
     method: PeftMethod = PeftMethod.none
     r: int = 16
     alpha: int = 32
+    lr: float | None = None  # what optim.lr becomes where the command line chooses peft, and not optim.lr
     dropout: float = 0.0
     target_modules: list[str] = field(default_factory=list)  # []: every Linear of the decoder layers
 

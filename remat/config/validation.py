@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
+from remat.config import paths
 from remat.config.options import (
+    NOT_FOLDERS,
     CheckpointingConfig,
     ConfigError,
     DataConfig,
@@ -43,7 +45,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_model(cfg.model),
         *_data(cfg.data),
         *_optim(cfg.optim, cfg.train),
-        *_peft(cfg.peft),
+        *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
@@ -54,6 +56,8 @@ def problems(cfg: RunConfig) -> list[str]:
 
 def check_plan(cfg: RunConfig) -> None:
     """Raise ConfigError for a run that no plan can be made of."""
+    if missing := paths.model_problems(cfg.model):
+        raise ConfigError("\n".join(missing))
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError(
             f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
@@ -63,11 +67,24 @@ def check_plan(cfg: RunConfig) -> None:
 
 def check_launch(cfg: RunConfig) -> None:
     """What a plan can do without, but a run cannot. Raises ConfigError."""
+    found = [
+        *paths.model_problems(cfg.model),
+        *(paths.weight_problems(cfg.model) if _reads_weights(cfg) else []),
+        *paths.data_problems(cfg),
+        *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
+    ]
     if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:
-        raise ConfigError(
+        found.append(
             f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
             "(or data=python_stdlib, which needs none)"
         )
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _reads_weights(cfg: RunConfig) -> bool:
+    """Whether the model's files are read: a saved state has all weights but frozen ones."""
+    return cfg.resume in ("none", "auto_or_start") or cfg.peft.method is not PeftMethod.none
 
 
 def check_environment(env: Mapping[str, str]) -> None:
@@ -177,7 +194,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
     return found
 
 
-def _peft(peft: PeftConfig) -> list[str]:
+def _peft(peft: PeftConfig, optim: OptimConfig) -> list[str]:
     if peft.method is PeftMethod.none:
         return [
             f"peft.{item.name}={getattr(peft, item.name)} has no effect with peft.method=none: choose peft=lora"
@@ -185,6 +202,8 @@ def _peft(peft: PeftConfig) -> list[str]:
             if item.name != "method" and getattr(peft, item.name) != getattr(PeftConfig(), item.name)
         ]
     found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
+    if peft.lr is not None and peft.lr != optim.lr:
+        found.append(f"peft.lr={peft.lr:g} and optim.lr={optim.lr:g} name two learning rates: leave one out")
     if not 0 <= peft.dropout < 1:
         found.append(f"peft.dropout={peft.dropout:g} must be at least 0 and below 1")
     return found

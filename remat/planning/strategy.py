@@ -10,8 +10,8 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
-from remat.config.options import Attention, ConfigError, PeftMethod, RunConfig
-from remat.model import adapters, hf_model, layers, meta_kernels, packing
+from remat.config.options import Attention, ConfigError, ModelInit, PeftMethod, RunConfig
+from remat.model import adapters, hf_model, layers, meta_kernels, packing, positions
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -34,6 +34,7 @@ class Strategy:
     decisions: list[LayerDecision]
     packed: Packed
     stacks: str = ""  # the stacks of layers in words, where there is more than one
+    length_warning: str = ""  # where train.seq_len is longer than the model was made for
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
@@ -62,6 +63,9 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     skeleton = hf_model.skeleton(config, cfg.model)
     if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
         raise ConfigError("\n".join(problems))
+    length_warning = positions.check_length(
+        skeleton, config, cfg.train.seq_len, pretrained=cfg.model.init is ModelInit.pretrained
+    )
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
@@ -92,6 +96,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         decisions=decisions,
         packed=packed,
         stacks=stacks,
+        length_warning=length_warning,
         decided_because=because,
     )
 

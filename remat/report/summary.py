@@ -60,6 +60,12 @@ def rows(run: Described) -> dict[str, str]:
     }
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
+    optim = cfg.optim
+    found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
+        optim.warmup_steps > 0
+    )
+    if cfg.peft.lr is not None:
+        found["lr"] += f"; brought by peft={cfg.peft.method}, optim.lr=... sets another"
     if facts.quantised_weights:
         found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
     if makes_trial_save(cfg, run.strategy):

@@ -158,6 +158,8 @@ def _build(
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     strategy = decide(cfg, world_size=ranks, can_pin=torch.cuda.is_available())
     check_machine(cfg, local_size=local_ranks, warn=console.warning)
+    if strategy.length_warning:
+        console.warning(strategy.length_warning)
     world, group = _join(cfg, strategy, watchdog)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
