@@ -384,7 +384,9 @@ class RunConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
     output_dir: str = "outputs"
     run_id: str | None = None  # None: the launch time
-    resume: str = "none"  # none | auto (newest complete state of this recipe) | a run or saved-state folder
+    resume: str = (
+        "none"  # none | auto (newest complete state of this recipe) | auto_or_start | a run or saved state
+    )
     reshard: Reshard = Reshard.auto  # of a state that another number of ranks saved
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info

@@ -37,6 +37,8 @@ def run_folder(place: Path) -> Path:
     """Return the run directory of a run directory, its `saved` folder or one state folder."""
     if place.name.startswith(STEP):
         return place.absolute().parent.parent
+    if (place / SAVED).is_dir() or (place / FILE).is_file():
+        return place
     return place.absolute().parent if place.name == SAVED else place
 
 
@@ -70,16 +72,17 @@ def read_config(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(
-            f"{file} cannot be read ({error}): give recipe=NAME and the options of the run"
+            f"{file} cannot be read ({str(error).splitlines()[0]}): give recipe=NAME and the options of the run"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no options: give recipe=NAME and the options of the run")
     for name in OF_A_LAUNCH:
         *sections, leaf = name.split(".")
-        inside = content
+        inside: Any = content
         for section in sections:
-            inside = inside.get(section, {})
-        inside.pop(leaf, None)
+            inside = inside.get(section)
+        if isinstance(inside, dict):
+            inside.pop(leaf, None)
     return content
 
 

@@ -302,8 +302,8 @@ def _top(cfg: RunConfig) -> list[str]:
         if "/" in value or value in (".", ".."):
             found.append(f"{option}={value} must be one folder name, without slashes")
     if not cfg.resume:
-        found.append("resume is empty: give none, auto or a path")
-    if cfg.resume not in ("none", "auto") and cfg.run_id:
+        found.append("resume is empty: give none, auto, auto_or_start or a path")
+    if cfg.resume not in NOT_FOLDERS and cfg.run_id:
         found.append(
             f"run_id={cfg.run_id} has no effect with resume={cfg.resume}, which names the run: leave it out"
         )

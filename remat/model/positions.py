@@ -11,7 +11,7 @@ from remat.config.options import ConfigError
 LARGEST_OFFSET = 2  # OPT's table has two rows more than positions
 
 
-def check_length(skeleton: nn.Module, config: Any, seq_len: int, *, pretrained: bool) -> str:
+def check_length(skeleton: Any, config: Any, seq_len: int, *, pretrained: bool) -> str:
     """Compare train.seq_len with the length that the model's config names; return a warning, or "".
 
     Raises ConfigError where a longer sequence would index a table of positions out of its range. Positions that are
@@ -36,7 +36,7 @@ def check_length(skeleton: nn.Module, config: Any, seq_len: int, *, pretrained: 
     )
 
 
-def _find_table(skeleton: nn.Module, longest: int) -> str:
+def _find_table(skeleton: Any, longest: int) -> str:
     """Return the name of an embedding or buffer with one row per position; empty without one."""
     words = skeleton.get_input_embeddings() if hasattr(skeleton, "get_input_embeddings") else None
     rows = range(longest, longest + LARGEST_OFFSET + 1)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ds_config
-from remat.config.options import ConfigError, LossKind, PeftMethod, Precision, RunConfig
+from remat.config.options import NOT_FOLDERS, ConfigError, LossKind, PeftMethod, Precision, RunConfig
 from remat.data.batches import GlobalBatches, check_same_order
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
@@ -38,7 +38,7 @@ from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
 from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shared_folder
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
-from remat.training import lost_peer, out_of_memory, profiling, same_launch
+from remat.training import changes, lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
 from remat.training.run import Run, record_folder
 from remat.training.stopping import StopVote
@@ -72,6 +72,9 @@ def find_resume_point(
         load.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
+        if world.is_main:
+            for line in changes.describe(found.state, cfg):
+                console.note(line)
         if found.state.info.world_size != world.size:
             _check_reshard(found.state, world, console)
     return found
@@ -85,10 +88,10 @@ def _check_shared(cfg: RunConfig) -> None:
     if cfg.resume == "none":
         return
     state = f"{STEP}*/{FILE}"
-    if cfg.resume == "auto":
+    if cfg.resume in NOT_FOLDERS:
         runs = Path(cfg.output_dir).expanduser() / cfg.name
         patterns = [f"{cfg.run_id or '*'}/{SAVED}/{state}"]
-        shared_folder.check_newest(runs, patterns, f"resume=auto output_dir={cfg.output_dir}")
+        shared_folder.check_newest(runs, patterns, f"resume={cfg.resume} output_dir={cfg.output_dir}")
     else:
         patterns = [FILE, state, f"{SAVED}/{state}"]
         shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
@@ -233,11 +236,23 @@ def _run_folder(
     cfg: RunConfig, point: load.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
     """Open the run directory, owned by this launch and shared by all nodes. Reports of a hang go there."""
-    owned = point.run_dir if point else None
+    owned = point.run_dir if point else _begun_before(cfg)
     folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
     shared_folder.check(folder, f"output_dir={cfg.output_dir}")
     watchdog.keep_in(folder)
     return folder
+
+
+def _begun_before(cfg: RunConfig) -> Path | None:
+    """Return the folder of this run_id that a launch left before its first saved state, to start in it again.
+
+    Collective.
+    """
+    if cfg.resume != "auto_or_start" or cfg.run_id is None:
+        return None
+    folder = Path(cfg.output_dir).expanduser() / cfg.name / cfg.run_id
+    found: Path | None = distributed.broadcast(folder if folder.is_dir() else None)
+    return found
 
 
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:

@@ -332,6 +332,8 @@ def start(run: Run) -> Progress:
         if "losses" in run.resumed:  # not in older states
             run.losses.restore(run.resumed["losses"])
         run.tracker.rewind(progress.step)
+    elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
+        run.tracker.rewind(-1)
     saves.prepare(run, progress.step)
     run.applied.reset()
     run.engine.train()
