@@ -232,19 +232,25 @@ def test_the_rendered_config_trains_as_deepspeed_config(whole: tuple[Path, str])
 
 
 def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
-    """3 steps, a resume and 1 are 4 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process."""
+    """3 steps, a resume and 1 are 4 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process.
+
+    One is the same line twice, as of a job that is queued again; one names the run's folder and no option.
+    """
     strategies = ("zero2_offload", "zero3_offload")
     at_once, first, second = {}, {}, {}
     for name in strategies:
         common = [f"deepspeed.config={name}", "save.every=0", "save.at_end=false", "tracking=wandb_offline"]
         at_once[f"{name}_once"] = words(workshop, f"{name}_once", *common)
-        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "train.stop_at=3")
-        second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "resume=auto")
+        how = ["resume=auto_or_start"] if name == "zero2_offload" else []
+        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, *how, "train.stop_at=3")
+        second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, *how)
+    second["zero3_offload_twice"] = [f"resume={workshop / 'out' / 'zero3_offload_twice' / 'run'}"]
     for index, spec in enumerate((at_once | first, second)):
         path = workshop / f"resume_{index}.json"
         path.write_text(json.dumps(spec))
         done = deepspeed(str(path), script="tests/support/many_runs.py")
         assert done.code == 0, done.out[-6000:]
+        assert "changed: " not in done.out
     out = workshop / "out"
     for name in strategies:
         once, twice = tiny.rows(out / f"{name}_once" / "run"), tiny.rows(out / f"{name}_twice" / "run")
