@@ -89,6 +89,14 @@ peft=lora peft.dropout
     lora_dropout
 peft=lora peft.target_modules
     lora_target_modules lora_target lora_modules
+peft.rslora=true
+    use_rslora rslora
+peft.dora=true
+    use_dora dora
+peft.modules_to_save
+    modules_to_save lora_modules_to_save additional_target lora_extra_modules
+train.neftune_alpha
+    neftune_noise_alpha neftune noise_alpha
 peft=lora
     use_lora lora use_peft finetuning_type adapter adapter_name
 peft=qlora

@@ -204,6 +204,7 @@ class TrainConfig:
     max_minutes: float = (
         0.0  # since the launch, then save (which comes on top) and stop, resumable; 0: no limit
     )
+    neftune_alpha: float = 0.0  # noise on embeddings while training (Jain et al. 2023), 5 for example; 0: none
     max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
@@ -285,6 +286,11 @@ class PeftConfig:
     lr: float | None = None  # what optim.lr becomes where the command line chooses peft, and not optim.lr
     dropout: float = 0.0
     target_modules: list[str] = field(default_factory=list)  # []: every Linear of the decoder layers
+    modules_to_save: list[str] = field(
+        default_factory=list
+    )  # outside the layers, trained whole: embed_tokens, lm_head
+    rslora: bool = False  # adapters are scaled by alpha / sqrt(r), not alpha / r (Kalajdzievski 2023)
+    dora: bool = False  # magnitudes beside directions (Liu et al. 2024); not under ZeRO-3, not in 4 bits
 
 
 @dataclass(kw_only=True)

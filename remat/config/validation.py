@@ -122,6 +122,7 @@ def _train(train: TrainConfig) -> list[str]:
         train__eval_every=train.eval_every,
         train__eval_batches=train.eval_batches,
         train__max_minutes=train.max_minutes,
+        train__neftune_alpha=train.neftune_alpha,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
     )
     if not 0 <= train.stop_at <= train.steps:
@@ -204,6 +205,13 @@ def _peft(peft: PeftConfig, optim: OptimConfig) -> list[str]:
     found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
     if peft.lr is not None and peft.lr != optim.lr:
         found.append(f"peft.lr={peft.lr:g} and optim.lr={optim.lr:g} name two learning rates: leave one out")
+    if both := sorted({*peft.target_modules} & {*peft.modules_to_save}):
+        found.append(f"peft.modules_to_save={both} are in peft.target_modules too: leave them out of one")
+    if peft.dora and peft.method is PeftMethod.qlora:
+        found.append(
+            "peft.dora=true with peft.method=qlora: the norms of its directions would be of weights in 4 bits, anew "
+            "for each layer and micro-batch; choose peft=lora, or peft.rslora=true"
+        )
     if not 0 <= peft.dropout < 1:
         found.append(f"peft.dropout={peft.dropout:g} must be at least 0 and below 1")
     return found

@@ -11,7 +11,7 @@ from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
 from remat.config.options import Attention, ConfigError, ModelInit, PeftMethod, RunConfig
-from remat.model import adapters, hf_model, layers, meta_kernels, packing, positions
+from remat.model import adapters, hf_model, layers, meta_kernels, noise, packing, positions
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -85,6 +85,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
         adapters.check_quantised(zero_stage)
+    if cfg.peft.dora:
+        adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin)
     return Strategy(
@@ -158,7 +160,9 @@ def meta_model(cfg: RunConfig) -> Any:
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
-    return _with_adapters(cfg, net).to(dtype).train()
+    trained = _with_adapters(cfg, net).to(dtype).train()
+    noise.add(trained, cfg.train.neftune_alpha)
+    return trained
 
 
 def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:

@@ -25,7 +25,7 @@ from remat.data.tokenizer import load_tokenizer
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import adapters, flops, hf_model, layers, loss
+from remat.model import adapters, flops, hf_model, layers, loss, noise
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
@@ -383,6 +383,7 @@ def _model(
             zero_stage=strategy.zero_stage,
             seed=cfg.train.seed,
         )
+    noise.add(trained, cfg.train.neftune_alpha)
     if strategy.zero_stage == 3:
         hf_model.assert_sharded(trained, world.size)
     return trained
