@@ -200,6 +200,9 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 0  # steps between evaluations, with one before the first step; 0: only at the end
     eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
+    early_stopping_evals: int = (
+        0  # end after so many evaluations in a row without a lower held-out loss; 0: never
+    )
     stop_at: int = 0  # stop after this step, resumable; schedules still span `steps`; 0: train to the end
     max_minutes: float = (
         0.0  # since the launch, then save (which comes on top) and stop, resumable; 0: no limit
@@ -367,6 +370,7 @@ class SaveConfig:
         None  # save, export and read back after the first step; None: if above 1e9 parameters
     )
     in_background: bool = False  # flush, hash and name a state while training goes on
+    best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
     export: bool = False  # Hugging Face safetensors after the last step
     max_shard_size: str = "5GB"
 

@@ -49,6 +49,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
+        *_held_out(cfg),
         *_profile(cfg.profile),
         *_top(cfg),
     ]
@@ -121,6 +122,7 @@ def _train(train: TrainConfig) -> list[str]:
         0,
         train__eval_every=train.eval_every,
         train__eval_batches=train.eval_batches,
+        train__early_stopping_evals=train.early_stopping_evals,
         train__max_minutes=train.max_minutes,
         train__neftune_alpha=train.neftune_alpha,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
@@ -226,6 +228,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         "save.every": cfg.save.every > 0,
         "save.at_end": cfg.save.at_end,
         "save.export": cfg.save.export,
+        "save.best": cfg.save.best,
         "save.rehearse": bool(cfg.save.rehearse),
         "train.stop_at": cfg.train.stop_at > 0,
         "train.max_minutes": cfg.train.max_minutes > 0,
@@ -233,7 +236,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
     found = [
         f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
         "state or an export; set save.every=0 save.at_end=false save.export=false save.rehearse=false train.stop_at=0 "
-        "train.max_minutes=0"
+        "train.max_minutes=0 (and save.best=false)"
         for option, wanted in saving.items()
         if wanted
     ]
@@ -302,6 +305,24 @@ def _save(save: SaveConfig) -> list[str]:
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", save.max_shard_size):
         found.append(f"save.max_shard_size={save.max_shard_size} is not a size: write for example 5GB")
     return found
+
+
+def _held_out(cfg: RunConfig) -> list[str]:
+    """What compares evaluations needs some on the way."""
+    wanted = {
+        "save.best=true": cfg.save.best,
+        f"train.early_stopping_evals={cfg.train.early_stopping_evals}": cfg.train.early_stopping_evals > 0,
+    }
+    lacking = []
+    if cfg.train.eval_every == 0:
+        lacking.append("train.eval_every=STEPS")
+    if cfg.data.eval_fraction == 0 and cfg.data.eval_path is None:
+        lacking.append("data.eval_fraction or data.eval_path")
+    return [
+        f"{option} compares evaluations on the way: set {' and '.join(lacking)} too"
+        for option, asked in wanted.items()
+        if asked and lacking
+    ]
 
 
 def _top(cfg: RunConfig) -> list[str]:

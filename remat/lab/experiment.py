@@ -27,6 +27,8 @@ LEAN = (  # first arguments of each launch: a row per step, a short evaluation, 
     "save.every=0",
     "save.at_end=false",
     "save.export=false",
+    "save.best=false",
+    "train.early_stopping_evals=0",
     "tracking=wandb_disabled",
 )
 MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
