@@ -22,7 +22,7 @@ from remat.config import compose, validation
 from remat.config.options import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
 from remat.model import adapters, flops, hf_model, loss, noise
 from remat.model.layers import decoder_layers
-from remat.planning import strategy
+from remat.planning import recording, strategy
 from remat.saving import export
 from tests.support.pool import RankPool
 
@@ -327,6 +327,19 @@ def test_the_loss_finds_the_output_layer_that_is_trained(
     assert torch.allclose(ours / 23, net(input_ids=ids, labels=ids).loss, rtol=1e-6)
     ours.backward()
     assert net.get_output_embeddings().modules_to_save[adapters.ADAPTER].weight.grad is not None
+
+
+def test_a_plan_counts_the_noise_and_one_without_it_does_not() -> None:
+    known = recording.Recordings()
+    words = ["recipe=tiny_zero3_offload", "train.micro_batch_size=1", "train.global_batch_size=2"]
+
+    def operations(*more: str) -> int:
+        cfg = compose.compose_run([*words, *more]).run
+        recorded = known.get(cfg, strategy.decide(cfg, world_size=2, can_pin=False), on_gpu=False)
+        return len(recorded.timeline.ops)
+
+    assert operations() < operations("train.neftune_alpha=5") == operations("train.neftune_alpha=1")
+    assert known.made == 2
 
 
 def test_noise_is_that_of_neftune_and_only_in_training() -> None:
