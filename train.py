@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 from remat.config.redact import redact_text
 from remat.machine import signals
@@ -18,13 +19,16 @@ def main(argv: list[str]) -> int:
     """Compose, build, train. Returns the exit code; imports grow heavier as the arguments prove right."""
     share_cores()
     hide_gpus_from_cpu_ranks()
-    from remat.config import compose, validation
+    try:
+        from remat.config import compose, validation
+    except ModuleNotFoundError as error:
+        return fail(EXIT_CONFIG, _lacking(error))
     from remat.config.options import ConfigError
 
     try:
         validation.check_environment(os.environ)
         composed = compose.from_command_line(argv)
-        compose.check_launch(composed.run, int(os.environ.get("WORLD_SIZE", "1")))
+        compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
         return fail(EXIT_CONFIG, error)
     from remat.report import console
@@ -47,6 +51,15 @@ def main(argv: list[str]) -> int:
     except out_of_memory.OutOfMemory as error:
         return out_of_memory.tell(error, EXIT_FAILED)
     return 0 if outcome.finished else EXIT_STOPPED
+
+
+def _lacking(error: ModuleNotFoundError) -> Exception:
+    """The error of a Python without remat's libraries, with what to type; `error` itself where they are there."""
+    activate = Path(__file__).resolve().parent / ".venv" / "bin" / "activate"
+    remedy = f". {activate}" if activate.exists() else "make setup && . .venv/bin/activate"
+    if (error.name or "remat").split(".")[0] == "remat":
+        raise error
+    return RuntimeError(f"{sys.executable} has no module {error.name}: type `{remedy}`, then the same again")
 
 
 def fail(code: int, error: Exception) -> int:

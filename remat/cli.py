@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import remat
+from remat.config import flags
 from remat.config.options import ConfigError
 from remat.config.redact import redact_text
 from remat.config.words import check_picture, split, without_policy
@@ -18,15 +20,29 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    help="Know a run's memory before, during and after it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
 ]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"remat {remat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Its number, and stop."),
+    ] = False,
+) -> None:
+    """Know a run's memory before, during and after it."""
 
 
 @app.command("ds-config", context_settings=WITH_OVERRIDES)
@@ -150,11 +166,10 @@ def compare_command(
     if ctx.args[:1] == ["policies"]:
         _compare_policies(ctx.args[1:], as_json)
         return
-    from remat.config import compose
     from remat.lab import experiment
 
     if show_list:
-        print(experiment.describe_all(compose.parse(ctx.args).config_dirs))
+        print(experiment.describe_all(flags.parse(ctx.args).config_dirs))
         return
     if repeats < 0 or ranks < 0:
         raise ConfigError("--repeats and --ranks: at least 1")
@@ -206,7 +221,7 @@ def _check_run(args: list[str], ranks: int | None) -> None:
     """Refuse what every rank would refuse, before one is started."""
     from remat.config import compose
 
-    compose.check_launch(compose.from_command_line(args).run, ranks)
+    compose.check_launch(compose.from_command_line(args), ranks)
 
 
 @app.command()

@@ -15,13 +15,18 @@ BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end o
 
 
 def table() -> str:
-    """One row per recipe: what it is, the machine it names, its strategy, and whether its figures were measured."""
+    """The starting points for any model; then one row per recipe: what it is, its machine, strategy and status."""
     rows = ["| recipe | what | machine | strategy | status |", "|---|---|---|---|---|"]
     for name in compose.recipe_names():
         run = compose.compose_run([f"recipe={name}"]).run
         strategy = f"`{run.deepspeed.config}`, `checkpointing={run.checkpointing.policy}`"
         rows.append(f"| `{name}` | {run.meta.summary} | {run.meta.machine} | {strategy} | {run.meta.status} |")
-    return "\n".join(rows)
+    starts = ["| starting point | what | strategy | optim.lr |", "|---|---|---|---|"]
+    for name in compose.starting_points():
+        run = compose.compose_run([f"recipe={name}", "model.path=FOLDER_OR_HUB_NAME"]).run
+        strategy = f"`{run.deepspeed.config}`, `checkpointing={run.checkpointing.policy}`"
+        starts.append(f"| `{name}` | {run.meta.summary} | {strategy} | {run.optim.lr:g} |")
+    return "\n".join([*starts, "", *rows])
 
 
 def renewed(readme: str) -> str:

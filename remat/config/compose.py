@@ -11,9 +11,8 @@ import copy
 import difflib
 import functools
 import os
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,8 +26,9 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from remat.config import ds_config, validation
-from remat.config.options import ConfigError, RunConfig
+import remat
+from remat.config import ds_config, flags, hints, refusals, resumed, validation
+from remat.config.options import NOT_FOLDERS, ConfigError, RunConfig
 from remat.config.redact import redact_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,18 +38,16 @@ NOT_OF_A_RUN = {
 }  # folders of conf/ that hold something else than choices of a run: remat compare reads it
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
-OPEN_DICTS = (
-    "deepspeed.overrides.",
-    "model.architecture.",
-    "meta.measured.",
-    "checkpointing.layers=",
-    "data.columns=",
-    "data.columns.",
-    "hardware.gpu_rates.",
-)
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
 Files = tuple[tuple[str, int, int], ...]
+Value = tuple[str, str, Any, bool]  # the word, its option, the value, and whether it may be a new key
 
+FIRST_RECIPE = """\
+recipe=NAME is missing: it says what to train
+  a first try, on any machine    deepspeed train.py recipe=tiny_zero3_offload
+  a model and data of your own   deepspeed train.py recipe=finetune model.path=FOLDER_OR_HUB_NAME data.path=FILE
+  to go on with a run            deepspeed train.py resume=outputs/RECIPE/RUN_ID
+recipes: {recipes}"""
 USAGE = """\
 usage: deepspeed train.py recipe=NAME [group=choice] [option=value] ...
 
@@ -60,19 +58,10 @@ usage: deepspeed train.py recipe=NAME [group=choice] [option=value] ...
   --cfg                print the composed configuration and stop
   --config-dir DIR     also search DIR for groups and recipes (DIR/recipe/mine.yaml, DIR/data/mine.yaml)
   --help               this text
+  --version            the version of remat
 
 Every choice and value above holds for `remat ds-config` too.
 """
-
-
-@dataclass
-class Arguments:
-    """A command line taken apart: Hydra overrides, and the few options that are ours."""
-
-    overrides: list[str] = field(default_factory=list)
-    config_dirs: list[Path] = field(default_factory=list)
-    show_config: bool = False
-    show_help: bool = False
 
 
 @dataclass
@@ -84,80 +73,49 @@ class Composed:
     words: list[str] = field(default_factory=list)
 
 
-def without_local_rank(argv: list[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` (or `--local-rank N`) that launchers insert before the overrides."""
-    kept: list[str] = []
-    skip_next = False
-    for word in argv:
-        if skip_next:
-            skip_next = False
-        elif word in ("--local_rank", "--local-rank"):
-            skip_next = True
-        elif not re.match(r"--local[_-]rank=", word):
-            kept.append(word)
-    return kept
-
-
-def parse(argv: list[str]) -> Arguments:
-    """Take a command line apart. Raises ConfigError for flags that do not exist here."""
-    args = Arguments()
-    words = iter(without_local_rank(argv))
-    for word in words:
-        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise ConfigError(f"{word!r} is not text in UTF-8: rename the file, or correct the option")
-        if word in ("-m", "--multirun"):
-            raise ConfigError(
-                f"{word} is refused: two runs in one process group would share ZeRO state. "
-                "Start one `deepspeed train.py` per point, for example in a shell loop"
-            )
-        if word in ("-h", "--help"):
-            args.show_help = True
-        elif word == "--cfg":
-            args.show_config = True
-        elif word == "--config-dir":
-            args.config_dirs.append(Path(next(words, "")).resolve())
-        elif word.startswith("--config-dir="):
-            args.config_dirs.append(Path(word.split("=", 1)[1]).resolve())
-        elif word.startswith("-"):
-            raise ConfigError(f"{word} is not an option: overrides are written option=value (see --help)")
-        else:
-            args.overrides.append(word)
-    for folder in args.config_dirs:
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder} is not a folder")
-    return args
-
-
 def from_command_line(argv: list[str]) -> Composed:
     """Compose and check the run that `argv` asks for; `--help` and `--cfg` print and exit 0.
 
     Raises ConfigError with every problem in one message.
     """
-    args = parse(argv)
+    args = flags.take_apart(argv, option_names())
     is_main = os.environ.get("RANK", "0") == "0"
-    if args.show_help:
-        print(usage() if is_main else "", end="")
+    if args.show_help or args.show_version:
+        print((usage() if args.show_help else f"remat {remat.__version__}\n") if is_main else "", end="")
         sys.exit(0)
-    composed = compose_run(args.overrides, args.config_dirs)
+    composed = compose_run(args.overrides, args.config_dirs, args.problems)
     if args.show_config:
         print(composed.yaml if is_main else "", end="")
         sys.exit(0)
     return composed
 
 
-def compose_run(overrides: list[str], config_dirs: list[Path] | None = None) -> Composed:
-    """One checked run from Hydra overrides. Raises ConfigError with every problem in one message."""
-    words = [*(f"--config-dir={folder}" for folder in config_dirs or []), *overrides]
-    overrides = [_opened(word) for word in [*overrides, *_replaced_length(overrides)]]
-    search = [*_search_path(config_dirs or []), *overrides]
+def compose_run(
+    overrides: list[str], config_dirs: list[Path] | None = None, problems: Sequence[str] = ()
+) -> Composed:
+    """One checked run from Hydra overrides.
+
+    `problems` are known ones, which are refused with all others in one message. Raises ConfigError.
+    """
+    folders = config_dirs or []
+    words = [*(f"--config-dir={folder}" for folder in folders), *overrides]
+    kept, refused = refusals.split(overrides, option_names(), _groups(), _own_groups(folders))
+    kept = [_opened(word) for word in [*kept, *_replaced_length(kept)]]
+    found = [*problems, *refused]
+    resumes = resumed_folder(words)
     try:
-        run, yaml = _compose(search)
-    except _RefusedValues as refused:
-        raise ConfigError("\n".join(_explain(word, why) for word, why in refused.found)) from refused
+        search = _search_path(folders)
+        run, yaml = _compose_resumed(kept, search, resumes) if resumes else _compose([*search, *kept])
+    except ConfigError as error:
+        raise ConfigError("\n".join([*found, str(error)])) from error
+    except _RefusedValues as unset:
+        raise ConfigError("\n".join([*found, *(_explain(word, why) for word, why in unset.found)])) from unset
     except (
         Exception
     ) as error:  # for odd values hydra also raises ValueError, TypeError, AssertionError and others
-        raise ConfigError("\n".join(_explain_each(overrides, config_dirs or [], error))) from error
+        raise ConfigError("\n".join([*found, *_explain_each(kept, folders, error)])) from error
+    if found:
+        raise ConfigError("\n".join(found))
     validation.check(run)
     return Composed(run=run, yaml=yaml, words=words)
 
@@ -173,10 +131,38 @@ def check_plan(run: RunConfig) -> None:
     check_deepspeed(run, run.hardware.ranks)
 
 
-def check_launch(run: RunConfig, ranks: int | None) -> None:
-    """The same for a run that is to be launched, which needs more than a plan."""
-    validation.check_launch(run)
-    check_deepspeed(run, ranks)
+def check_launch(composed: Composed, ranks: int | None) -> None:
+    """The same for a run that is to be launched, which needs more than a plan, in one message."""
+    problems = []
+    for check in (
+        lambda: check_recipe(composed.words),
+        lambda: validation.check_launch(composed.run),
+        lambda: check_deepspeed(composed.run, ranks),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_recipe(words: Sequence[str]) -> None:
+    """Raise ConfigError unless the words of a `Composed` say what to train, by a recipe or a run to resume."""
+    if any(word.startswith("recipe=") for word in words) or resumed_folder(words):
+        return
+    raise ConfigError(FIRST_RECIPE.format(recipes=", ".join(_recipe_files())))
+
+
+def resumed_folder(words: Sequence[str]) -> str | None:
+    """The folder of the run that the words resume, whose own configuration is then the one they change.
+
+    None where they name none, or a recipe, which is then what they change.
+    """
+    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
+    if not given or given[-1] in (*NOT_FOLDERS, "") or any(word.startswith("recipe=") for word in words):
+        return None
+    return given[-1]
 
 
 def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None:
@@ -192,7 +178,17 @@ def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None
 
 
 def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPE_DIR.glob("*.yaml"))
+    """The recipes that compose as they stand: each of one model, for one machine."""
+    return [name for name in _recipe_files() if name not in starting_points()]
+
+
+def starting_points() -> list[str]:
+    """The recipes for any model and machine: the user names the model."""
+    return [name for name, path in _recipe_files().items() if "status: starting_point" in path.read_text()]
+
+
+def _recipe_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(RECIPE_DIR.glob("*.yaml"))}
 
 
 def group_choices() -> dict[str, list[str]]:
@@ -200,25 +196,105 @@ def group_choices() -> dict[str, list[str]]:
     return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
 
 
+@functools.cache
+def option_names() -> tuple[str, ...]:
+    """The dotted name of every option and of every section of options."""
+    return tuple(_option_names(RunConfig))
+
+
+def _groups() -> set[str]:
+    return {*group_choices(), "recipe"}
+
+
+def _own_groups(folders: Sequence[Path]) -> set[str]:
+    """The groups that a user's folders have beside ours: of their files each says by `# @package` what it sets."""
+    return {path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - _groups()
+
+
 def usage() -> str:
     groups = [f"{name}={'|'.join(choices)}" for name, choices in group_choices().items()]
-    return USAGE.format(recipes=", ".join(recipe_names()), groups=f"\n{' ' * 23}".join(groups))
+    return USAGE.format(recipes=", ".join(_recipe_files()), groups=f"\n{' ' * 23}".join(groups))
 
 
 def _compose(overrides: list[str]) -> tuple[RunConfig, str]:
     """The run and its YAML; values that refer to others are resolved."""
     quick = _with_values(overrides)
-    return _finished(_loaded(overrides) if quick is None else quick)
+    cfg = _loaded(overrides) if quick is None else quick
+    _let_adapters_bring_lr(cfg, overrides)
+    return _finished(cfg)
+
+
+def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, str]:
+    """The configuration of the run at `place` with these words set in it, and its YAML.
+
+    A choice of a group replaces that section whole. Raises ConfigError for a run without a readable configuration, and
+    what `_with_values` raises.
+    """
+    file = resumed.find_config(Path(os.path.expanduser(place)))  # noqa: PTH111 - never raises
+    content = resumed.read_config(file)
+    sorted_words = _sort_words(words)
+    if sorted_words is None:
+        odd = next(word for word in words if _sort_words([word]) is None)
+        _loaded([*search, odd])  # a word that cannot be read at all is explained
+        raise ConfigError(f"{odd}: with resume=FOLDER write option=value or group=choice")
+    chosen, values = sorted_words
+    try:
+        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), content)
+    except Exception as error:  # as varied as in compose_run
+        raise ConfigError(
+            f"{file}: {_first_cause(error)}; the run is of another version: give recipe=NAME and its options"
+        ) from error
+    assert isinstance(cfg, DictConfig)
+    if chosen:
+        choices = _loaded([*search, "~recipe", *chosen])
+        for word in chosen:
+            group = word.partition("=")[0]
+            cfg[group] = choices[group]
+    _set_all(cfg, values)
+    if any(word.startswith("peft") for word in words):
+        _let_adapters_bring_lr(cfg, words)
+    if secret := resumed.hidden(OmegaConf.to_container(cfg)):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{file} does not hold the value of {', '.join(secret)}, which is secret: give it again"
+        )
+    return _finished(cfg)
+
+
+def _let_adapters_bring_lr(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Set optim.lr to peft.lr where the words choose adapters and give no optim.lr; else peft.lr says nothing.
+
+    Adapters need ten times the learning rate of all weights, which is what a recipe without them has.
+    """
+    asked = {word.lstrip("+").partition("=")[0] for word in words}
+    if "optim.lr" not in asked and asked & {"peft", "peft.method", "peft.lr"} and cfg.peft.lr is not None:
+        cfg.optim.lr = cfg.peft.lr
+    elif "peft.lr" not in asked:
+        cfg.peft.lr = None
 
 
 def _finished(cfg: DictConfig) -> tuple[RunConfig, str]:
-    recipe = cfg.hydra.runtime.choices.get("recipe")
-    OmegaConf.set_struct(cfg, False)
-    del cfg["hydra"]
-    cfg.name = cfg.name or str(recipe)
+    if "hydra" in cfg:
+        cfg.name = cfg.name or str(cfg.hydra.runtime.choices.get("recipe"))
+        OmegaConf.set_struct(cfg, False)
+        del cfg["hydra"]
+    if unknown := list(_unknown_keys(cfg, RunConfig)):
+        known = option_names()
+        raise ConfigCompositionException(
+            "; ".join(f"{name}: no such option{hints.suggest(name, known)}" for name in unknown)
+        )
     run = OmegaConf.to_object(cfg)
     assert isinstance(run, RunConfig)
     return run, redact_text(OmegaConf.to_yaml(cfg))
+
+
+def _unknown_keys(cfg: Any, schema: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names in `cfg` that the schema does not have: nothing would read them."""
+    kinds = get_type_hints(schema)
+    for name in cfg:
+        if name not in kinds:
+            yield f"{prefix}{name}"
+        elif is_dataclass(kinds[name]):
+            yield from _unknown_keys(cfg[name], kinds[name], f"{prefix}{name}.")
 
 
 def _loaded(overrides: Sequence[str]) -> DictConfig:
@@ -235,10 +311,28 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
     None where an override is more than a choice of a known group or one value: that is left to Hydra. Raises
     `_RefusedValues`, with what Hydra would raise, where values cannot be set.
     """
-    groups = {*group_choices(), "recipe"}
-    chosen, values = [], []
+    sorted_words = _sort_words(overrides)
+    if sorted_words is None:
+        return None
+    chosen, values = sorted_words
     try:
-        for override in OverridesParser.create().parse_overrides(overrides):
+        cfg = copy.deepcopy(_of_choices(tuple(chosen), _files()))
+    except Exception:  # as varied as in compose_run
+        return None
+    try:
+        _set_all(cfg, values)
+    except _RefusedValues:
+        _finished(cfg)  # where something else is wrong too, Hydra explains it all
+        raise
+    return cfg
+
+
+def _sort_words(overrides: Sequence[str]) -> tuple[list[str], list[Value]] | None:
+    """Choices of groups, and values; None where a word is neither, or cannot be read."""
+    groups = _groups()
+    chosen, values = list[str](), list[Value]()
+    try:
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
             key, plain = override.key_or_group, override.type is OverrideType.CHANGE
             if (
                 not (plain or override.is_force_add())
@@ -253,9 +347,13 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
                 chosen.append(str(override.input_line))
             else:
                 return None
-        cfg = copy.deepcopy(_of_choices(tuple(chosen), _files()))
     except Exception:  # as varied as in compose_run
         return None
+    return chosen, values
+
+
+def _set_all(cfg: DictConfig, values: Sequence[Value]) -> None:
+    """Set every value. Raises `_RefusedValues` with each word that cannot be set, after the others are."""
     refused = []
     for word, option, value, add in values:
         try:
@@ -263,9 +361,7 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
         except Exception as error:
             refused.append((word, error))
     if refused:
-        _finished(cfg)  # where something else is wrong too, Hydra explains it all
         raise _RefusedValues(refused)
-    return cfg
 
 
 class _RefusedValues(Exception):
@@ -315,7 +411,9 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 
 def _opened(override: str) -> str:
     """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`."""
-    return f"++{override}" if override.startswith(OPEN_DICTS) else override
+    key = override.partition("=")[0]
+    is_open = any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
+    return f"++{override}" if is_open and "=" in override else override
 
 
 def _replaced_length(overrides: Sequence[str]) -> list[str]:
@@ -332,7 +430,7 @@ def _replaced_length(overrides: Sequence[str]) -> list[str]:
 
 def _explain_each(overrides: list[str], config_dirs: list[Path], error: Exception) -> list[str]:
     """Add the overrides one by one, groups first, and describe each that cannot be added."""
-    groups = {*group_choices(), "recipe"}
+    groups = _groups()
     ordered = sorted(overrides, key=lambda o: o.split("=")[0] not in groups)
     accepted = _search_path(config_dirs)
     found: list[str] = []
@@ -350,14 +448,22 @@ def _explain(override: str, error: Exception) -> str:
     if "=" not in override:
         return f"{override}: not an override; write option=value"
     cause = _first_cause(error)
-    choices = recipe_names() if option == "recipe" else group_choices().get(option, [])
-    if choices and ("Available options" in cause or "Could not find" in cause):
+    if "override_grammar" in cause:
+        return (
+            f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
+        )
+    choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
+    if choices and any(
+        text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")
+    ):
         return f"{option}={value}: no such choice{_close(value, choices)}; choices: {', '.join(choices)}"
+    if option == "recipe" and "no such option" in cause:
+        return f"recipe={value}: {cause}"
     if option == "recipe":
         return f"recipe={value}: {cause}; a recipe of your own begins with the line `# @package _global_`"
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
-        return f"{option}={value}: no such option{_close(option, _option_names(RunConfig))}"
+        return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
     return f"{option}={value}: {cause}"
 
 

@@ -130,6 +130,9 @@ class Reshard(StrEnum):
     refuse = "refuse"
 
 
+NOT_FOLDERS = ("none", "auto", "auto_or_start")  # values of resume that name no folder
+
+
 class PeftMethod(StrEnum):
     none = "none"
     lora = "lora"
@@ -145,6 +148,7 @@ class WandbMode(StrEnum):
 class RecipeStatus(StrEnum):
     planned = "planned"
     measured = "measured"
+    starting_point = "starting_point"  # for any model and machine: the user names the model
 
 
 class ConfigError(ValueError):
@@ -246,10 +250,14 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 0  # steps between evaluations, with one before the first step; 0: only at the end
     eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
+    early_stopping_evals: int = (
+        0  # end after so many evaluations in a row without a lower held-out loss; 0: never
+    )
     stop_at: int = 0  # stop after this step, resumable; schedules still span `steps`; 0: train to the end
     max_minutes: float = (
         0.0  # since the launch, then save (which comes on top) and stop, resumable; 0: no limit
     )
+    neftune_alpha: float = 0.0  # noise on embeddings while training (Jain et al. 2023), 5 for example; 0: none
     max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
@@ -328,8 +336,14 @@ class PeftConfig:
     method: PeftMethod = PeftMethod.none
     r: int = 16
     alpha: int = 32
+    lr: float | None = None  # what optim.lr becomes where the command line chooses peft, and not optim.lr
     dropout: float = 0.0
     target_modules: list[str] = field(default_factory=list)  # []: every Linear of the decoder layers
+    modules_to_save: list[str] = field(
+        default_factory=list
+    )  # outside the layers, trained whole: embed_tokens, lm_head
+    rslora: bool = False  # adapters are scaled by alpha / sqrt(r), not alpha / r (Kalajdzievski 2023)
+    dora: bool = False  # magnitudes beside directions (Liu et al. 2024); not under ZeRO-3, not in 4 bits
 
 
 @dataclass(kw_only=True)
@@ -406,6 +420,7 @@ class SaveConfig:
         None  # save, export and read back after the first step; None: if above 1e9 parameters
     )
     in_background: bool = False  # flush, hash and name a state while training goes on
+    best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
     export: bool = False  # Hugging Face safetensors after the last step
     max_shard_size: str = "5GB"
 
@@ -429,7 +444,9 @@ class RunConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
     output_dir: str = "outputs"
     run_id: str | None = None  # None: the launch time
-    resume: str = "none"  # none | auto (newest complete state of this recipe) | a run or saved-state folder
+    resume: str = (
+        "none"  # none | auto (newest complete state of this recipe) | auto_or_start | a run or saved state
+    )
     reshard: Reshard = Reshard.auto  # of a state that another number of ranks saved
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info

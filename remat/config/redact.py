@@ -7,6 +7,7 @@ too much is hidden, not too little. Standard library only.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -221,7 +222,7 @@ def redact(content: Any) -> Any:
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
     """The same for text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
-    for value in _from_environment(env):
+    for value in _from_environment(tuple(env.items())):
         text = text.replace(value, HIDDEN)
     text = FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
     text = QUERY.sub(_in_query, IN_URL.sub(rf"\1{HIDDEN}@", WEBHOOK.sub(rf"\1{HIDDEN}", text)))
@@ -273,10 +274,14 @@ def _is_flag(word: Any) -> bool:
     return isinstance(word, str) and word.startswith("-") and "=" not in word and is_secret(word.lstrip("-"))
 
 
-def _from_environment(env: Mapping[str, str]) -> list[str]:
-    """The secrets of `env` in the ways they are written, longest first: one may be part of another."""
+@functools.lru_cache(maxsize=4)
+def _from_environment(variables: tuple[tuple[str, str], ...]) -> list[str]:
+    """The secrets of the environment in the ways they are written, longest first: one may be part of another.
+
+    Kept as long as the environment stays the same: to ask whether each value is a path costs more than the rest.
+    """
     found: set[str] = set()
-    for name, value in env.items():
+    for name, value in variables:
         is_path = os.path.exists(value)  # noqa: PTH110 (Path.exists raises for a long value)
         ordinary = name in ("PWD", "OLDPWD") or len(value) < SHORTEST or is_path
         if not ordinary and is_secret(name, value):

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from remat.config import data_fields
+from remat.config import data_fields, paths
 from remat.config.options import (
+    NOT_FOLDERS,
     CheckpointingConfig,
     ConfigError,
     DataConfig,
@@ -46,10 +47,11 @@ def problems(cfg: RunConfig) -> list[str]:
         *_model(cfg.model),
         *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
-        *_peft(cfg.peft),
+        *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
+        *_held_out(cfg),
         *_profile(cfg.profile),
         *_top(cfg),
     ]
@@ -57,6 +59,8 @@ def problems(cfg: RunConfig) -> list[str]:
 
 def check_plan(cfg: RunConfig) -> None:
     """Raise ConfigError for a run that no plan can be made of."""
+    if missing := paths.model_problems(cfg.model):
+        raise ConfigError("\n".join(missing))
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError(
             f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
@@ -66,16 +70,29 @@ def check_plan(cfg: RunConfig) -> None:
 
 def check_launch(cfg: RunConfig) -> None:
     """What a plan can do without, but a run cannot. Raises ConfigError."""
+    found = [
+        *paths.model_problems(cfg.model),
+        *(paths.weight_problems(cfg.model) if _reads_weights(cfg) else []),
+        *paths.data_problems(cfg),
+        *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
+    ]
     if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:
-        raise ConfigError(
+        found.append(
             f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
             "(or data=python_stdlib, which needs none)"
         )
     if cfg.train.steps is None and cfg.train.epochs is None:
-        raise ConfigError(
+        found.append(
             "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
             "steps follow once the data is read, or train.steps=1000"
         )
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _reads_weights(cfg: RunConfig) -> bool:
+    """Whether the model's files are read: a saved state has all weights but frozen ones."""
+    return cfg.resume in ("none", "auto_or_start") or cfg.peft.method is not PeftMethod.none
 
 
 def check_environment(env: Mapping[str, str]) -> None:
@@ -112,7 +129,9 @@ def _train(train: TrainConfig) -> list[str]:
         0,
         train__eval_every=train.eval_every,
         train__eval_batches=train.eval_batches,
+        train__early_stopping_evals=train.early_stopping_evals,
         train__max_minutes=train.max_minutes,
+        train__neftune_alpha=train.neftune_alpha,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
     )
     found += stop_problems(train)
@@ -285,7 +304,7 @@ def check_steps(train: TrainConfig, optim: OptimConfig) -> None:
         )
 
 
-def _peft(peft: PeftConfig) -> list[str]:
+def _peft(peft: PeftConfig, optim: OptimConfig) -> list[str]:
     if peft.method is PeftMethod.none:
         return [
             f"peft.{item.name}={getattr(peft, item.name)} has no effect with peft.method=none: choose peft=lora"
@@ -293,6 +312,15 @@ def _peft(peft: PeftConfig) -> list[str]:
             if item.name != "method" and getattr(peft, item.name) != getattr(PeftConfig(), item.name)
         ]
     found = _at_least(1, peft__r=peft.r, peft__alpha=peft.alpha)
+    if peft.lr is not None and peft.lr != optim.lr:
+        found.append(f"peft.lr={peft.lr:g} and optim.lr={optim.lr:g} name two learning rates: leave one out")
+    if both := sorted({*peft.target_modules} & {*peft.modules_to_save}):
+        found.append(f"peft.modules_to_save={both} are in peft.target_modules too: leave them out of one")
+    if peft.dora and peft.method is PeftMethod.qlora:
+        found.append(
+            "peft.dora=true with peft.method=qlora: the norms of its directions would be of weights in 4 bits, anew "
+            "for each layer and micro-batch; choose peft=lora, or peft.rslora=true"
+        )
     if not 0 <= peft.dropout < 1:
         found.append(f"peft.dropout={peft.dropout:g} must be at least 0 and below 1")
     return found
@@ -307,6 +335,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         "save.every": cfg.save.every > 0,
         "save.at_end": cfg.save.at_end,
         "save.export": cfg.save.export,
+        "save.best": cfg.save.best,
         "save.rehearse": bool(cfg.save.rehearse),
         "train.stop_at": cfg.train.stop_at > 0,
         "train.max_minutes": cfg.train.max_minutes > 0,
@@ -314,7 +343,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
     found = [
         f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
         "state or an export; set save.every=0 save.at_end=false save.export=false save.rehearse=false train.stop_at=0 "
-        "train.max_minutes=0"
+        "train.max_minutes=0 (and save.best=false)"
         for option, wanted in saving.items()
         if wanted
     ]
@@ -385,14 +414,32 @@ def _save(save: SaveConfig) -> list[str]:
     return found
 
 
+def _held_out(cfg: RunConfig) -> list[str]:
+    """What compares evaluations needs some on the way."""
+    wanted = {
+        "save.best=true": cfg.save.best,
+        f"train.early_stopping_evals={cfg.train.early_stopping_evals}": cfg.train.early_stopping_evals > 0,
+    }
+    lacking = []
+    if cfg.train.eval_every == 0:
+        lacking.append("train.eval_every=STEPS")
+    if cfg.data.eval_fraction == 0 and cfg.data.eval_path is None:
+        lacking.append("data.eval_fraction or data.eval_path")
+    return [
+        f"{option} compares evaluations on the way: set {' and '.join(lacking)} too"
+        for option, asked in wanted.items()
+        if asked and lacking
+    ]
+
+
 def _top(cfg: RunConfig) -> list[str]:
     found = []
     for option, value in (("name", cfg.name), ("run_id", cfg.run_id or "")):
         if "/" in value or value in (".", ".."):
             found.append(f"{option}={value} must be one folder name, without slashes")
     if not cfg.resume:
-        found.append("resume is empty: give none, auto or a path")
-    if cfg.resume not in ("none", "auto") and cfg.run_id:
+        found.append("resume is empty: give none, auto, auto_or_start or a path")
+    if cfg.resume not in NOT_FOLDERS and cfg.run_id:
         found.append(
             f"run_id={cfg.run_id} has no effect with resume={cfg.resume}, which names the run: leave it out"
         )

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from remat.config import compose
+from remat.config import compose, flags
 from remat.config.options import ConfigError
 from remat.config.words import read_values, split
 
@@ -27,6 +27,8 @@ LEAN = (  # first arguments of each launch: a row per step, a short evaluation, 
     "save.every=0",
     "save.at_end=false",
     "save.export=false",
+    "save.best=false",
+    "train.early_stopping_evals=0",
     "tracking=wandb_disabled",
 )
 MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
@@ -151,11 +153,13 @@ def check(args: Sequence[str], baseline: str = "") -> None:
     chosen = {device: choose(args, device, baseline) for device in ("cpu", "cuda")}
     words = dict.fromkeys(point.words for found in chosen.values() for point in found.points)
     compose.refuse_if_none(words, "remat compare: every point is refused")
+    for point in words:
+        compose.check_recipe(point)
 
 
 def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
     """The experiment that the words of a command line ask for. Raises ConfigError."""
-    asked = compose.parse(list(args))
+    asked = flags.parse(list(args), compose.option_names())
     labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
     rest = [word for word in asked.overrides if not word.startswith("lab=")]
     if len(labs) > 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,27 @@ def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str
     return [name for name in found if not wanted or name in wanted]
 
 
+def find_saved(model: nn.Module, inside: Container[int], wanted: Sequence[str]) -> list[str]:
+    """Return `wanted`, the names of modules that are trained whole beside the adapters.
+
+    `inside` are the ids of the decoder layers' modules, which are not among them. A name is the last part of a
+    module's path. Raises ConfigError, naming the modules there are.
+    """
+    paths = [path for path, module in model.named_modules() if path]
+    there = {
+        path.rpartition(".")[2]: path
+        for path, module in model.named_modules()
+        if path and id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+    }
+    if unknown := [name for name in wanted if name not in there]:
+        raise ConfigError(
+            f"peft.modules_to_save={list(wanted)}: {', '.join(unknown)} is not outside the decoder layers, where there "
+            f"are {', '.join(there)}"
+        )
+    # peft takes every module whose path ends so: `norm` would be `input_layernorm` too
+    return [name if sum(path.endswith(name) for path in paths) == 1 else there[name] for name in wanted]
+
+
 def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -> PeftModel:
     """Freeze `model` in place and put adapters into its decoder `layers`.
 
@@ -67,6 +88,9 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
         target_modules=names,
+        modules_to_save=find_saved(model, inside, cfg.modules_to_save) or None,
+        use_rslora=cfg.rslora,
+        use_dora=cfg.dora,
         exclude_modules="|".join(re.escape(path) for path, module in chosen if id(module) not in inside)
         or None,
         fan_in_fan_out=all(isinstance(module, Conv1D) for _, module in chosen),
@@ -94,13 +118,36 @@ def add_lora(
     """
     with _sharded(ds_config) if zero_stage == 3 else contextlib.nullcontext():
         wrapped = wrap(model, cfg, layers)
+    if zero_stage == 3:
+        _shard_saved(wrapped, ds_config)
     rng.seed(seed)
     for module in wrapped.modules():
         if ADAPTER in getattr(module, "lora_A", ()):
             with _whole(module) if zero_stage == 3 else contextlib.nullcontext():
                 module.reset_lora_parameters(ADAPTER, True)  # type: ignore[operator]
+            if cfg.dora:
+                _set_magnitudes(module)
     wrapped.train()
     return wrapped
+
+
+def _set_magnitudes(module: Any) -> None:
+    """Give DoRA's magnitudes their first values, the norms of the weight's rows, now that B is zero."""
+    module.lora_magnitude_vector[ADAPTER].update_layer(
+        base_layer=module.get_base_layer(),
+        lora_A=module.lora_A[ADAPTER].weight,
+        lora_B=module.lora_B[ADAPTER].weight,
+        scaling=module.scaling[ADAPTER],
+    )
+
+
+def check_dora(zero_stage: int) -> None:
+    """Raise ConfigError under ZeRO-3: peft reads the base weight outside the call that gathers it."""
+    if zero_stage == 3:
+        raise ConfigError(
+            "peft.dora=true with ZeRO-3 (deepspeed.config): DoRA takes norms of the whole frozen weights, which a rank "
+            "does not hold; choose deepspeed.config=zero2 or zero2_offload, or peft.rslora=true"
+        )
 
 
 def check_lora_offload(param_device: str | None) -> None:
@@ -116,7 +163,9 @@ def check_lora_offload(param_device: str | None) -> None:
 def describe_lora(cfg: PeftConfig, trained: int, total: int) -> str:
     """Describe for the run's header how many parameters are trained."""
     where = ", ".join(cfg.target_modules) or "every linear module of the decoder layers"
-    return f"LoRA r={cfg.r} alpha={cfg.alpha} on {where}: {trained:,} of {total:,} parameters trained"
+    kind = ("DoRA" if cfg.dora else "LoRA") + " scaled by alpha / sqrt(r)" * cfg.rslora
+    also = f", and {', '.join(cfg.modules_to_save)} whole" if cfg.modules_to_save else ""
+    return f"{kind} r={cfg.r} alpha={cfg.alpha} on {where}{also}: {trained:,} of {total:,} parameters trained"
 
 
 def _sharded(ds_config: dict[str, Any]) -> Any:
@@ -124,6 +173,16 @@ def _sharded(ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     return deepspeed.zero.Init(config_dict_or_path=ds_config)
+
+
+def _shard_saved(wrapped: Any, ds_config: dict[str, Any]) -> None:
+    """Shard the copies of `peft.modules_to_save`, which peft takes of gathered weights, whole on every rank."""
+    import deepspeed
+    from peft.utils import ModulesToSaveWrapper
+
+    for module in wrapped.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            deepspeed.zero.Init(module=module.modules_to_save, config_dict_or_path=ds_config)
 
 
 def _whole(module: Any) -> Any:

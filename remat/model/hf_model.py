@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from remat.config import paths
 from remat.config.options import ConfigError, ModelConfig, ModelInit, Precision
 from remat.machine import rng
 
@@ -87,6 +89,8 @@ def _from_fields(cfg: ModelConfig) -> PretrainedConfig:
 
 
 def _from_path(cfg: ModelConfig) -> PretrainedConfig:
+    if missing := paths.model_problems(cfg):
+        raise ConfigError("\n".join(missing))
     try:
         config = AutoConfig.from_pretrained(str(cfg.path), trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # a damaged file can raise any error anywhere in the library
@@ -202,6 +206,11 @@ def build(
     except OSError as error:
         hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
         raise ConfigError(f"model.path={cfg.path}: {_first_line(error)}{hint}") from error
+    except SafetensorError as error:
+        found = paths.weight_problems(cfg) or [
+            f"model.path={cfg.path}: {_first_line(error)}; download it again"
+        ]
+        raise ConfigError("\n".join(found)) from error
     if cfg.init is ModelInit.pretrained and resuming:
         with contextlib.suppress(OSError):  # many folders have no such file
             model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))

@@ -66,6 +66,8 @@ class TokenLoss:
         self.verified = not verify  # compared once, on the first call: it costs a host synchronisation
         self.cross_entropy = cross_entropy or fused_cross_entropy
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if (saved := getattr(self.head, "modules_to_save", None)) is not None and len(saved):
+            (self.head,) = saved.values()  # the copy that is trained in peft's wrapper, and called by it
         if self.head is None:
             raise ConfigError(
                 f"{type(model).__name__} has no output layer: remat trains causal language models"

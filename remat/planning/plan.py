@@ -356,4 +356,5 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "tokens_per_s": time.tokens_per_s,
         "unknown_times": time.unknown,
         "assumptions": [*plan.assumptions, *time.assumptions],
+        "warnings": [planned.strategy.length_warning] if planned.strategy.length_warning else [],
     }

@@ -130,7 +130,9 @@ def required(
         mlocked_bytes=sum(i.bytes_per_rank for i in items if i.mlocked),
         nvme_bytes=per_node["nvme"],
         saved_bytes=states_on_disk(save, steps) * saved_state_bytes(num_params, ds),
-        export_bytes=width * num_params if save.export else 0,
+        export_bytes=width
+        * num_params
+        * (save.export + 2 * save.best),  # a better model beside the one it replaces
         rehearsal_bytes=saved_state_bytes(num_params, ds) + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         reading_bytes=reading_bytes,
@@ -148,7 +150,7 @@ def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -
     """Return whether the run tries its save and export after the first step. `num_params` counts the whole model."""
     if save.rehearse is not None:
         return save.rehearse
-    keeps = save.every > 0 or save.at_end or save.export
+    keeps = save.every > 0 or save.at_end or save.export or save.best
     return keeps and num_params > REHEARSED_FROM and tensor_parallel_size == 1
 
 

@@ -35,7 +35,7 @@ class Recordings:
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
             decided.packed,
-            (train.precision, train.loss, train.micro_batch_size, train.seq_len),
+            (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
         )
         key = repr(depends_on)
         if key not in self._found:

@@ -10,8 +10,8 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
-from remat.config.options import Attention, ConfigError, Packing, PeftMethod, RunConfig
-from remat.model import adapters, hf_model, layers, meta_kernels, packing
+from remat.config.options import Attention, ConfigError, ModelInit, Packing, PeftMethod, RunConfig
+from remat.model import adapters, hf_model, layers, meta_kernels, noise, packing, positions
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -34,6 +34,7 @@ class Strategy:
     decisions: list[LayerDecision]
     packed: Packed
     stacks: str = ""  # the stacks of layers in words, where there is more than one
+    length_warning: str = ""  # where train.seq_len is longer than the model was made for
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
@@ -62,6 +63,9 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     skeleton = hf_model.skeleton(config, cfg.model)
     if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
         raise ConfigError("\n".join(problems))
+    length_warning = positions.check_length(
+        skeleton, config, cfg.train.seq_len, pretrained=cfg.model.init is ModelInit.pretrained
+    )
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = _facts(cfg, skeleton)
@@ -81,6 +85,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
         adapters.check_quantised(zero_stage)
+    if cfg.peft.dora:
+        adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
     one_width = packed.form is not Packing.none
     decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin, one_width=one_width)
@@ -93,6 +99,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         decisions=decisions,
         packed=packed,
         stacks=stacks,
+        length_warning=length_warning,
         decided_because=because,
     )
 
@@ -161,7 +168,9 @@ def meta_model(cfg: RunConfig) -> Any:
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
-    return _with_adapters(cfg, net).to(dtype).train()
+    trained = _with_adapters(cfg, net).to(dtype).train()
+    noise.add(trained, cfg.train.neftune_alpha)
+    return trained
 
 
 def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:

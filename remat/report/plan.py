@@ -31,6 +31,8 @@ def show(planned: Planned, console: Console) -> None:
             _table(title, rows, plan.ranks_per_node, console)
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
     _show_time(planned, console)
+    if planned.strategy.length_warning:
+        console.print(planned.strategy.length_warning, style="yellow", highlight=False)
     for text in [*plan.assumptions, *planned.time.assumptions]:
         console.print(f"assumed: {text}", style="dim", highlight=False)
     for resource in plan.resources:

@@ -62,6 +62,12 @@ def rows(run: Described) -> dict[str, str]:
     }
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
+    optim = cfg.optim
+    found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
+        optim.warmup_steps > 0
+    )
+    if cfg.peft.lr is not None:
+        found["lr"] += f"; brought by peft={cfg.peft.method}, optim.lr=... sets another"
     if facts.quantised_weights:
         found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
     if makes_trial_save(cfg, run.strategy):
@@ -111,6 +117,8 @@ def files(folder: Path) -> dict[str, str]:
         found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
     if (folder / "export").is_dir():
         found["exported model"] = "export/"
+    if (folder / "best").is_dir():
+        found["best model"] = "best/"
     found["look at it"] = f"remat report {folder}"
     return found
 

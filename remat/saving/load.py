@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.config.options import ConfigError, Precision
+from remat.config.options import NOT_FOLDERS, ConfigError, Precision
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load
-from remat.saving.manifest import ENGINE, SAVED, STEP, SavedState, SaveError
+from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState, SaveError
 from remat.saving.save import ROUND_S, engine_layout, engine_precision, rng_file
 
 
@@ -77,7 +77,9 @@ def resolve_resume(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Callable[[], object] = lambda: None,
 ) -> ResumePoint | None:
-    """Find what `resume` names: None for "none", else the newest complete state. Collective, before the model exists.
+    """Find what `resume` names, the newest complete state. Collective, before the model exists.
+
+    None for "none", and for "auto_or_start" where nothing was saved yet.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first. A path
     names a run, its `saved` folder or one state. `own` is called for each run before its states are read: until then
@@ -87,7 +89,7 @@ def resolve_resume(
     if resume == "none":
         return None
     recipe = Path(output_dir).expanduser() / name
-    if resume != "auto":
+    if resume not in NOT_FOLDERS:
         places = [Path(resume).expanduser()]
     elif run_id is not None:
         places = [recipe / run_id]
@@ -100,6 +102,8 @@ def resolve_resume(
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
             return ResumePoint(found.state, found.state.path.parent.parent, notes)
+    if resume == "auto_or_start" and all(note.endswith(UNFINISHED) for note in notes):
+        return None  # killed before its first state was complete, or never started: there is nothing to lose
     looked = ", ".join(str(place) for place in places) or f"{recipe}/*"
     raise ConfigError(
         f"resume={resume}: no complete saved state in {looked} (found: {'; '.join(notes) or 'nothing'}). "

@@ -34,6 +34,7 @@ STEP = "step-"
 ENGINE = "engine"  # DeepSpeed's files inside a state folder
 TMP = "tmp-"
 OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
+UNFINISHED = ": unfinished"  # the end of the note on a folder that a kill left
 FORMAT = 1
 OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 MAX_THREADS = 8  # threads that hash; a rank has few large files
@@ -190,7 +191,7 @@ def list_states(path: Path) -> tuple[list[SavedState], list[str]]:
     states, notes = [], []
     for folder in folders:
         if folder.name.startswith(TMP) and not _is_only_copy(folder):
-            notes.append(f"{folder.name}: unfinished")
+            notes.append(f"{folder.name}{UNFINISHED}")
         elif folder.name.startswith((STEP, TMP)):
             try:
                 states.append(SavedState(folder.absolute(), read(folder)))

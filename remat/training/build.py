@@ -16,7 +16,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import ds_config, validation
-from remat.config.options import ConfigError, DataFormat, LossKind, PeftMethod, Precision, RunConfig
+from remat.config.options import (
+    NOT_FOLDERS,
+    ConfigError,
+    DataFormat,
+    LossKind,
+    PeftMethod,
+    Precision,
+    RunConfig,
+)
 from remat.data import cache
 from remat.data.batches import GlobalBatches, check_same_order, steps_of
 from remat.data.blocks import Blocks
@@ -26,7 +34,7 @@ from remat.data.read_ahead import ReadAhead
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import adapters, flops, hf_model, layers, loss
+from remat.model import adapters, flops, hf_model, layers, loss, noise
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
@@ -39,7 +47,7 @@ from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
 from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shared_folder
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
-from remat.training import lost_peer, out_of_memory, profiling, same_launch
+from remat.training import changes, lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
 from remat.training.run import Run, record_folder
 from remat.training.stopping import StopVote
@@ -86,10 +94,10 @@ def _check_shared(cfg: RunConfig) -> None:
     if cfg.resume == "none":
         return
     state = f"{STEP}*/{FILE}"
-    if cfg.resume == "auto":
+    if cfg.resume in NOT_FOLDERS:
         runs = Path(cfg.output_dir).expanduser() / cfg.name
         patterns = [f"{cfg.run_id or '*'}/{SAVED}/{state}"]
-        shared_folder.check_newest(runs, patterns, f"resume=auto output_dir={cfg.output_dir}")
+        shared_folder.check_newest(runs, patterns, f"resume={cfg.resume} output_dir={cfg.output_dir}")
     else:
         patterns = [FILE, state, f"{SAVED}/{state}"]
         shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
@@ -160,6 +168,8 @@ def _build(
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     looked = look_first(cfg.data, cfg.model) if distributed.rank_from_env() == 0 else None
     strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
+    if strategy.length_warning:
+        console.warning(strategy.length_warning)
     world, group = _join(cfg, strategy, watchdog)
     cfg, strategy = _with_format(cfg, strategy, looked)
     profiling.check(cfg.profile, world.device)
@@ -176,6 +186,8 @@ def _build(
     padding_share = batches.padding_share()
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
+        for line in changes.describe(point.state, cfg) if world.is_main else ():
+            console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = nvme.own_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
@@ -276,11 +288,23 @@ def _run_folder(
     cfg: RunConfig, point: load.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
     """Open the run directory, owned by this launch and shared by all nodes. Reports of a hang go there."""
-    owned = point.run_dir if point else None
+    owned = point.run_dir if point else _begun_before(cfg)
     folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
     shared_folder.check(folder, f"output_dir={cfg.output_dir}")
     watchdog.keep_in(folder)
     return folder
+
+
+def _begun_before(cfg: RunConfig) -> Path | None:
+    """Return the folder of this run_id that a launch left before its first saved state, to start in it again.
+
+    Collective.
+    """
+    if cfg.resume != "auto_or_start" or cfg.run_id is None:
+        return None
+    folder = Path(cfg.output_dir).expanduser() / cfg.name / cfg.run_id
+    found: Path | None = distributed.broadcast(folder if folder.is_dir() else None)
+    return found
 
 
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
@@ -423,6 +447,7 @@ def _model(
             zero_stage=strategy.zero_stage,
             seed=cfg.train.seed,
         )
+    noise.add(trained, cfg.train.neftune_alpha)
     if strategy.zero_stage == 3:
         hf_model.assert_sharded(trained, world.size)
     return trained

@@ -36,7 +36,7 @@ from remat.report import run_dir, summary
 from remat.report.console import final_rows
 from remat.saving import export, nvme
 from remat.saving.manifest import SaveError
-from remat.training import ledger, lost_peer, out_of_memory, proof, saves
+from remat.training import best, ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
 
@@ -280,7 +280,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     stop.poll()  # a stop may have been asked for while the run was built
     if progress.to_evaluate:
         metrics |= _evaluate(run, first, progress)
-    while progress.step < last and stop.reason is None:
+    while progress.step < last and stop.reason is None and not best.is_over(run, progress):
         metrics |= step(run, first, progress, last)
         saves.complete_save(run, progress.step)
         if (
@@ -293,13 +293,17 @@ def _train(run: Run, first: FirstStep) -> Outcome:
             stop.poll()  # a stop may have been asked for during the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(run, first, progress)
-        if _due(progress.step, cfg.save.every, last if cfg.save.at_end or cfg.train.stop_at else 0):
-            saves.save_state(run, progress, must=progress.step == last)
+        end = progress.step if best.is_over(run, progress) else last
+        if _due(progress.step, cfg.save.every, end if cfg.save.at_end or cfg.train.stop_at else 0):
+            saves.save_state(run, progress, must=progress.step == end)
             stop.poll()  # a stop may have been asked for during the save
     if stop.reason is not None:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
-    finished = progress.step >= run.steps and stop.reason is None
+    over = best.is_over(run, progress) and stop.reason is None
+    if over:
+        run.console.note(best.in_words(run, progress))
+    finished = over or (progress.step >= run.steps and stop.reason is None)
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
 
@@ -334,6 +338,8 @@ def start(run: Run) -> Progress:
         if "losses" in run.resumed:  # not in older states
             run.losses.restore(run.resumed["losses"])
         run.tracker.rewind(progress.step)
+    elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
+        run.tracker.rewind(-1)
     saves.prepare(run, progress.step)
     run.applied.reset()
     run.engine.train()
@@ -423,6 +429,7 @@ def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
     """Evaluate at this step. If a stop comes first, note that it must be done after the resume."""
     metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.reason is not None and not metrics
+    best.judge(run, progress, metrics)
     return metrics
 
 

@@ -56,6 +56,9 @@ class Progress:
     positions: int = 0  # tokens seen, and padding
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    best_loss: float | None = None  # the lowest held-out loss after a step
+    best_step: int = 0
+    evals_since_best: int = 0
     to_evaluate: bool = False  # a stop came before or during the evaluation of this step
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from remat.config import compose, validation
+import remat
+from remat.config import compose, ds_config, validation
 from remat.config.options import ConfigError, DataSource, Policy, Precision
 
 
@@ -28,6 +31,61 @@ def test_every_recipe_composes_and_says_what_it_is_for(recipe: str) -> None:
     assert cfg.meta.machine != "any"
     header = (compose.RECIPE_DIR / f"{recipe}.yaml").read_text().splitlines()[0]
     assert header.startswith("# deepspeed") and f"recipe={recipe}" in header
+
+
+@pytest.mark.parametrize("name", compose.starting_points())
+def test_every_starting_point_needs_only_a_model_and_data(name: str) -> None:
+    assert "model.path" in message(f"recipe={name}")
+    cfg = run(f"recipe={name}", "model.path=/my/model", "data.path=/my/data.jsonl")
+    assert (cfg.name, cfg.meta.machine) == (name, "any")
+    assert cfg.optim.warmup_steps > 0 and cfg.train.eval_batches > 0 and cfg.save.export
+    assert ds_config.zero_stage(strategy_file(cfg)) in (2, 3)
+    header = (compose.RECIPE_DIR / f"{name}.yaml").read_text().splitlines()[0]
+    assert header == f"# deepspeed train.py recipe={name} model.path=FOLDER_OR_HUB_NAME data.path=FILE"
+
+
+def strategy_file(cfg: compose.RunConfig) -> dict[str, Any]:
+    return ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR)
+
+
+def test_learning_rates_of_starting_points_are_those_of_their_kind() -> None:
+    rates = {name: run(f"recipe={name}", "model.path=/m").optim.lr for name in compose.starting_points()}
+    assert rates == {"finetune": 1e-5, "lora": 2e-4, "qlora": 2e-4, "pretrain": 3e-4}
+
+
+FULL_8B = "recipe=llama8b_zero3_offload_optimizer"
+
+
+@pytest.mark.parametrize(
+    "words", [["peft=lora"], ["peft=qlora"], ["peft=lora", "peft.r=4"], ["peft.method=lora", "peft.lr=2e-4"]]
+)
+def test_adapters_bring_their_learning_rate(words: list[str]) -> None:
+    cfg = run(FULL_8B, *words, "model.path=/m")
+    assert cfg.optim.lr == cfg.peft.lr == 2e-4
+    assert run(FULL_8B, "model.path=/m").optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "lr"),
+    [
+        (["peft=lora", "optim.lr=7e-5"], 7e-5),
+        (["optim.lr=1e-5", "peft=lora"], 1e-5),
+        (["peft=lora", "peft.lr=3e-4"], 3e-4),
+        (["recipe=lora", "model.path=/m"], 2e-4),
+        (["recipe=lora", "model.path=/m", "optim.lr=1e-4"], 1e-4),
+        (["recipe=lora", "model.path=/m", "peft.lr=1e-3"], 1e-3),
+        ([], 1e-5),
+    ],
+)
+def test_a_learning_rate_that_is_given_stays(words: list[str], lr: float) -> None:
+    cfg = run(*([FULL_8B] if "recipe" not in "".join(words) else []), *words)
+    assert cfg.optim.lr == lr
+    assert cfg.peft.lr in (None, lr)
+
+
+def test_two_learning_rates_are_refused() -> None:
+    assert "leave one out" in message(FULL_8B, "peft=lora", "peft.lr=1e-4", "optim.lr=1e-5")
+    assert "no effect" in message(FULL_8B, "peft.lr=1e-4")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +222,62 @@ def test_bad_granularity_is_refused_before_anything_is_built() -> None:
 
 
 def test_multirun_is_refused_with_the_reason() -> None:
-    assert "one process group" in message("-m", "train.steps=1,2")
+    for words in (["-m", "train.steps=1,2"], ["train.steps=1,2"]):
+        text = message(*words)
+        assert "`remat compare train.steps=1,2 recipe=NAME`" in text
+        assert "`remat plan --sweep train.steps=1,2 recipe=NAME`" in text
+        assert "multirun" not in text
+
+
+def test_added_keys_flags_and_hydras_own_settings_come_in_one_message_with_the_rest() -> None:
+    text = message(
+        "+train.num_epochs=3", "--learning_rate=1e-5", "hydra.run.dir=x", "train.stepz=3", "data=alpacca"
+    )
+    assert len(text.splitlines()) == 5
+    for part in ("train.epochs", "optim.lr", "output_dir=FOLDER", "train.steps?", "did you mean alpaca?"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "word", ["data.path=a=b", "data.path='a", "data.path=a{b", "data.path=(x", "data.path=x]"]
+)
+def test_a_value_that_the_grammar_cannot_read_is_told_in_plain_words(word: str) -> None:
+    text = message(word)
+    assert "put the value in quotes" in text
+    assert not any(jargon in text for jargon in ("Lexer", "mismatched", "expecting", "hydra.cc", "EOF"))
+    quoted = shlex.split(text.partition("in quotes: ")[2])
+    assert run(*quoted).data.path == word.partition("=")[2]
+
+
+def test_what_a_users_own_file_sets_beside_the_options_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "mine.yaml").write_text("learning_rate: 3\n")
+    assert "no such option" in message("--config-dir", str(tmp_path), "+extra=mine")
+    (tmp_path / "extra" / "mine.yaml").write_text("# @package _global_\ntrain:\n  steps: 77\n")
+    assert run("--config-dir", str(tmp_path), "+extra=mine").train.steps == 77
+
+
+def test_a_free_form_section_may_be_given_whole() -> None:
+    assert run("model.architecture={hidden_size: 96}").model.architecture["hidden_size"] == 96
+
+
+@pytest.mark.parametrize("words", [[], ["train.steps=3"], ["resume=auto"], ["resume=none"]])
+def test_a_launch_without_a_recipe_lists_them_and_the_lines_to_type(words: list[str]) -> None:
+    composed = compose.from_command_line(words)
+    with pytest.raises(ConfigError) as caught:
+        compose.check_launch(composed, 1)
+    text = str(caught.value)
+    assert "deepspeed train.py recipe=tiny_zero3_offload" in text
+    assert "recipe=finetune model.path=" in text
+    assert all(name in text for name in compose.recipe_names())
+    compose.check_launch(compose.from_command_line([*words, "recipe=tiny_zero3_offload"]), 1)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compose.from_command_line(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"remat {remat.__version__}\n"
 
 
 def test_unknown_flag_is_refused() -> None:

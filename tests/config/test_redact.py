@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import string
@@ -109,6 +110,21 @@ def test_environment(name: str, tmp_path: Path) -> None:
     ), "a variable that names a file holds no secret"
 
 
+def test_the_environment_is_asked_once_and_again_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: bool(asked.append(path)) or exists(path))
+    monkeypatch.setenv("DB_PASS", "tricky-first")
+    assert redact_text("a tricky-first b tricky-second") == "a *** b tricky-second"
+    assert asked
+    asked.clear()
+    for _ in range(3):
+        assert redact({"x": ["tricky-first"] * 5}) == {"x": ["***"] * 5}
+    assert not asked
+    monkeypatch.setenv("DB_PASS", "tricky-second")
+    assert redact_text("a tricky-first b tricky-second") == "a tricky-first b ***"
+
+
 HARD, PLAIN = "".join(set(string.punctuation)), string.ascii_letters + string.digits
 NAMES = [
     "password",
@@ -207,7 +223,7 @@ def test_forms_of_vendors(start: str, text: str) -> None:
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml")))
 def test_nothing_of_a_recipe_is_hidden(recipe: str) -> None:
-    composed = compose.compose_run([f"recipe={recipe}", "data.path=/data/x@2/k.jsonl"])
+    composed = compose.compose_run([f"recipe={recipe}", "model.path=/m", "data.path=/data/x@2/k.jsonl"])
     assert "***" not in composed.yaml
     assert redact_text(composed.yaml, {}) == composed.yaml
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import remat
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets", "peft", "wandb")
 BAD = "train.stepz=3"
@@ -35,6 +37,10 @@ REFUSED = {  # command lines of remat, and what each is told
     "plan deepspeed.overrides.zero_optimisation.stage=2": "zero_optimisation is no DeepSpeed key",
     "plan deepspeed.config=zero3_nvme": "needs hardware.nvme_path",
     f"plan {SHARED}": "remat plan does not know shared layers yet",
+    "launch": "recipe=NAME is missing",
+    "compare checkpointing=none,full": "recipe=NAME is missing",
+    "plan recipe=finetune model.path=/no/such": "model.path=/no/such does not exist",
+    "plan -cn mine": "write recipe=NAME",
     "doctor --build nothing": "--build nothing: no such op",
     "compare --repeats=-1 train.steps=1,2": "--repeats and --ranks: at least 1",
     "compare lab=nothing": "lab=nothing: no such experiment",
@@ -44,6 +50,15 @@ REFUSED = {  # command lines of remat, and what each is told
     f"launch --num_gpus 3 train.py {SHARED}": "3 ranks do not divide",
 }
 REFUSED_BY_RANKS = {  # of three ranks
+    "": "recipe=NAME is missing",
+    "model=hf model.path=/no/such data=alpaca": "model.path=/no/such does not exist",
+    "recipe=finetune model.path=gpt2 data.path=/no/such.jsonl": "data.path=/no/such.jsonl does not exist",
+    "recipe=tiny_zero3_offload output_dir=/proc/nope": "output_dir=/proc/nope cannot be written",
+    "resume=/no/such": "resume=/no/such: no such folder",
+    "--learning_rate 1e-5": "did you mean optim.lr?",
+    "-m optim.lr=1e-4,2e-4": "remat compare optim.lr=1e-4,2e-4",
+    "hydra.run.dir=X": "set output_dir=FOLDER",
+    "+train.num_epochs=3": "did you mean train.epochs?",
     BAD: EXPLAINED,
     "deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
     "data=jsonl": "data.path is missing",
@@ -93,8 +108,8 @@ def run_each(lines: Iterable[str]) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, Ended]:
-    ours = [f"remat {line}" for line in (*REFUSED, "compare --list")]
-    return run_each([*ours, *(f"train.py {line}" for line in REFUSED_BY_RANKS)])
+    ours = [f"remat {line}" for line in (*REFUSED, "compare --list", "--version", "--help")]
+    return run_each([*ours, *(f"train.py {line}" for line in (*REFUSED_BY_RANKS, "--version"))])
 
 
 @pytest.mark.parametrize(
@@ -113,11 +128,30 @@ def test_a_bad_option_is_told_before_anything_heavy_is_imported(
     assert not {*modules} & {*HEAVY}
 
 
+def test_the_version_and_the_completion_of_a_shell_are_there(ended: dict[str, Ended]) -> None:
+    assert ended["remat --version"][:2] == (0, f"remat {remat.__version__}\n")
+    assert ended["train.py --version"][:2] == (0, f"remat {remat.__version__}\n")
+    assert "--install-completion" in ended["remat --help"][1]
+    assert not {*ended["remat --version"][3]} & {*HEAVY}
+
+
 def test_named_experiments_are_listed_without_anything_heavy(ended: dict[str, Ended]) -> None:
     code, said, _, modules = ended["remat compare --list"]
     assert code == 0
     assert "seed_b8" in said
     assert not {*modules} & {*HEAVY}
+
+
+def test_a_python_without_the_libraries_is_told_to_use_the_environment() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "train.py", "recipe=tiny_zero3_offload"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "has no module hydra" in done.stderr and ".venv/bin/activate" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_plan_imports_no_library_that_it_does_not_need() -> None:

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from remat.config import compose, validation
 from remat.config.options import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
-from remat.model import adapters, flops, hf_model, loss
+from remat.model import adapters, flops, hf_model, loss, noise
 from remat.model.layers import decoder_layers
-from remat.planning import strategy
+from remat.planning import recording, strategy
 from remat.saving import export
 from tests.support.pool import RankPool
 
@@ -144,7 +145,7 @@ def test_first_values_are_pefts_own_and_follow_the_seed() -> None:
     assert first.peft_config["default"].init_lora_weights is True
 
 
-def values(stage: int, precision: Precision) -> dict[str, Any]:
+def values(stage: int, precision: Precision, **more: Any) -> dict[str, Any]:
     """Every parameter gathered, and what `assert_sharded` says at stage 3."""
     import deepspeed
 
@@ -153,7 +154,7 @@ def values(stage: int, precision: Precision) -> dict[str, Any]:
         cfg, hf_model.load_config(cfg), precision=precision, ds_config=ds, zero_stage=stage, seed=3
     )
     wrapped = adapters.add_lora(
-        net, config(), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3
+        net, config(**more), layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=3
     )
     found: dict[str, Any] = {"shard_bytes": hf_model.assert_sharded(wrapped, 2) if stage == 3 else 0}
     found["resident_bytes"] = sum(p.untyped_storage().nbytes() for p in wrapped.parameters())
@@ -172,12 +173,19 @@ def zero_dict(stage: int, precision: Precision) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-def test_first_values_do_not_depend_on_rank_or_stage(two_ranks: RankPool, precision: Precision) -> None:
-    expected = two_ranks.run(values, stage=2, precision=precision)[0]["values"]
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "more"), [(Precision.fp32, {}), (Precision.bf16, {}), (Precision.bf16, WHOLE)]
+)
+def test_first_values_do_not_depend_on_rank_or_stage(
+    two_ranks: RankPool, precision: Precision, more: dict[str, Any]
+) -> None:
+    expected = two_ranks.run(values, stage=2, precision=precision, **more)[0]["values"]
     dtype = hf_model.DTYPES[precision]
     whole = sum(value.numel() for value in expected.values()) * dtype.itemsize
-    for rank in two_ranks.run(values, stage=3, precision=precision):
+    for rank in two_ranks.run(values, stage=3, precision=precision, **more):
         assert rank["values"].keys() == expected.keys()
         for name, value in expected.items():
             assert value.dtype == rank["values"][name].dtype == dtype
@@ -203,6 +211,152 @@ def test_adapters_are_counted_before_weights_are_read() -> None:
         plain.largest_param,
     )
     assert facts.class_name == "LlamaForCausalLM"
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "dora with dropout": {"dora": True, "dropout": 0.1},
+    "whole modules": WHOLE,
+    "a norm, dora, rslora": {"modules_to_save": ["norm"], "dora": True, "rslora": True},
+}
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["rslora", "dora", "dora with dropout"])
+def test_each_kind_of_adapter_starts_as_the_model_itself(fields: dict[str, Any], kind: str) -> None:
+    net, plain = adapted(built(fields), config(**KINDS[kind])).eval(), built(fields).eval()
+    ids = torch.arange(8)[None]
+    assert torch.allclose(net(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6)
+    for module in net.modules():
+        if "dora" in kind and hasattr(module, "lora_magnitude_vector") and module.lora_magnitude_vector:
+            weight = module.get_base_layer().weight
+            rows = weight.T if fields is GPT2 else weight
+            assert torch.allclose(
+                module.lora_magnitude_vector[adapters.ADAPTER].weight.flatten(), rows.norm(dim=1)
+            )
+
+
+def test_rslora_scales_by_the_root_of_the_rank() -> None:
+    for rslora, scaling in ((False, 8 / 4), (True, 8 / 2)):
+        net = adapted(built(LLAMA), config(rslora=rslora))
+        found = {module.scaling[adapters.ADAPTER] for module in net.modules() if hasattr(module, "lora_A")}
+        assert found == {scaling}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_trained_and_written_as_peft_writes_it(tmp_path: Path, kind: str) -> None:
+    net = filled(adapted(built(LLAMA), config(**KINDS[kind])))
+    ids = torch.arange(8)[None]
+    net(input_ids=ids, labels=ids).loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in net.parameters())
+    result = export.export(engine(net), tmp_path / "ours", tokenizer=None, max_shard_size="1GB")
+    net.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    reloaded = PeftModel.from_pretrained(built(LLAMA), str(result.path)).eval()
+    assert torch.equal(reloaded(input_ids=ids).logits, net.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skeleton_of_each_kind_plans_the_same_files(tmp_path: Path, kind: str) -> None:
+    from remat.saving import hf_files
+
+    net = adapted(built(LLAMA), config(**KINDS[kind]))
+    hf_config = copy.deepcopy(net.get_base_model().config)
+    export.write_model_card(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
+    card = tmp_path / "model"
+    model_class = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(card)))
+    skeleton = hf_files.build_adapter_skeleton(model_class, AutoConfig.from_pretrained(card), card)
+    live, offline = (hf_files.plan_adapter(m, torch.float32) for m in (net, skeleton))
+    assert (live.shapes, live.units) == (offline.shapes, offline.units)
+
+
+@pytest.mark.parametrize(
+    ("more", "added"),
+    [
+        ({"dora": True}, 2 * (32 + 16 + 16 + 32 + 64 + 64 + 32)),
+        (WHOLE, 2 * 96 * 32),
+        ({"modules_to_save": ["norm"]}, 32),
+        ({"rslora": True}, 0),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_each_kind_adds_is_counted_exactly(more: dict[str, Any], added: int) -> None:
+    """In the model and, without a weight, in the plan."""
+    plain, net = adapted(built(LLAMA), config()), adapted(built(LLAMA), config(**more))
+
+    def sizes(model: nn.Module) -> tuple[int, int]:
+        parameters = list(model.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+    assert sizes(net) == tuple(size + added for size in sizes(plain))
+    words = [f"model.architecture.{name}={value}" for name, value in LLAMA.items()]
+    options = [f"peft.{name}={str(value).replace(' ', '')}" for name, value in more.items()]
+    asked = ["recipe=tiny_zero3_offload", "peft=lora", "peft.r=4", "peft.alpha=8", "deepspeed.config=zero2"]
+    run = compose.compose_run([*asked, *words, *options]).run
+    facts = strategy.decide(run, world_size=1, can_pin=False).facts
+    assert (facts.num_params, facts.num_trainable_params) == sizes(net)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    words = ["recipe=tiny_zero3_offload", "peft=lora"]
+    with pytest.raises(ConfigError, match=r"peft\.dora=true with ZeRO-3.*zero2"):
+        strategy.decide(compose.compose_run([*words, "peft.dora=true"]).run, world_size=1, can_pin=False)
+    for name in ("q_proj", "nothing"):
+        run = compose.compose_run([*words, f"peft.modules_to_save=[{name}]"]).run
+        with pytest.raises(
+            ConfigError, match=rf"modules_to_save=.*{name} is not outside .* embed_tokens, norm, lm_head"
+        ):
+            strategy.decide(run, world_size=1, can_pin=False)
+    with pytest.raises(ConfigError, match=r"peft\.dora=true with peft\.method=qlora"):
+        compose.compose_run(["recipe=tiny_zero3_offload", "peft=qlora", "peft.dora=true"])
+    with pytest.raises(ConfigError, match=r"are in peft\.target_modules too"):
+        compose.compose_run([*words, "peft.modules_to_save=[q_proj]", "peft.target_modules=[q_proj]"])
+
+
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_the_loss_finds_the_output_layer_that_is_trained(
+    monkeypatch: pytest.MonkeyPatch, kind: LossKind
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 7 * 96)
+    net = filled(adapted(built(LLAMA), config(**WHOLE)))
+    ids = torch.arange(24)[None]
+    ours = loss.TokenLoss(net, kind)(net, {"input_ids": ids, "labels": ids})
+    assert torch.allclose(ours / 23, net(input_ids=ids, labels=ids).loss, rtol=1e-6)
+    ours.backward()
+    assert net.get_output_embeddings().modules_to_save[adapters.ADAPTER].weight.grad is not None
+
+
+def test_a_plan_counts_the_noise_and_one_without_it_does_not() -> None:
+    known = recording.Recordings()
+    words = ["recipe=tiny_zero3_offload", "train.micro_batch_size=1", "train.global_batch_size=2"]
+
+    def operations(*more: str) -> int:
+        cfg = compose.compose_run([*words, *more]).run
+        recorded = known.get(cfg, strategy.decide(cfg, world_size=2, can_pin=False), on_gpu=False)
+        return len(recorded.timeline.ops)
+
+    assert operations() < operations("train.neftune_alpha=5") == operations("train.neftune_alpha=1")
+    assert known.made == 2
+
+
+def test_noise_is_that_of_neftune_and_only_in_training() -> None:
+    net, other, ids = built(LLAMA), built(LLAMA), torch.arange(8)[None]
+    plain = net.eval()(input_ids=ids).logits
+    noise.add(net, 5.0)
+    other.get_input_embeddings().neftune_noise_alpha = 5.0
+    other.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    assert torch.equal(net(input_ids=ids).logits, plain)
+    drawn = []
+    for model in (net.train(), other.train()):
+        torch.manual_seed(3)
+        drawn.append(model(input_ids=ids).logits)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], plain)
+    noise.add(third := built(LLAMA), 0.0)
+    assert torch.equal(third.train()(input_ids=ids).logits, plain)
 
 
 def test_contradictions_are_named() -> None:

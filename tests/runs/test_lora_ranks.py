@@ -35,9 +35,10 @@ STRATEGIES = {
     "zero3": ["deepspeed.config=zero3"],
     "zero3_nothing_persistent": ["deepspeed.config=zero3_offload", NOTHING_PERSISTENT],
 }
+WHOLE = ["peft.modules_to_save=[embed_tokens,lm_head]", "train.neftune_alpha=5"]
 RESUMED = {
-    "zero2_offload_again": STRATEGIES["zero2_offload"],
-    "zero3_offload_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16"],
+    "zero2_offload_again": [*STRATEGIES["zero2_offload"], "peft.dora=true", "peft.rslora=true"],
+    "zero3_offload_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", *WHOLE],
     "random_base_again": ["deepspeed.config=zero3_offload", "model.init=random"],
     "qlora_again": ["deepspeed.config=zero2_offload", "train.precision=bf16", "peft=qlora", *EVALUATED],
 }
@@ -46,7 +47,7 @@ QLORA = {
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
-REST = {"zero2", "zero3", "qlora_zero0", "zero2_offload_again"}
+REST = {"zero2", "zero3", "qlora_zero0"}
 RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 

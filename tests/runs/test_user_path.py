@@ -50,7 +50,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 STEPS = 8  # ZeRO-3 has learnt its order of gathers in the fourth micro-batch without an evaluation between
 EVERYTHING = [
     f"train.steps={STEPS}", "data.eval_fraction=0.2", "train.eval_every=4", "save.every=4", "save.export=true",
-    "tracking=wandb_offline",
+    "tracking=wandb_offline", "save.best=true",
     "save.max_shard_size=50KB",
 ]  # fmt: skip
 
@@ -197,6 +197,18 @@ def test_the_export_gives_the_logged_evaluation_loss(whole: tuple[Path, str], wo
     assert total / tokens == pytest.approx(tiny.rows(folder, "loss/eval")[-1]["loss/eval"], rel=1e-5)
 
 
+def test_the_model_of_the_lowest_held_out_loss_is_kept(whole: tuple[Path, str]) -> None:
+    folder, _ = whole
+    losses = {row["step"]: row["loss/eval"] for row in tiny.rows(folder, "loss/eval") if row["step"] > 0}
+    best = json.loads((folder / "best.json").read_text())
+    assert best == {"step": min(losses, key=lambda step: losses[step]), "loss/eval": min(losses.values())}
+    kept, last = (
+        AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("best", "export")
+    )
+    assert kept.keys() == last.keys()
+    assert all(torch.equal(kept[name], last[name]) for name in last) is (best["step"] == STEPS)
+
+
 def test_the_report_draws_a_real_run(whole: tuple[Path, str]) -> None:
     folder, _ = whole
     drawn = run_report.draw(folder)
@@ -232,19 +244,29 @@ def test_the_rendered_config_trains_as_deepspeed_config(whole: tuple[Path, str])
 
 
 def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
-    """3 steps, a resume and 1 are 4 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process."""
+    """3 steps, a resume and 1 are 4 steps at once, for ZeRO-2 and ZeRO-3 with offload, each resume in a new process.
+
+    One is the same line twice, as of a job that is queued again; one names the run's folder and no option.
+    """
     strategies = ("zero2_offload", "zero3_offload")
     at_once, first, second = {}, {}, {}
     for name in strategies:
         common = [f"deepspeed.config={name}", "save.every=0", "save.at_end=false", "tracking=wandb_offline"]
         at_once[f"{name}_once"] = words(workshop, f"{name}_once", *common)
-        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "train.stop_at=3")
-        second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, "resume=auto")
+        how = ["resume=auto_or_start"] if name == "zero2_offload" else []
+        first[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, *how, "train.stop_at=3")
+        second[f"{name}_twice"] = words(workshop, f"{name}_twice", *common, *how)
+    # nothing is learned, so that no evaluation is lower than the first
+    idle = ["optim.lr=0", "train.steps=9", "train.eval_every=1", "data.eval_fraction=0.1", "save.best=true"]
+    idle += ["train.early_stopping_evals=2", "save.at_end=true"]
+    at_once["early"], second["early"] = (words(workshop, "early", *idle, *how) for how in ([], ["resume=auto"]))
+    second["zero3_offload_twice"] = [f"resume={workshop / 'out' / 'zero3_offload_twice' / 'run'}"]
     for index, spec in enumerate((at_once | first, second)):
         path = workshop / f"resume_{index}.json"
         path.write_text(json.dumps(spec))
         done = deepspeed(str(path), script="tests/support/many_runs.py")
         assert done.code == 0, done.out[-6000:]
+        assert "changed: " not in done.out
     out = workshop / "out"
     for name in strategies:
         once, twice = tiny.rows(out / f"{name}_once" / "run"), tiny.rows(out / f"{name}_twice" / "run")
@@ -253,6 +275,12 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
             assert [row[key] for row in once] == [row[key] for row in twice], (name, key)
         ids = {file.stem for file in (out / f"{name}_twice" / "run").glob("wandb/offline-run-*/*.wandb")}
         assert len(ids) == 1, "one W&B run across the resume"
+    early = out / "early" / "run"
+    assert [row["step"] for row in tiny.rows(early)] == [1, 2, 3]
+    assert json.loads((early / "best.json").read_text())["step"] == 1
+    assert [path.name for path in (early / "saved").iterdir()] == ["step-000003"]
+    assert json.loads((workshop / "resume_1.done.json").read_text())["early"]["finished"]
+    assert "no lower held-out loss in 2 evaluations" in done.out and "at step 1, its model is" in done.out
 
 
 def test_bad_options_are_one_message_and_exit_code_2(tmp_path: Path) -> None:

@@ -380,6 +380,28 @@ def test_resume_with_no_run_at_all_is_an_error(tmp_path: Path) -> None:
         resolve(tmp_path, "auto")
 
 
+@pytest.mark.parametrize("run_id", [None, "a"])
+def test_auto_or_start_starts_where_nothing_was_saved_and_resumes_where_something_was(
+    tmp_path: Path, run_id: str | None
+) -> None:
+    run = tmp_path / "recipe" / "a"
+    assert resolve(tmp_path, "auto_or_start", run_id) is None
+    run.mkdir(parents=True)  # killed before its first save
+    assert resolve(tmp_path, "auto_or_start", run_id) is None
+    (run / "saved" / "tmp-step-000001").mkdir(parents=True)  # killed in it
+    assert resolve(tmp_path, "auto_or_start", run_id) is None
+    save(run, 2)
+    point = resolve(tmp_path, "auto_or_start", run_id)
+    assert point is not None and (point.run_dir, point.state.step) == (run, 2)
+
+
+def test_auto_or_start_never_starts_over_what_was_saved_and_is_damaged(tmp_path: Path) -> None:
+    run = tmp_path / "recipe" / "a"
+    weights(save(run, 1)).unlink()
+    with pytest.raises(ConfigError, match=r"resume=auto_or_start: no complete saved state .*missing"):
+        resolve(tmp_path, "auto_or_start")
+
+
 def test_compatibility_names_every_difference(tmp_path: Path) -> None:
     save(tmp_path, 1)
     state = load.find_newest(tmp_path).state

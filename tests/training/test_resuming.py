@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.training import build
+from remat.model import optimizer
+from remat.training import build, changes
 from tests.data.test_batches import make_blocks, stream
 
 
@@ -59,3 +62,51 @@ def test_the_data_goes_on_with_the_sample_after_the_last_one() -> None:
     after = batches(point).next_step()
     assert after.sample_ids.tolist() == whole.next_step().sample_ids.tolist()
     assert not set(before.sample_ids.tolist()) & set(after.sample_ids.tolist())
+
+
+OLD = ["recipe=tiny_zero3_offload", "train.steps=40", "optim.warmup_steps=0", "optim.lr=3e-4"]
+
+
+def changed(tmp_path: Path, *words: str, old: Sequence[str] = OLD) -> list[str]:
+    """What a resume of a run of `old` at step 30 says of `words`."""
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(compose.compose_run(list(old)).yaml)
+    state: Any = SimpleNamespace(path=run / "saved" / "step-000030", step=30)
+    return changes.describe(state, compose.compose_run([*old, *words]).run)
+
+
+def test_a_longer_schedule_is_told_with_the_learning_rates_before_and_after(tmp_path: Path) -> None:
+    lines = changed(tmp_path, "train.steps=60")
+    cfg = compose.compose_run(list(OLD)).run
+    before, after = (optimizer.lr_at(30, cfg.optim, steps) for steps in (40, 60))
+    assert after > 1.5 * before
+    assert lines == [
+        "changed: train.steps: 40 -> 60",
+        f"lr at step 31: {before:.3g} -> {after:.3g} (optim.schedule=cosine spans train.steps=60)",
+    ]
+
+
+def test_each_change_is_told_once_and_nothing_without_one(tmp_path: Path) -> None:
+    assert changed(tmp_path) == []
+    assert changed(tmp_path, "log_level=debug", "resume=auto", "train.stop_at=35") == []
+    lines = changed(tmp_path, "checkpointing=none", "optim.weight_decay=0", "optim.schedule=constant")
+    assert len([line for line in lines if line.startswith("changed: ")]) == 3
+    assert any("checkpointing.policy: full -> none (memory and speed" in line for line in lines)
+    assert lines[-1].startswith("lr at step 31: ") and lines[-1].endswith("-> 0.0003")
+    assert changed(tmp_path, "optim.beta1=0.8")[-1].endswith("as before")
+
+
+def test_a_run_without_a_readable_configuration_has_nothing_to_compare(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(path=tmp_path / "run" / "saved" / "step-000030", step=30)
+    assert changes.describe(state, compose.compose_run(list(OLD)).run) == []
+
+
+def test_a_folder_that_a_launch_left_before_its_first_state_is_started_in_again(tmp_path: Path) -> None:
+    words = ["recipe=tiny_zero3_offload", f"output_dir={tmp_path}", "run_id=job"]
+    again, once = (compose.compose_run([*words, f"resume={how}"]).run for how in ("auto_or_start", "none"))
+    assert build._begun_before(again) is None
+    folder = tmp_path / "tiny_zero3_offload" / "job"
+    folder.mkdir(parents=True)
+    assert build._begun_before(again) == folder
+    assert build._begun_before(once) is None

@@ -1,0 +1,224 @@
+"""Say what to type instead of an option that does not exist: other tools' names for ours, and close spellings.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+SLIP, SAME_SECTION, ANY_SECTION = 0.8, 0.66, 0.8  # how alike two names must be, of 1, to be taken for one
+FREE_FORM = (  # sections that take any key
+    "deepspeed.overrides",
+    "model.architecture",
+    "meta.measured",
+    "checkpointing.layers",
+    "data.columns",
+    "hardware.gpu_rates",
+    "hardware.sources",
+)
+EVERYDAY = {"name", "path", "config", "enabled", "method", "mode", "split", "source", "format", "dtype", "r"}
+
+_TABLE = """\
+optim.lr
+    learning_rate lr max_lr peak_lr base_lr learning_rate_init lr_max
+optim.schedule
+    lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler_type
+optim.weight_decay
+    weight_decay wd adam_weight_decay
+optim.gradient_clipping
+    max_grad_norm grad_clip grad_norm gradient_clip_val clip_grad clip_grad_norm max_norm gradient_clip
+optim.beta1
+    adam_beta1 beta_1
+optim.beta2
+    adam_beta2 beta_2
+optim.eps
+    adam_epsilon epsilon adam_eps
+optim.min_lr_ratio
+    min_lr cosine_min_lr_ratio lr_min min_lr_rate
+optim.warmup_steps (a number of steps)
+    warmup_ratio warmup warmup_steps num_warmup_steps warmup_iters
+train.epochs
+    num_train_epochs epochs num_epochs max_epochs n_epochs epoch train_epochs
+train.steps
+    max_steps num_steps total_steps num_training_steps train_steps training_steps max_iters train_iters
+    iterations num_iterations
+train.micro_batch_size (of one rank and forward pass)
+    per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size micro_batch micro_bsz mbs
+    per_device_eval_batch_size train_micro_batch_size_per_gpu micro_batch_size eval_batch_size
+train.global_batch_size (of all ranks and accumulation)
+    train_batch_size total_batch_size global_batch global_bsz gbs effective_batch_size
+train.micro_batch_size (of one rank and forward pass) or train.global_batch_size (of one optimizer step)
+    batch_size bsz
+train.global_batch_size: accumulation is derived, global_batch_size / (micro_batch_size x ranks)
+    gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches
+    gradient_accumulation accumulation_steps
+train.seq_len
+    max_seq_length max_seq_len cutoff_len max_length sequence_len sequence_length block_size
+    model_max_length context_length seq_length seqlen max_sequence_length context_len ctx_len
+    max_position
+train.precision=fp32, bf16 or fp16
+    mixed_precision torch_dtype amp precision_type compute_dtype dtype use_bf16 use_fp16 half_precision
+    pure_bf16
+train.eval_every
+    eval_steps eval_interval evaluation_strategy eval_strategy val_every validate_every
+    val_check_interval evals_per_epoch
+train.log_every
+    logging_steps log_steps log_interval log_freq logging_interval logging_strategy
+train.seed
+    seed random_seed data_seed
+train.tensor_parallel_size
+    tensor_parallel tp tp_size tensor_model_parallel_size
+model=hf model.path
+    model_name_or_path model_name base_model model_id model_path pretrained_model
+    pretrained_model_name_or_path checkpoint_path model.name model.id
+model.tokenizer
+    tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer
+model.attention
+    attn_implementation flash_attention use_flash_attention flash_attn attn flash_attention_2
+    use_flash_attn use_flash_attention_2 sdp_attention attn_impl
+checkpointing=full (or another policy)
+    gradient_checkpointing activation_checkpointing recompute use_gradient_checkpointing
+    enable_gradient_checkpointing enable_activation_checkpointing gradient_checkpointing_kwargs
+    recompute_granularity
+peft=lora peft.r
+    lora_r lora_rank lora_dim rank
+peft=lora peft.alpha
+    lora_alpha
+peft=lora peft.dropout
+    lora_dropout
+peft=lora peft.target_modules
+    lora_target_modules lora_target lora_modules
+peft.rslora=true
+    use_rslora rslora
+peft.dora=true
+    use_dora dora
+peft.modules_to_save
+    modules_to_save lora_modules_to_save additional_target lora_extra_modules
+train.neftune_alpha
+    neftune_noise_alpha neftune noise_alpha
+peft=lora
+    use_lora lora use_peft finetuning_type adapter adapter_name
+peft=qlora
+    load_in_4bit load_in_8bit quantization_bit use_qlora qlora bnb_4bit_quant_type quantization
+data.packing
+    packing sample_packing pack neat_packing multipack pack_sequences use_packing
+data.path
+    dataset train_file dataset_name datasets data_path train_data dataset_path data_files dataset_dir
+    data_dir dataset_name_or_path training_data train_dataset dataset_id data.name data.file data.files
+data.eval_path
+    validation_file eval_file val_file eval_dataset eval_data val_data test_file test_datasets
+    validation_data
+data.eval_fraction
+    val_set_size val_size validation_split validation_split_percentage eval_split_ratio test_size
+data.text_field
+    dataset_text_field text_column content_field text_key
+data.cache_dir
+    dataset_prepared_path preprocessed_path
+deepspeed.config=zero2, zero3 or another of ds_configs/
+    zero_stage deepspeed_config ds_config zero deepspeed_config_file stage zero_optimization_stage fsdp
+    sharding_strategy
+deepspeed.config=zero3_offload (or another of ds_configs/)
+    offload_optimizer offload_params cpu_offload offload_param offload_model optimizer_offload
+output_dir
+    output_path out_dir save_dir save_path output_folder checkpoint_dir ckpt_dir
+run_id
+    run_name experiment_name exp_name wandb_run_name wandb_name
+resume
+    resume_from_checkpoint resume_from load_checkpoint ckpt_path auto_resume resume_path
+    auto_resume_from_checkpoints
+save.every
+    save_steps save_interval save_every checkpoint_every save_strategy checkpoint_interval
+    saves_per_epoch save_freq
+save.keep
+    save_total_limit keep_last max_checkpoints keep_checkpoint_max save_top_k
+save.best
+    load_best_model_at_end save_best metric_for_best_model
+save.export
+    save_safetensors export_model save_hf_model
+train.early_stopping_evals
+    early_stopping_patience early_stopping patience early_stop_patience
+tracking=wandb_online, wandb_offline or wandb_disabled
+    report_to wandb use_wandb logger wandb_mode tracker log_with
+tracking.project
+    wandb_project project_name
+tracking.entity
+    wandb_entity wandb_team
+a launcher's option: deepspeed --num_gpus N train.py ...
+    num_gpus n_gpus gpus devices num_processes world_size nproc_per_node n_gpu ngpus
+"""  # ours, and below it the names that other tools have for it
+
+
+def _read_table(table: str) -> dict[str, str]:
+    found, ours = dict[str, str](), ""
+    for line in table.splitlines():
+        if line.startswith(" "):
+            found |= dict.fromkeys(line.split(), ours)
+        else:
+            ours = line
+    return found
+
+
+MEANING = _read_table(_TABLE)
+SWITCHES = {"bf16", "fp16", "fp32"}  # train.precision, as switches of their own
+
+
+def suggest(option: str, known: Sequence[str]) -> str:
+    """Return ` (did you mean ...?)` for an option that is not among the `known` ones; empty without a good guess."""
+    meant = find(option, known)
+    return f" (did you mean {meant}?)" if meant else ""
+
+
+def find(option: str, known: Sequence[str]) -> str:
+    """Return what the author of `option` meant: one of `known`, or how ours is written; empty if nothing is near.
+
+    A name of another tool is known wherever it stands: learning_rate, train.learning_rate, --learning-rate.
+    """
+    plain = option.lstrip("+~-").replace("-", "_").lower()
+    section, _, leaf = plain.rpartition(".")
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    own = [name for name in known if name.rpartition(".")[0] == section]
+    if section in sections and (near := _nearest(leaf, own, SLIP)):
+        return near
+    if renamed := _with_known_section(plain, known, sections):
+        return renamed
+    if leaf in SWITCHES:
+        return f"train.precision={leaf}"
+    if meant := MEANING.get(plain, MEANING.get(leaf)):
+        return meant
+    if section in sections and (near := _nearest(leaf, own, SAME_SECTION)):
+        return near
+    if leaf in EVERYDAY:
+        return ""
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    if same:
+        return max(same, key=lambda name: difflib.SequenceMatcher(None, name, plain).ratio())
+    return _nearest(leaf, known, ANY_SECTION)
+
+
+def _with_known_section(option: str, known: Sequence[str], sections: set[str]) -> str:
+    """Return `option` under the section that the one it names is a slip of, where it is an option or free-form there.
+
+    trian.steps -> train.steps, deepspeed.overides.x -> deepspeed.overrides.x
+    """
+    parts = option.split(".")
+    if "zero_optimization" in parts:
+        return ".".join(["deepspeed.overrides", *parts[parts.index("zero_optimization") :]])
+    for count in range(len(parts) - 1, 0, -1):
+        given, rest = ".".join(parts[:count]), ".".join(parts[count:])
+        if given in sections:
+            return ""
+        for near in difflib.get_close_matches(given, {*sections, *FREE_FORM}, n=3, cutoff=SLIP):
+            if near in FREE_FORM or f"{near}.{rest}" in known:
+                return f"{near}.{rest}"
+    return ""
+
+
+def _nearest(leaf: str, names: Sequence[str], least: float) -> str:
+    """Return the name whose last part is most like `leaf`, if it is at least that alike."""
+    by_leaf: dict[str, str] = {}
+    for name in names:
+        by_leaf.setdefault(name.rpartition(".")[2], name)
+    near = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=least)
+    return by_leaf[near[0]] if near else ""

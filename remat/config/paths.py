@@ -1,0 +1,156 @@
+"""Look at the paths that options name before anything heavy is imported: is it there, is it whole, can it be written.
+
+Standard library only. Weights are not read: a safetensors file says in its first bytes how long it is.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from remat.config.options import DataSource, ModelConfig, ModelInit, RunConfig
+
+LONGEST_HEADER_BYTES = 100_000_000  # as safetensors itself refuses
+LFS_POINTER = b"version https://git-lfs"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """Return what is wrong with model.path: no such folder, or one without config.json. A hub name is not looked up."""
+    if not model.path or (model.init is ModelInit.random and model.architecture):
+        return []
+    option, place = f"model.path={model.path}", Path(model.path)
+    if model.path.startswith("~") and (full := Path(os.path.expanduser(model.path))).exists():  # noqa: PTH111 - never raises
+        return [f"{option}: write the path in full, model.path={full}"]
+    if place.is_file():
+        return [f"{option} is a file: give the folder that holds it, with config.json"]
+    if not place.is_dir():
+        return (
+            [f"{option} does not exist: give a folder with config.json, or a hub name"]
+            if _is_local(model.path)
+            else []
+        )
+    if not (place / "config.json").is_file():
+        inside = ", ".join(sorted(file.name for file in place.iterdir())[:8]) or "nothing"
+        return [f"{option} has no config.json (it holds {inside}): give the folder of a Hugging Face model"]
+    return _pointer(place / "config.json", option)
+
+
+def weight_problems(model: ModelConfig) -> list[str]:
+    """Return what is wrong with the safetensors files of a pretrained model in a local folder, each file by name."""
+    if model.init is not ModelInit.pretrained or not model.path or not Path(model.path).is_dir():
+        return []
+    folder, option = Path(model.path), f"model.path={model.path}"
+    found: list[str] = []
+    try:
+        for file in _weight_files(folder, option, found):
+            found += _pointer(file, option) or _unsound(file, option)
+        for name in ("tokenizer.json", "tokenizer.model"):
+            if (folder / name).is_file():
+                found += _pointer(folder / name, option)
+    except OSError as error:
+        found.append(f"{option}: {error.filename} cannot be read ({error.strerror}): make it readable")
+    return found
+
+
+def data_problems(cfg: RunConfig) -> list[str]:
+    """Return which of data.path and data.eval_path names nothing on this disk."""
+    if cfg.data.source is not DataSource.files:
+        return []
+    asked = {"data.path": cfg.data.path, "data.eval_path": cfg.data.eval_path}
+    return [
+        f"{option}={path} does not exist: name a file, a folder or a glob"
+        for option, paths in asked.items()
+        for path in (paths if isinstance(paths, list) else [paths])
+        if path and _is_local(str(path)) and not _exists(str(path))
+    ]
+
+
+def output_problems(cfg: RunConfig) -> list[str]:
+    """Return why nothing can be written below output_dir. A folder is made in the nearest one there is, and removed."""
+    place = Path(os.path.expanduser(cfg.output_dir)).absolute()  # noqa: PTH111 - never raises
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        Path(tempfile.mkdtemp(prefix=".remat-", dir=place)).rmdir()
+    except OSError as error:
+        return [
+            f"output_dir={cfg.output_dir} cannot be written ({place}: {error.strerror}): choose a folder that this "
+            "user may write to"
+        ]
+    return []
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path cannot be a hub name, which is NAME or OWNER/NAME."""
+    return (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or path.endswith((".jsonl", ".json", ".parquet", ".txt"))
+    )
+
+
+def _exists(path: str) -> bool:
+    place = os.path.expanduser(path)  # noqa: PTH111 - never raises
+    return Path(place).exists() or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))  # noqa: PTH207
+
+
+def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Path]:
+    """Yield the files that transformers would read; add those that are missing to `problems`."""
+    if (folder / SINGLE).is_file():
+        yield folder / SINGLE
+        return
+    if not (folder / INDEX).is_file():
+        return  # another format, or none: transformers says which files it looked for
+    if pointer := _pointer(folder / INDEX, option):
+        problems += pointer
+        return
+    try:
+        names = sorted({str(name) for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, OSError, TypeError) as error:
+        problems.append(f"{option}: {INDEX} cannot be read ({error}): copy it again")
+        return
+    for name in names:
+        if (folder / name).is_file():
+            yield folder / name
+        else:
+            problems.append(f"{option}: {name} is missing, which {INDEX} names: copy or download it")
+
+
+def _pointer(file: Path, option: str) -> list[str]:
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) != LFS_POINTER:
+            return []
+    return [
+        f"{option}: {file.name} is a git-lfs pointer of {file.stat().st_size} bytes, not the file itself: run "
+        f"`git lfs pull` in {file.parent}, or download the model with `hf download`"
+    ]
+
+
+def _unsound(file: Path, option: str) -> list[str]:
+    """Return why a safetensors file is not whole: 8 bytes of header length, a header (JSON), values to its end."""
+    size = file.stat().st_size
+    again = "copy or download it again"
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= min(size - 8, LONGEST_HEADER_BYTES):
+            return [f"{option}: {file.name} ({size:,} bytes) is cut off or no safetensors file: {again}"]
+        try:
+            header = json.loads(opened.read(length))
+            end = max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            return [f"{option}: {file.name} has a damaged header ({type(error).__name__}): {again}"]
+    expected = 8 + length + end
+    if size != expected:
+        kind = "is cut off" if size < expected else "is too long"
+        return [f"{option}: {file.name} {kind} ({size:,} of {expected:,} bytes): {again}"]
+    return []

@@ -1,0 +1,150 @@
+"""Paths are looked at before anything slow: each problem names the option, the file and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from remat.config import compose, paths
+from remat.config.options import ConfigError, ModelConfig, ModelInit, Precision
+from remat.model import hf_model
+from tests.support import tiny
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 4977698672\n"
+
+
+def pretrained(folder: Path) -> ModelConfig:
+    return ModelConfig(init=ModelInit.pretrained, path=str(folder))
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose.check_launch(compose.compose_run(["recipe=finetune", "data=python_stdlib", *words]), 1)
+    return str(caught.value)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model in two files, whole."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    values = {"a": torch.arange(100.0), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
+    for number, (name, value) in enumerate(values.items()):
+        save_file({name: value}, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": {"a": "model-0.safetensors", "b": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_whole_model_is_fine(model: Path, tmp_path: Path) -> None:
+    assert paths.model_problems(pretrained(model)) == paths.weight_problems(pretrained(model)) == []
+    for file in model.glob("model*"):
+        file.unlink()
+    save_file({}, model / "model.safetensors")
+    assert paths.weight_problems(pretrained(model)) == []
+    composed = compose.compose_run(["recipe=finetune", "data=python_stdlib", f"model.path={model}"])
+    compose.check_launch(composed, 1)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 60, -1])
+def test_a_file_that_is_cut_off_is_named(model: Path, kept: int) -> None:
+    file = model / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    text = refusal(f"model.path={model}")
+    assert "model-1.safetensors" in text and "cut off" in text and "again" in text
+    assert "model-0" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["model-0.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
+)
+def test_a_git_lfs_pointer_is_named(model: Path, name: str) -> None:
+    (model / name).write_text(LFS)
+    text = refusal(f"model.path={model}")
+    assert f"{name} is a git-lfs pointer" in text and "git lfs pull" in text
+
+
+def test_what_is_no_safetensors_file_is_named(model: Path) -> None:
+    (model / "model-0.safetensors").write_bytes(b"\x10" + bytes(7) + b"no json at all!!" + bytes(40))
+    assert "model-0.safetensors has a damaged header" in refusal(f"model.path={model}")
+    (model / "model-1.safetensors").unlink()
+    assert "model-1.safetensors is missing" in refusal(f"model.path={model}")
+    (model / "model.safetensors.index.json").write_text("{")
+    assert "model.safetensors.index.json cannot be read" in refusal(f"model.path={model}")
+
+
+def test_weights_are_not_looked_at_where_none_is_read(model: Path, tmp_path: Path) -> None:
+    (model / "model-0.safetensors").write_text(LFS)
+    for more in (["model.init=random"], ["resume=auto"]):
+        composed = compose.compose_run(["recipe=finetune", "data=python_stdlib", f"model.path={model}", *more])
+        compose.check_launch(composed, 1)
+    assert "pointer" in refusal(f"model.path={model}", "resume=auto", "peft=lora")
+
+
+def test_reading_a_damaged_file_names_it_where_nobody_looked_before(tmp_path: Path) -> None:
+    tiny.make_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    cfg = pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off"):
+        hf_model.build(
+            cfg, hf_model.load_config(cfg), precision=Precision.fp32, ds_config={}, zero_stage=0, seed=0
+        )
+
+
+@pytest.mark.parametrize("command", ["launch", "plan"])
+@pytest.mark.parametrize(("path", "told"), [
+    ("/no/such/model", "does not exist"),
+    ("./model", "does not exist"),
+    ("models/llama/8b", "does not exist"),
+])  # fmt: skip
+def test_a_model_that_does_not_exist_is_told_so(command: str, path: str, told: str) -> None:
+    if command == "launch":
+        text = refusal(f"model.path={path}")
+    else:
+        with pytest.raises(ConfigError) as caught:
+            compose.check_plan(compose.compose_run(["recipe=finetune", f"model.path={path}"]).run)
+        text = str(caught.value)
+    assert f"model.path={path} {told}" in text and "hub name" in text
+
+
+def test_a_model_path_that_is_no_model(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "readme.txt").write_text("x")
+    assert "has no config.json (it holds model, readme.txt)" in refusal(f"model.path={tmp_path}")
+    assert "is a file" in refusal(f"model.path={model}/config.json")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        hf_model.load_config(pretrained(tmp_path))
+
+
+def test_hub_names_are_not_looked_up() -> None:
+    for name in ("gpt2", "meta-llama/Llama-3.1-8B"):
+        assert paths.model_problems(ModelConfig(init=ModelInit.pretrained, path=name)) == []
+
+
+@pytest.mark.parametrize("path", ["/no/such.jsonl", "my.jsonl", "/no/*.jsonl", "data/a/b"])
+def test_data_that_does_not_exist_is_told_before_memory_is_planned(path: str, model: Path) -> None:
+    text = refusal(
+        f"model.path={model}", "data=jsonl", f"data.path={path}", f"data.eval_path={model}/none.jsonl"
+    )
+    assert f"data.path={path} does not exist" in text
+    assert "data.eval_path=" in text
+
+
+def test_an_output_folder_that_cannot_be_written_is_told_so(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("/proc/nope", f"{tmp_path}/file", f"{tmp_path}/file/below"):
+        assert f"output_dir={place} cannot be written" in refusal(f"model.path={model}", f"output_dir={place}")
+
+
+def test_looking_at_the_output_folder_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    composed = compose.compose_run(
+        ["recipe=finetune", "data=python_stdlib", f"model.path={model}", f"output_dir={tmp_path}/a/b"]
+    )
+    compose.check_launch(composed, 1)
+    assert sorted(tmp_path.iterdir()) == before
