@@ -68,7 +68,7 @@ def test_words_change_it(run: Path) -> None:
 def test_a_choice_of_a_group_replaces_its_section_whole(run: Path) -> None:
     cfg = composed(f"resume={run}", "checkpointing=none", "data=text", "data.path=other")
     assert (cfg.checkpointing.policy, cfg.checkpointing.segment_layers) == (Policy.none, 2)
-    assert (cfg.data.source, cfg.data.format, cfg.data.path) == ("text", "plain", "other")
+    assert (cfg.data.source, cfg.data.file_type, cfg.data.path) == ("files", "text", "other")
     assert cfg.train.seq_len == 77
 
 

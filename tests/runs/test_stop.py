@@ -24,7 +24,9 @@ from tests.support.wandb_file import read_wandb
 
 pytestmark = pytest.mark.launch
 
-RUN = ["train.steps=4", "train.eval_every=2", "data.eval_fraction=0.3"]  # 3 micro-batches an evaluation
+RUN = [  # 3 micro-batches an evaluation
+    "train.steps=4", "train.eval_every=2", "data.eval_fraction=0.3", "data.packing=none",
+]  # fmt: skip
 ZERO2, ZERO3 = ["deepspeed.config=zero2"], ["deepspeed.config=zero3_offload"]
 STOPS: dict[str, tuple[list[str], dict[str, Any] | None, int, str]] = {
     # name: (strategy and options, fault, the step after which it stops, why)
