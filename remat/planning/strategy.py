@@ -111,7 +111,7 @@ def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
 
 
 def _decisions(
-    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool, one_width: bool
+    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool, one_width: bool = True
 ) -> tuple[list[LayerDecision], str, str]:
     """Return the decision for each layer, the stacks in words, and why decisions are not the policy's usual ones.
 

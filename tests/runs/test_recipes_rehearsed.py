@@ -1,0 +1,93 @@
+"""Every recipe rehearsed before its machine is rented: its architecture, strategy and data, small, on two CPU ranks.
+
+A rehearsal is three steps with a stop and a resume in between. The model has the recipe's classes and kinds of layers
+at a few layers and a small width, with weights on disk. `make test` rehearses a sample, `make test-all` all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from remat.config import compose, ds_config
+from remat.config.options import FileType, PeftMethod
+from remat.model import hf_model, small_copy
+from tests.support import tiny
+from tests.support.launcher import deepspeed
+
+pytestmark = pytest.mark.launch
+
+LAYERS = 2
+NOT_HERE = {"gpt2_medium_lab", "tiny_zero3_offload"}  # random weights and made-up data: launched by other tests
+NO_FUSED_ATTENTION = "checkpointing.selective_ops.save=[communication, matmul]"  # a CPU fuses none with a mask
+
+
+def make_model(recipe: str, folder: Path) -> Path:
+    """Save a model of the recipe's architecture with two layers and random weights in `folder`."""
+    torch.manual_seed(3)
+    config = small_copy._reduced(
+        hf_model.shape_config(compose.compose_run([f"recipe={recipe}"]).run.model), True, LAYERS
+    )
+    config.vocab_size = 300  # bytes and special tokens
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def words(recipe: str, folder: Path) -> list[str]:
+    cfg = compose.compose_run([f"recipe={recipe}"]).run
+    more = [NO_FUSED_ATTENTION] if cfg.checkpointing.policy == "selective_ops" else []
+    return [
+        f"recipe={recipe}",
+        "model=hf",
+        f"model.path={make_model(recipe, folder / recipe)}",
+        "model.tokenizer=bytes",
+        "hardware=this_machine",
+        f"hardware.nvme_path={folder}/nvme",
+        f"data.path={folder / ('texts.jsonl' if cfg.data.file_type is FileType.jsonl else 'rows.json')}",
+        f"data.cache_dir={folder}/cache",
+        f"output_dir={folder}/out",
+        "run_id=run",
+        "train.steps=3",
+        "train.seq_len=192",
+        f"train.global_batch_size={4 * cfg.train.micro_batch_size}",
+        "train.log_every=1",
+        "optim.warmup_steps=1",
+        "tracking=wandb_disabled",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    rows = [json.loads(line) for line in tiny.make_instructions(folder / "rows.jsonl").read_text().splitlines()]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    tiny.make_texts(folder / "texts.jsonl")
+    (folder / "nvme").mkdir()
+    return folder
+
+
+@pytest.mark.sample(one_in=6)
+@pytest.mark.parametrize("recipe", [name for name in compose.recipe_names() if name not in NOT_HERE])
+def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) -> None:
+    asked = words(recipe, folder)
+    spec = folder / f"{recipe}.json"
+    spec.write_text(json.dumps({"first": [*asked, "train.stop_at=2"], "second": [*asked, "resume=auto"]}))
+    done = deepspeed(str(spec), script="tests/support/many_runs.py", timeout_s=900)
+    assert done.code == 0, done.out[-6000:]
+    run = folder / "out" / recipe / "run"
+    assert [row["step"] for row in tiny.rows(run)] == [1, 2, 3]
+    cfg = compose.compose_run(asked).run
+    proof = json.loads((run / "proof.json").read_text())
+    assert proof["policy"] == cfg.checkpointing.policy and len(proof["layers"]) == LAYERS
+    own = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR)["zero_optimization"]
+    used = json.loads((run / "ds_config.json").read_text())["zero_optimization"]
+    assert used["stage"] == own["stage"]
+    for section in ("offload_optimizer", "offload_param"):
+        assert (used.get(section) or {}).get("device") == (own.get(section) or {}).get("device")
+    weights = "adapter_model" if cfg.peft.method is not PeftMethod.none else "model"
+    assert list((run / "export").glob(f"{weights}*.safetensors"))
