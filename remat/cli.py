@@ -64,6 +64,14 @@ def ds_config_command(
     print(json.dumps(strategy.decide(run, world_size=ranks, can_pin=can_pin).ds, indent=2))
 
 
+@app.command("recipes")
+def recipes_command() -> None:
+    """List the recipes with their machine, planned memory and planned speed."""
+    from remat.report import recipes
+
+    recipes.show(_console())
+
+
 @app.command("plan", context_settings=WITH_OVERRIDES)
 def plan_command(
     ctx: typer.Context,

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from remat.config import compose  # noqa: E402
+from remat.report import recipes  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end of recipes -->"
@@ -16,11 +17,14 @@ BEGIN, END = "<!-- recipes: written by scripts/recipe_table.py -->", "<!-- end o
 
 def table() -> str:
     """The starting points for any model; then one row per recipe: what it is, its machine, strategy and status."""
-    rows = ["| recipe | what | machine | strategy | status |", "|---|---|---|---|---|"]
-    for name in compose.recipe_names():
-        run = compose.compose_run([f"recipe={name}"]).run
-        strategy = f"`{run.deepspeed.config}`, `checkpointing={run.checkpointing.policy}`"
-        rows.append(f"| `{name}` | {run.meta.summary} | {run.meta.machine} | {strategy} | {run.meta.status} |")
+    rows = [
+        "| recipe | what | machine | strategy | GPU GiB | tokens/s | status |",
+        "|---|---|---|---|---:|---:|---|",
+    ]
+    rows += [
+        f"| `{r.name}` | {r.summary} | {r.machine} | {r.strategy} | {r.gpu_gib} | {r.tokens_per_s} | {r.status} |"
+        for r in recipes.rows()
+    ]
     starts = ["| starting point | what | strategy | optim.lr |", "|---|---|---|---|"]
     for name in compose.starting_points():
         run = compose.compose_run([f"recipe={name}", "model.path=FOLDER_OR_HUB_NAME"]).run

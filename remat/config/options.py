@@ -162,6 +162,9 @@ class MetaConfig:
     summary: str = ""
     machine: str = "any"
     status: RecipeStatus = RecipeStatus.planned
+    planned: dict[str, float] = field(
+        default_factory=dict
+    )  # gpu_gib and host_gib of a rank, tokens_per_s of all
     measured: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ from remat.config.units import GIB
 from remat.planning import advice, recording
 from remat.planning.plan import Planned, make_plan
 from remat.planning.simulation.types import Category, Phase
+from remat.planning.sweep import is_timed
 
 KNOWN = recording.Recordings()  # plans of one model share what was recorded of it
 
@@ -29,6 +30,13 @@ def test_each_recipe_fits_its_named_machine(recipe: str) -> None:
     assert planned.plan.fits
     assert sum(planned.plan.gpu.values()) == planned.plan.resources[0].needed_bytes
     assert planned.time.total_s >= 0
+    said = compose.compose_run([f"recipe={recipe}"]).run.meta.planned  # as `remat recipes` shows it
+    if planned.cfg.hardware.gpu is None:
+        assert not said
+        return
+    assert said["gpu_gib"] == round(planned.plan.resources[0].needed_bytes / GIB, 1)
+    speed = planned.time.tokens_per_s if is_timed(planned) else 0
+    assert said.get("tokens_per_s", 0) == pytest.approx(speed, rel=0.005)
 
 
 def test_what_only_the_data_tells_is_said_and_not_guessed() -> None:

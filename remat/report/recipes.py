@@ -1,0 +1,66 @@
+"""List what there is to start from: recipes of named machines with their planned figures, and starting points."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from remat.config import compose
+from remat.config.options import RunConfig
+
+
+class Row(NamedTuple):
+    """A recipe in words. `gpu_gib` and `tokens_per_s` are planned; "-" where a plan has no such figure."""
+
+    name: str
+    summary: str
+    machine: str
+    strategy: str
+    gpu_gib: str
+    tokens_per_s: str
+    status: str
+
+
+def rows() -> list[Row]:
+    """Return the recipes of named machines, by name."""
+    return [_row(name, compose.compose_run([f"recipe={name}"]).run) for name in compose.recipe_names()]
+
+
+def _row(name: str, run: RunConfig) -> Row:
+    planned, meta = run.meta.planned, run.meta
+    return Row(
+        name,
+        meta.summary,
+        meta.machine,
+        f"{run.deepspeed.config}, {granularity(name)}",
+        f"{planned['gpu_gib']:.1f}" if "gpu_gib" in planned else "-",
+        f"{planned['tokens_per_s']:,.0f}" if "tokens_per_s" in planned else "-",
+        str(meta.status),
+    )
+
+
+def granularity(recipe: str) -> str:
+    """Return the choice of the group `checkpointing` that a recipe's file makes."""
+    chosen = re.search(r"override /checkpointing: (\S+)", (compose.RECIPE_DIR / f"{recipe}.yaml").read_text())
+    return chosen[1] if chosen else "full"
+
+
+def show(console: Console) -> None:
+    """Print the table of recipes, and how to start from a model of one's own."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("recipe", no_wrap=True)
+    for title in ("machine", "strategy"):
+        table.add_column(title, overflow="fold")
+    table.add_column("GPU GiB", justify="right")
+    table.add_column("tokens/s", justify="right")
+    for row in rows():
+        table.add_row(row.name, row.machine, row.strategy, row.gpu_gib, row.tokens_per_s)
+    console.print(table)
+    console.print("\nPlanned: GPU memory of a rank at its peak, tokens of all ranks. None was measured yet.")
+    console.print(
+        f"For a model of your own: {', '.join(compose.starting_points())} (with model.path and data.path)."
+    )
+    console.print("Where every GiB of one goes: remat plan recipe=NAME")

@@ -1,0 +1,25 @@
+"""`remat recipes`: what there is to start from, and what each is planned to need."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from remat import cli
+from remat.config import compose
+from remat.report import recipes
+
+
+def test_every_recipe_is_listed_with_its_machine_and_planned_figures() -> None:
+    done = CliRunner().invoke(cli.app, ["recipes"], env={"COLUMNS": "140"})
+    assert done.exit_code == 0
+    for row in recipes.rows():
+        (line,) = [line for line in done.output.splitlines() if line.startswith(f"{row.name} ")]
+        assert row.gpu_gib in line and row.tokens_per_s in line
+        assert row.gpu_gib != "-" or row.name == "tiny_zero3_offload"
+    assert all(name in done.output for name in compose.starting_points())
+    assert {row.name for row in recipes.rows()} == set(compose.recipe_names())
+
+
+def test_the_strategy_names_what_the_recipe_chose() -> None:
+    (row,) = [row for row in recipes.rows() if row.name == "llama8b_full_4x80"]
+    assert row.strategy == "zero3, selective_linears"
