@@ -167,6 +167,7 @@ class DeepSpeedCheckpointing:
     ) -> None:
         """Raises ConfigError for partition_activations without a group; RuntimeError while another one is open."""
         from deepspeed.runtime.activation_checkpointing import checkpointing
+        from deepspeed.utils.timer import SynchronizedWallClockTimer
 
         if checkpointing.is_configured():
             raise RuntimeError("deepspeed.checkpointing is configured already: close the earlier one first")
@@ -191,7 +192,7 @@ class DeepSpeedCheckpointing:
             synchronize=cfg.synchronize_checkpoint_boundary,
             profile=cfg.profile,
         )
-        self._profile = _Profile() if cfg.profile else None
+        self._profile = SynchronizedWallClockTimer() if cfg.profile else None
         checkpointing.timers = self._profile
 
     def run(
@@ -242,12 +243,11 @@ class DeepSpeedCheckpointing:
             offload is None or offload._tracker or offload._keep_last
         ):  # else it would wait for copies for nothing
             self._module.reset()
-        if self._profile is not None:
-            self._profile.stop()
-
-    def profile_ms(self) -> dict[str, float]:
-        """Return the milliseconds in checkpointed forwards and backwards; empty without the profile switch."""
-        return dict(self._profile.total_ms) if self._profile else {}
+        if (
+            self._profile is not None
+        ):  # a forward that raised leaves its timer running: the next could not start it
+            for timer in self._profile.get_timers().values():
+                timer.reset()
 
     def close(self) -> None:
         """Give DeepSpeed's module the values of a process that never used it."""
@@ -294,29 +294,6 @@ class DeepSpeedCheckpointing:
                 f"{OPTION}.partition_activations=true: the ranks of the tensor-parallel group hold different "
                 f"activations (by up to {difference:.3g}, the largest being {both.max().item():.3g}); set it to false"
             )
-
-
-class _Profile:
-    """DeepSpeed's timers; what it logs and forgets after each call is added up as well."""
-
-    def __init__(self) -> None:
-        from deepspeed.utils.timer import SynchronizedWallClockTimer
-
-        self._timers = SynchronizedWallClockTimer()
-        self.total_ms: dict[str, float] = {}
-
-    def __call__(self, name: str) -> Any:
-        return self._timers(name)
-
-    def log(self, names: list[str]) -> None:
-        for name in names:
-            self.total_ms[name] = self.total_ms.get(name, 0.0) + self._timers(name).elapsed(reset=False)
-        self._timers.log(names)
-
-    def stop(self) -> None:
-        """Reset the timers: a forward that raised leaves its own running, and the next could not start it."""
-        for timer in self._timers.get_timers().values():
-            timer.reset()
 
 
 def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: LayerCounters, buffers: set[int]) -> None:
