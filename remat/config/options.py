@@ -424,7 +424,10 @@ class SaveConfig:
     )
     in_background: bool = False  # flush, hash and name a state while training goes on
     best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
-    export: bool = False  # Hugging Face safetensors after the last step
+    export: bool = False  # Hugging Face safetensors after the last step, to RUN_DIR/export
+    merge: bool = (
+        False  # adapters merged into their base, a plain model, after the last step, to RUN_DIR/merged
+    )
     max_shard_size: str = "5GB"
 
 

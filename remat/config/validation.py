@@ -50,7 +50,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
-        *_save(cfg.save),
+        *_save(cfg.save, cfg.peft),
         *_held_out(cfg),
         *_profile(cfg.profile),
         *_top(cfg),
@@ -407,8 +407,12 @@ def _profile(cfg: ProfileConfig) -> list[str]:
     return found
 
 
-def _save(save: SaveConfig) -> list[str]:
+def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:
     found = _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+    if save.merge and peft.method is PeftMethod.none:
+        found.append(
+            "save.merge=true with peft.method=none: there are no adapters to merge; save.export=true writes the model"
+        )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", save.max_shard_size):
         found.append(f"save.max_shard_size={save.max_shard_size} is not a size: write for example 5GB")
     return found

@@ -171,6 +171,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         save=cfg.save,
         steps=cfg.train.steps,
         rehearse=makes_trial_save(cfg, strategy),
+        num_merged_params=facts.num_params * cfg.save.merge,
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
             cfg,

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ def _record(run_dir: Path) -> Rows:
 
 
 def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
-    config = _read(run_dir / "config.yaml")
-    env = _read(run_dir / "env.json")
+    config = read_record(run_dir / "config.yaml")
+    env = read_record(run_dir / "env.json")
     totals = _totals(rows)
     return Page(
         title=str(config.get("name") or run_dir.resolve().parent.name),
@@ -123,7 +124,18 @@ def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def tables_of(config: dict[str, Any], env: dict[str, Any], run_dir: Path) -> list[Table]:
+    """Return what ran and what was measured so far, for a text beside the model."""
+    rows = read_metrics(run_dir) if (run_dir / RECORD).exists() else []
+    found = [Table("Training", ("", ""), _facts(config, env))]
+    if not rows:
+        return found
+    final = _final_table(rows, _totals(rows))
+    final = replace(final, note=" ".join(filter(None, [final.note, *_absent(rows)])))
+    return [*found, final, _memory_table(rows)]
+
+
+def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON or YAML file as a dict; {} when it does not exist. Raises ConfigError when it cannot be parsed."""
     if not path.exists():
         return {}
@@ -144,7 +156,7 @@ def _at(tree: dict[str, Any], *names: str) -> Any:
 
 def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any]) -> str:
     last = int(rows[-1]["step"])
-    planned = _at(config, "train", "steps") or _read(run_dir / "data.json").get("steps")
+    planned = _at(config, "train", "steps") or read_record(run_dir / "data.json").get("steps")
     steps = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
     ended = datetime.datetime.fromtimestamp(rows[-1]["time_unix_s"], datetime.UTC)
     return f"run {run_dir.resolve().name}, {steps}, last row {ended:%Y-%m-%d %H:%M} UTC"
@@ -339,7 +351,7 @@ DATA_ROWS = {
 
 def _data_table(run_dir: Path) -> Table | None:
     """Make the table of `data.json`: what became of the data. Counts of 0 are left out."""
-    data = _read(run_dir / "data.json")
+    data = read_record(run_dir / "data.json")
     cache = data.get("cache")
     if not cache:
         return None
@@ -362,7 +374,7 @@ def _ledger_table(run_dir: Path) -> Table | None:
     The file has {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}. A
     figure may be null.
     """
-    cells, ledger = [], _read(run_dir / "ledger.json")
+    cells, ledger = [], read_record(run_dir / "ledger.json")
     for row in ledger.get("rows", []):
         planned, measured, unit = row.get("planned"), row.get("measured"), row.get("unit", "GiB")
         bound = row.get("planned_is", "")
@@ -384,7 +396,7 @@ def _saved_table(run_dir: Path) -> Table:
     for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
         files = [path for path in manifest.parent.rglob("*") if path.is_file()]
         size_gib = sum(path.stat().st_size for path in files) / 1024**3
-        ranks = _read(manifest).get("world_size", "")
+        ranks = read_record(manifest).get("world_size", "")
         cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
 
@@ -392,7 +404,7 @@ def _saved_table(run_dir: Path) -> Table:
 def _sources(run_dir: Path) -> list[tuple[str, str]]:
     sources = []
     for name in ("config.yaml", "ds_config.json", "env.json", "data.json", "proof.json", "plan.json"):
-        content = redact(_read(run_dir / name))
+        content = redact(read_record(run_dir / name))
         if content:
             as_yaml = name.endswith(".yaml")
             sources.append(

@@ -137,7 +137,11 @@ def test_other_precisions_are_merged_in_fp32_and_then_cast(tmp_path: Path) -> No
     net.bfloat16()
     exact = merge.export_merged(engine(net), tmp_path / "exact", dtype=torch.float32, **settings).path
     layer = net.get_base_model().model.layers[0].self_attn.q_proj
-    delta = layer.scaling["default"] * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+    delta = (
+        layer.scaling["default"]
+        * layer.lora_B["default"].weight.float()
+        @ layer.lora_A["default"].weight.float()
+    )
     merged = AutoModelForCausalLM.from_pretrained(exact).model.layers[0].self_attn.q_proj.weight
     assert torch.allclose(merged, layer.base_layer.weight.float() + delta, rtol=0, atol=1e-6)
 
