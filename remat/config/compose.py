@@ -31,7 +31,8 @@ from remat.config import ds_config, flags, hints, refusals, resumed, validation
 from remat.config.options import NOT_FOLDERS, ConfigError, RunConfig
 from remat.config.redact import redact_text
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(remat.__file__).resolve().parent
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
 CONF_DIR = ROOT / "conf"
 NOT_OF_A_RUN = {
     "lab"
