@@ -143,6 +143,8 @@ train.early_stopping_evals
     early_stopping_patience early_stopping patience early_stop_patience
 tracking=wandb_online, wandb_offline or wandb_disabled
     report_to wandb use_wandb logger wandb_mode tracker log_with
+tracking.tensorboard
+    tensorboard use_tensorboard tensorboard_dir tb log_tensorboard
 tracking.project
     wandb_project project_name
 tracking.entity

@@ -403,12 +403,13 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Weights & Biases beside `metrics.jsonl`, which is always written."""
+    """Weights & Biases and TensorBoard beside `metrics.jsonl`, which is always written."""
 
     wandb: WandbMode = WandbMode.offline
     project: str = "remat"
     entity: str | None = None
     tags: list[str] = field(default_factory=list)
+    tensorboard: bool = False  # the same metrics as events in RUN_DIR/tensorboard
 
 
 @dataclass(kw_only=True)

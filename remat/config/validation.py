@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -85,6 +86,11 @@ def check_launch(cfg: RunConfig) -> None:
         found.append(
             "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
             "steps follow once the data is read, or train.steps=1000"
+        )
+    if cfg.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        found.append(
+            "tracking.tensorboard=true needs the package tensorboard, which is not installed: type `pip install "
+            "tensorboard`, or leave the option out"
         )
     if found:
         raise ConfigError("\n".join(found))
