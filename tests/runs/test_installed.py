@@ -14,7 +14,9 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from remat import cli
 from remat.data.tokenizer import byte_tokenizer
 from tests.support import tiny
 from tests.support.launcher import ROOT, Launched, environment
@@ -71,8 +73,8 @@ def test_commands_work_from_anywhere(place: Path) -> None:
     assert listed.code == 0 and "qwen3_4b_lora_1x24" in listed.out, listed.out
     planned = run(place, "remat", "plan", "recipe=llama8b_qlora_1x24")
     assert planned.code == 0 and "GiB" in planned.out, planned.out
-    shown = run(place, "remat", "launch", "--cfg")
-    assert shown.code == 0 or "recipe=NAME is missing" in shown.out, shown.out
+    shown = run(place, "remat", "launch", "--cfg", "recipe=tiny_zero3_offload")
+    assert shown.code == 0 and "name: tiny_zero3_offload" in shown.out, shown.out
     wrong = run(place, "remat", "launch", "recipe=lora", "train.stepz=3")
     assert wrong.code == 2 and "did you mean train.steps?" in wrong.out, wrong.out
 
@@ -96,7 +98,9 @@ def test_one_command_from_an_alpaca_file_to_a_merged_model_that_answers(
     words = ["recipe=lora", "model.path=model", "data.path=alpaca.json", "save.merge=true"]
     done = run(place, "remat", "launch", "--num_gpus", "2", *words, *short, *here)
     assert done.code == 0, done.out[-6000:]
-    assert "alpaca by its fields" in " ".join(done.out.split())
+    said = " ".join(done.out.split())
+    assert "alpaca by its fields" in said and "held-out loss" in said
+    assert "merged model" in said
     folder = place / "outputs" / "lora" / "run"
     merged, report = AutoModelForCausalLM.from_pretrained(folder / "merged", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -110,6 +114,10 @@ def test_one_command_from_an_alpaca_file_to_a_merged_model_that_answers(
         found, expected, before = (net.eval()(ids).logits for net in (merged, adapted, plain))
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
     assert (before - expected).abs().max() > 1e-2, "it has learnt something"
+    done_again = CliRunner().invoke(cli.app, ["export", str(folder), "--merge", "--out", str(place / "again")])
+    assert done_again.exit_code == 0, done_again.output
+    again = AutoModelForCausalLM.from_pretrained(place / "again").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in merged.state_dict().items()), "from the state"
     for name in ("export", "merged"):
         card = (folder / name / "README.md").read_text()
         assert "| data | files, alpaca.json |" in card and "| train loss, nats per token |" in card
