@@ -106,6 +106,8 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     console = _console()
     if not as_json:
         plan.show(planned, console)
+    if not planned.plan.fits:
+        print("looking for the nearest changes that make it fit ...", file=sys.stderr, flush=True)
     found = advice.advise(args, planned, recordings=known)
     if as_json:
         print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
@@ -146,7 +148,7 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 110)
+    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
 @app.command("compare", context_settings=WITH_OVERRIDES)
