@@ -180,7 +180,7 @@ def _color(name: str, place: int) -> str:
 
 
 def _draw_curve(axes: Axes, instants: list[Instant], planned: Planned) -> None:
-    """Draw what is allocated, operation by operation; forward gets a third of the width where it has few of them."""
+    """Draw what is allocated from moment to moment; forward gets a third of the width where few are recorded there."""
     gib = [instant.total_bytes / GIB for instant in instants]
     half = next((i for i, instant in enumerate(instants) if instant.phase is Phase.backward), len(instants))
     across, border = _spread(len(gib), half)
@@ -197,7 +197,7 @@ def _draw_curve(axes: Axes, instants: list[Instant], planned: Planned) -> None:
     axes.set_xlim(0, 1)
     axes.set_xticks([border / 2, (border + 1) / 2], ["forward", "backward"])
     axes.tick_params(axis="x", pad=7)
-    axes.set_xlabel(f"operations in their order: {half:,} in forward, {len(gib) - half:,} in backward")
+    axes.set_xlabel(f"recorded moments in their order: {half:,} in forward, {len(gib) - half:,} in backward")
     axes.grid(axis="x", visible=False)
     axes.set_title("Memory that tensors take over one micro-batch, one GPU (without allocator and context)")
     axes.set_ylabel("GiB")

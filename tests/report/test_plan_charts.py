@@ -59,3 +59,10 @@ def test_the_scatter_has_each_point_that_was_planned() -> None:
 def test_a_file_that_cannot_be_drawn_is_refused_first(path: str) -> None:
     with pytest.raises(ConfigError, match="--plot"):
         check_picture(Path(path))
+
+
+def test_forward_is_wide_enough_to_be_seen_however_few_moments_it_has() -> None:
+    places, border = plan_charts._spread(1000, 2)
+    assert border == pytest.approx(1 / 3) and places[:2] == [0, border / 2]
+    assert places == sorted(places) and places[-1] == 1 and len(places) == 1000
+    assert plan_charts._spread(10, 5)[1] == 0.5
