@@ -155,7 +155,7 @@ def assemble(
             _overhead_in_words(zero.world_size)
             if on_gpu
             else "there is no GPU: what would be on it is host memory",
-            f"{num_nodes} node(s) of {ranks_per_node} rank(s)",
+            f"{num_nodes} node{'s' * (num_nodes != 1)} of {ranks_per_node} rank{'s' * (ranks_per_node != 1)}",
         ],
     )
 
