@@ -23,6 +23,8 @@ EVERYDAY = {"name", "path", "config", "enabled", "method", "mode", "split", "sou
 _TABLE = """\
 optim.lr
     learning_rate lr max_lr peak_lr base_lr learning_rate_init lr_max
+optim.name
+    optim optimizer optimizer_name optim_name optimizer_type optimizer.name optimizer.type
 optim.schedule
     lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler_type
 optim.weight_decay

@@ -89,6 +89,14 @@ class LossKind(StrEnum):
     full = "full"
 
 
+class OptimName(StrEnum):
+    adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+    paged_adamw_8bit = "paged_adamw_8bit"
+    lion = "lion"
+    adafactor = "adafactor"
+
+
 class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
@@ -267,10 +275,11 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule. The implementation follows from where the optimizer state lives."""
+    """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
 
+    name: OptimName = OptimName.adamw
     lr: float = 3e-4
-    beta1: float = 0.9
+    beta1: float = 0.9  # adafactor reads neither beta nor eps, lion no eps
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1  # matrices only; norms and biases are not decayed

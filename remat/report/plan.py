@@ -20,7 +20,9 @@ def show(planned: Planned, console: Console) -> None:
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
-        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {planned.world_size} rank(s)", style="bold"
+        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {planned.world_size} rank(s), trained by "
+        f"{planned.strategy.optimizer}",
+        style="bold",
     )
     gpu = {str(name): size for name, size in plan.gpu.items()}
     _table("GPU memory at its peak", gpu, plan.ranks_per_node, console)
