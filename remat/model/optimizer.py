@@ -204,9 +204,6 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
 def set_options(optimizer: Any, cfg: OptimConfig) -> None:
     """Apply this run's optimizer options after a resume, which restored the saved run's."""
     own = getattr(optimizer, "optimizer", optimizer)
-    for group in own.param_groups:
-        for name, value in own.defaults.items():
-            group.setdefault(name, value)
     {"adamw": _adam_as_own, "adamw_8bit": _page_again, "lion": _lion_as_own}.get(kind_of(own), _keep)(own)
     for group in optimizer.param_groups:
         group |= _group_options(cfg)
@@ -241,6 +238,8 @@ def _lion_as_own(lion: Any) -> None:
     DeepSpeed's keeps a second moment, which it never reads.
     """
     on_host = hasattr(lion, "ds_opt_lion")
+    for group in lion.param_groups if not on_host else ():
+        group.setdefault("eps", lion.defaults["eps"])  # bitsandbytes passes it to its kernel, which reads none
     for state in lion.state.values():
         if on_host and WRAPPED in state:
             state["exp_avg"] = state.pop(WRAPPED)["state1"]
@@ -253,12 +252,13 @@ def _lion_as_own(lion: Any) -> None:
 def _adam_as_own(adam: Any) -> None:
     """Adapt a state that the other AdamW saved, when offload was switched since.
 
-    Chooses this run's kernel and converts `step` to the kind that this optimizer keeps.
+    Adds options that the saved groups lack and converts `step` to the kind that this optimizer keeps.
     """
     for group in adam.param_groups:
-        for name in KERNEL:  # torch puts None where the saved group had none
-            if name in adam.defaults:
-                group[name] = adam.defaults[name]
+        for name, value in adam.defaults.items():
+            group.setdefault(name, value)
+            if name in KERNEL:  # torch puts None where the saved group had none
+                group[name] = value
     for parameter, state in adam.state.items():
         if "step" not in state:
             continue

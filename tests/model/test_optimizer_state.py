@@ -1,0 +1,59 @@
+"""Planned bytes of each optimizer's state against the tensors that it keeps; which tensors ZeRO gives it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from remat.config.options import OptimConfig, OptimName
+from remat.model import optimizer, optimizer_state
+from remat.model.optimizer_state import count_state, shard
+
+SHAPES = [(300, 400), (3, 20, 30), (70, 61), (64, 64), (63, 65), (400,), (5000,), (1, 7)]
+
+
+@pytest.mark.parametrize("name", list(OptimName))
+def test_counted_is_kept(name: OptimName) -> None:
+    """Tensors on both sides of each threshold, not multiples of a block, of one, two and three dimensions."""
+    torch.manual_seed(0)
+    weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES)
+    built = optimizer.build(weights, OptimConfig(name=name), offloaded=False, device=torch.device("cpu"))
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    built.step()
+    tensors = {
+        id(value): value.nbytes
+        for state in built.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "step"
+    }
+    counted = count_state(name, SHAPES)
+    assert counted.on_device + counted.paged == sum(tensors.values())
+    assert (counted.paged > 0) == (name is OptimName.paged_adamw_8bit)
+
+
+def test_only_large_8_bit_state_is_paged() -> None:
+    paged = count_state(OptimName.paged_adamw_8bit, [(100_000,), (99_999,)])
+    assert paged.paged == 200_000
+    assert paged.on_device == 2 * 99_999 + 2 * 4 * (391 + 391) + 2048
+
+
+def test_pieces_of_the_stages() -> None:
+    shapes = [(10, 10), (7,), (3, 5), (8,)]
+    settings = {"ranks": 4, "sub_group_size": 20}
+    assert shard(shapes, zero_stage=0, **settings) == [(10, 10), (3, 5), (7,), (8,)]
+    assert shard(shapes, zero_stage=2, **settings) == [[30], [4]]  # 115 and 15, to a multiple of 8, over 4
+    assert shard(shapes, zero_stage=3, **settings) == [[25], [4], [2 + 2]]
+    assert shard(shapes, zero_stage=3, ranks=4, sub_group_size=10**9) == [[29], [4]]
+
+
+def test_bytes_per_parameter_of_a_large_model() -> None:
+    """The table of docs/optimizers.md."""
+    shapes = [(4096, 4096)] * 8 + [(4096,)] * 4
+    numel = sum(math.prod(shape) for shape in shapes)
+    found = {name: count_state(name, shapes) for name in OptimName}
+    each = {str(name): round((kept.on_device + kept.paged) / numel, 2) for name, kept in found.items()}
+    assert each == {"adamw": 8, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "lion": 4, "adafactor": 0.0}
+    assert optimizer_state.STREAMED_BYTES.keys() == optimizer_state.SOURCE.keys() == set(OptimName)
