@@ -181,6 +181,8 @@ SWITCHES = {"bf16", "fp16", "fp32"}  # train.precision, as switches of their own
 
 def suggest_optimizer(name: str) -> str:
     """Return ` (did you mean optim.name=...?)` for the name of an optimizer; empty for another word."""
+    if "muon" in name.lower():
+        return "; Muon is not offered, because DeepSpeed clips its update and not the gradient: choose adamw or lion"
     meant = OPTIMIZERS.get(name.lower().replace("-", "_"))
     return f" (did you mean optim.name={meant}?)" if meant else ""
 

@@ -213,6 +213,14 @@ def test_an_optimizer_of_another_tool_is_refused_with_ours(word: str, meant: str
         compose.compose_run([word])
 
 
+@pytest.mark.parametrize("word", ["optim.name=muon", "optim=Muon"])
+def test_muon_is_refused_with_the_reason(word: str) -> None:
+    with pytest.raises(
+        ConfigError, match="because DeepSpeed clips its update and not the gradient: choose adamw"
+    ):
+        compose.compose_run([word])
+
+
 def test_an_unknown_optimizer_lists_the_known() -> None:
     with pytest.raises(
         ConfigError, match=r"expected one of \[adamw, adamw_8bit, paged_adamw_8bit, lion, adafactor"

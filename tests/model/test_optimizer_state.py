@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from remat.config.options import OptimConfig, OptimName
 from remat.model import optimizer, optimizer_state
@@ -59,3 +63,36 @@ def test_the_table_of_the_documentation_is_counted() -> None:
     counted = {str(name): count_state(name, shapes) for name in OptimName}
     assert written == {name: round((kept.on_device + kept.paged) / numel, 2) for name, kept in counted.items()}
     assert optimizer_state.STREAMED_BYTES.keys() == optimizer_state.SOURCE.keys() == set(OptimName)
+
+
+class Temporaries(TorchDispatchMode):
+    """The most bytes at once of storages made inside."""
+
+    now, most = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None
+        if storage is not None and storage._cdata not in {t.untyped_storage()._cdata for t in tensors_in(args)}:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(made, self.free, storage.nbytes())
+        return made
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def tensors_in(args: Any) -> list[torch.Tensor]:
+    return [arg for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)]
+
+
+def test_adafactor_has_two_copies_of_the_weight_that_it_updates() -> None:
+    weight = torch.nn.Parameter(torch.randn(300, 400))
+    net, cfg = torch.nn.ParameterList([weight]), OptimConfig(name=OptimName.adafactor)
+    built = optimizer.build(net, cfg, offloaded=False, device=torch.device("cpu"))
+    weight.grad = torch.randn_like(weight)
+    built.step()
+    with Temporaries() as watched:
+        built.step()
+    assert watched.most == pytest.approx(2 * 4 * weight.numel(), rel=0.02)
