@@ -18,9 +18,7 @@ from remat.config.options import ConfigError, OptimConfig, OptimName, Schedule
 IN_8_BIT = (OptimName.adamw_8bit, OptimName.paged_adamw_8bit)
 FROM_BITSANDBYTES = (*IN_8_BIT, OptimName.lion)
 ON_HOST = (OptimName.adamw, OptimName.lion)  # those that DeepSpeed has a CPU kernel of
-KINDS = {  # class -> what its saved state holds; states of one kind can be exchanged
-    "AdamW": "adamw",
-    "DeepSpeedCPUAdam": "adamw",
+KINDS = {  # class -> what its saved state holds, if it is not AdamW's; states of one kind can be exchanged
     "AdamW8bit": "adamw_8bit",
     "PagedAdamW8bit": "adamw_8bit",
     "Lion32bit": "lion",
@@ -132,9 +130,8 @@ def _group_options(cfg: OptimConfig) -> dict[str, Any]:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return whose state this optimizer, or the one inside DeepSpeed's wrapper, keeps."""
-    name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    return KINDS.get(name, name)
+    """Return whose state this optimizer, or the one inside DeepSpeed's wrapper, keeps: adamw or a value of KINDS."""
+    return KINDS.get(type(getattr(optimizer, "optimizer", optimizer)).__name__, "adamw")
 
 
 def kind_named(name: OptimName) -> str:

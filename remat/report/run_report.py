@@ -183,7 +183,9 @@ def _facts(config: dict[str, Any], env: dict[str, Any]) -> list[tuple[str, str]]
         "precision": train.get("precision"),
         "batch": batch,
         "optimizer": _join(
-            (_at(config, "optim", "lr"), "peak lr"), (_at(config, "optim", "schedule"), "schedule")
+            (_at(config, "optim", "name"), ""),
+            (_at(config, "optim", "lr"), "peak lr"),
+            (_at(config, "optim", "schedule"), "schedule"),
         ),
         "versions": versions,
         "commit": env.get("commit"),
@@ -193,7 +195,7 @@ def _facts(config: dict[str, Any], env: dict[str, Any]) -> list[tuple[str, str]]
 
 
 def _join(*parts: tuple[Any, str]) -> str:
-    return ", ".join(f"{value} {label}" for value, label in parts if value is not None)
+    return ", ".join(f"{value} {label}".strip() for value, label in parts if value is not None)
 
 
 def _totals(rows: Rows) -> dict[str, float]:
