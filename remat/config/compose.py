@@ -466,7 +466,8 @@ def _explain(override: str, error: Exception) -> str:
     if choices and any(
         text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")
     ):
-        return f"{option}={value}: no such choice{_close(value, choices)}; choices: {', '.join(choices)}"
+        near = (option == "optim" and hints.suggest_optimizer(value)) or _close(value, choices)
+        return f"{option}={value}: no such choice{near}; choices: {', '.join(choices)}"
     if option == "recipe" and "no such option" in cause:
         return f"recipe={value}: {cause}"
     if option == "recipe":
@@ -474,7 +475,7 @@ def _explain(override: str, error: Exception) -> str:
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
-    return f"{option}={value}: {cause}"
+    return f"{option}={value}: {cause}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
 
 
 def _first_cause(error: BaseException) -> str:

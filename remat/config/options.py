@@ -89,6 +89,14 @@ class LossKind(StrEnum):
     full = "full"  # all logits at once
 
 
+class OptimName(StrEnum):
+    adamw = "adamw"  # two moments in fp32
+    adamw_8bit = "adamw_8bit"  # two moments in 8 bits (bitsandbytes)
+    paged_adamw_8bit = "paged_adamw_8bit"  # the same, moved to host memory while a GPU lacks room
+    lion = "lion"  # one moment
+    adafactor = "adafactor"  # a row and a column of second moments of each matrix
+
+
 class Schedule(StrEnum):
     constant = "constant"  # the peak after warm-up
     linear = "linear"  # a straight line from the peak down to the end
@@ -277,13 +285,14 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule. The implementation follows from where the optimizer state lives."""
+    """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
 
+    name: OptimName = OptimName.adamw  # which optimizer updates the weights
     lr: float = 3e-4  # the highest learning rate
-    beta1: float = 0.9  # Adam's decay of the mean of gradients
-    beta2: float = 0.95  # Adam's decay of the mean of squared gradients
-    eps: float = 1e-8  # added to Adam's denominator
-    weight_decay: float = 0.1  # AdamW's decay of matrices; norms and biases are not decayed
+    beta1: float = 0.9  # decay of the mean of gradients; adafactor has none
+    beta2: float = 0.95  # decay of the mean of squared gradients; adafactor has none
+    eps: float = 1e-8  # added to Adam's denominator; lion and adafactor have none
+    weight_decay: float = 0.1  # decay of matrices; norms and biases are not decayed
     gradient_clipping: float = 1.0  # the largest global L2 norm of a gradient; 0: no clipping
     schedule: Schedule = Schedule.cosine  # how the learning rate goes from its peak to its end
     warmup_steps: int = 0  # [steps] how long the learning rate rises to `lr`

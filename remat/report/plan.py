@@ -21,7 +21,9 @@ def show(planned: Planned, console: Console) -> None:
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
-        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}", style="bold"
+        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, trained by "
+        f"{planned.strategy.optimizer}",
+        style="bold",
     )
     for resource in plan.resources:
         console.print(verdict(resource), style="green" if resource.fits else "red")

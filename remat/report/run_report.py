@@ -209,7 +209,9 @@ def _facts(
         "precision": train.get("precision"),
         "batch": batch,
         "optimizer": _join(
-            (_at(config, "optim", "lr"), "peak lr"), (_at(config, "optim", "schedule"), "schedule")
+            (_at(config, "optim", "name"), ""),
+            (_at(config, "optim", "lr"), "peak lr"),
+            (_at(config, "optim", "schedule"), "schedule"),
         ),
         "versions": versions,
         "commit": env.get("commit"),
@@ -240,7 +242,7 @@ def _data_in_words(options: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _join(*parts: tuple[Any, str]) -> str:
-    return ", ".join(f"{value} {label}" for value, label in parts if value is not None)
+    return ", ".join(f"{value} {label}".strip() for value, label in parts if value is not None)
 
 
 def _totals(rows: Rows) -> dict[str, float]:
