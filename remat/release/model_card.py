@@ -32,20 +32,14 @@ def compose(run_dir: Path, records: Path, *, adapter: bool) -> str:
     config = run_report.read_record(records / "config.yaml")
     model, data, peft = (config.get(name) or {} for name in ("model", "data", "peft"))
     base, sources = _name(model.get("path")), [_name(path) for path in _listed(data.get("path"))]
-    config["model"] = model | {"path": base}
+    config["model"], config["data"] = model | {"path": base}, data | {"path": sources}
     method = peft.get("method", "none")
     about = {
         "base model": "none: random weights" if model.get("init") == "random" else base,
-        "data": ", ".join([str(data.get("source")), *sources]),
         "recipe": config.get("name"),
-        "trained": "every weight"
-        if method == "none"
-        else f"adapters ({method}), r={peft.get('r')}, "
-        f"alpha={peft.get('alpha')}"
-        + " (DoRA)" * bool(peft.get("dora"))
-        + " (rsLoRA)" * bool(peft.get("rslora")),
+        "trained": "every weight" if method == "none" else "",
     }
-    tables = run_report.tables_of(config, run_report.read_record(records / "env.json"), run_dir)
+    tables = run_report.tables_of(config, records, run_dir)
     known = [(label, str(value)) for label, value in about.items() if value]
     tables[0] = replace(tables[0], rows=[*known, *tables[0].rows])
     head = ModelCardData(

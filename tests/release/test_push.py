@@ -164,8 +164,8 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path) -> None:
         "tags": ["remat", "deepspeed", "lora"],
     }
     for line in (
-        "# lora", "| base model | llama |", "| data | files, chats.json, b.jsonl |", "| recipe | lora |",
-        "| trained | adapters (lora), r=8, alpha=16 (rsLoRA) |", "| ranks | 2 x H100 |",
+        "# lora", "| base model | llama |", "chats.json, b.jsonl", "| recipe | lora |",
+        "| trained | LoRA r=8 alpha=16 on every linear module", "| ranks | 2 x H100 |",
         "| memory strategy | zero3 |", "| checkpointing | full |", "| last step | 2 |", "| tokens seen | 200 |",
         "| eval loss, last | 1.7500 |", "| tokens/s, all ranks |", "| GPU allocated, peak | 4.50 |",
         "torch 2.13, deepspeed 0.19.8", "AutoPeftModelForCausalLM",
