@@ -79,6 +79,13 @@ class LongRows(StrEnum):
     refuse = "refuse"
 
 
+class RewrittenTurns(StrEnum):
+    """What becomes of turns that a chat template renders otherwise once others follow, as Qwen3's drops thoughts."""
+
+    each = "each"  # each is trained in a row of its own: the chat up to it
+    last = "last"  # only those that the whole chat has as they were said are trained
+
+
 class BadRows(StrEnum):
     stop = "stop"
     skip = "skip"
@@ -196,6 +203,7 @@ class DataConfig:
     train_on_roles: Any = field(default_factory=lambda: ["assistant"])  # a list of roles, or all
     train_on_end_token: bool = True  # the token that ends what is trained is trained too
     chat_template: str | None = None  # a Jinja file, or a folder with a template; "none": use no template
+    rewritten_turns: RewrittenTurns = RewrittenTurns.each  # where a chat template rewrites earlier turns
     packing: Packing | None = None  # None: documents where the model can, else stream (text) or none (rows)
     long_rows: LongRows = LongRows.cut  # instruction rows of more than train.seq_len tokens
     eval_path: Any = None  # held-out data, as `path`; None: `eval_fraction` of the data is held out

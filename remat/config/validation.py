@@ -253,7 +253,7 @@ def _without_effect(data: DataConfig) -> list[str]:
     if data.format is DataFormat.plain:
         found += [
             f"data.{name}={getattr(data, name)}"
-            for name in ("train_on_roles", "train_on_end_token")
+            for name in ("train_on_roles", "train_on_end_token", "rewritten_turns")
             if getattr(data, name) != getattr(default, name)
         ]
         found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name != "text"]

@@ -9,6 +9,7 @@ shape as the tokens), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from remat.data.best_fit import best_fit
+from remat.data.formats import Example
 
 WINDOW_TOKENS = (
     4 * 1024**2
@@ -159,6 +161,8 @@ class BlockCounts:
     """Counts of the documents, blocks and tokens of one split."""
 
     documents: int = 0  # counted where they end, so a text in pieces counts once; cut and dropped ones included
+    rows_more: int = 0  # than documents: chats whose template rewrites earlier turns are several
+    turns_left_out: int = 0  # of such chats, not trained: data.rewritten_turns=last
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss; for packed text, as if documents were not kept apart
@@ -209,6 +213,13 @@ class BlockWriter:
         `ends`: they complete a document, which is then counted. `origin` names it.
         """
         raise NotImplementedError
+
+    def add_all(self, examples: Sequence[Example], ends: bool, origin: str) -> None:
+        """Add the examples of one document, or of a piece that `ends` it or does not."""
+        for place, example in enumerate(examples, 1):
+            self.add(example.ids, example.trained, ends=ends and place == len(examples), origin=origin)
+            self.counts.turns_left_out += example.turns_left_out
+        self.counts.rows_more += max(0, len(examples) - 1)
 
     def flush(self) -> None:
         """Write what fills whole blocks; keep the rest for the next flush."""

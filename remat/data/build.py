@@ -37,7 +37,7 @@ from remat.data.held_out import Chooser, bound, characters_of, choose, never, ru
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
-CACHE_VERSION = 3  # raise it when the same data and settings would give other blocks
+CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks, or another report
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
@@ -190,7 +190,7 @@ def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
         if characters >= SAMPLE_CHARACTERS:
             break
     examples = encode(first, plan.cfg, plan.tokenizer, bad_rows)
-    return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
+    return [(d, sum(len(one.ids) for one in each)) for d, each in zip(first, examples, strict=True)]
 
 
 def _check_room(plan: Plan, folder: Path) -> None:
@@ -309,10 +309,8 @@ def _write_documents(
             for half, document in batch:
                 if document.starts:  # an empty piece too: the next one is not of the document before
                     writers[half].begin()
-                example = next(examples) if document.content else None
-                if example is not None:
-                    ends = document.ends and not document.goes_on
-                    writers[half].add(example.ids, example.trained, ends=ends, origin=document.origin)
+                ends = document.ends and not document.goes_on
+                writers[half].add_all(next(examples) if document.content else [], ends, document.origin)
             for writer in writers.values():
                 writer.flush()
             plan.hashes.advance()

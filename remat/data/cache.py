@@ -140,6 +140,10 @@ def summary(report: dict[str, Any]) -> str:
     by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
     parts = [
         f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
+        f"{total['rows_more']} rows more, because the chat template rewrites earlier turns: each turn that it rewrites "
+        "is trained in a row of its own (data.rewritten_turns=each)" * bool(total["rows_more"]),
+        f"{total['turns_left_out']} turns not trained, which the chat template rewrites (data.rewritten_turns=last)"
+        * bool(total["turns_left_out"]),
         f"{cut} cut at train.seq_len" * bool(cut),
         f"{total['long_documents']} left out as longer than train.seq_len" * bool(total["long_documents"]),
         f"{dropped} dropped (no trained token left)" * bool(dropped),

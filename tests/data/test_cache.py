@@ -77,6 +77,8 @@ def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
         "squared_lengths": sum(
             (b - a) ** 2 for a, b in pairwise(sorted({*starts, *range(0, len(ids) // 16 * 16 + 1, 16)}))
         ),
+        "rows_more": 0,
+        "turns_left_out": 0,
         "truncated_documents": 0,
         "truncated_tokens": 0,
         "truncated_trained_tokens": 0,
