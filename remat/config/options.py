@@ -7,7 +7,7 @@ tell, in `remat.planning.preflight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -189,11 +189,35 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class MixedSource:
+    """One source of `data.mix`: its weight, and where it is otherwise than `data` says. None: as there."""
+
+    weight: float = 1.0  # share of the tokens of an epoch, among the weights of all sources
+    path: Any = None
+    source: DataSource | None = None
+    file_type: FileType | None = None
+    split: str | None = None
+    format: DataFormat | None = None
+    text_field: str | None = None
+    columns: dict[str, str] | None = None
+    alpaca_prompt: AlpacaPrompt | None = None
+    train_on_roles: Any = None
+    train_on_end_token: bool | None = None
+    rewritten_turns: RewrittenTurns | None = None
+    long_rows: LongRows | None = None
+    on_bad_row: BadRows | None = None
+    eval_path: Any = None
+    eval_fraction: float | None = None
+    eval_tokens: int | None = None
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
 
     source: DataSource = DataSource.python_stdlib
     path: Any = None  # file, folder, glob or hub name, or a list of them
+    mix: dict[str, MixedSource] = field(default_factory=dict)  # several sources by name, instead of `path`
     file_type: FileType = FileType.auto  # files only
     split: str = "train"  # hub, and folders that datasets.save_to_disk wrote
     format: DataFormat = DataFormat.auto
@@ -220,9 +244,20 @@ class DataConfig:
     def has_rows(self) -> bool:
         """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
 
-        A format that is not found yet counts as plain text.
+        A format that is not found yet counts as plain text. Of a mixture one such source is enough.
         """
-        return self.format not in (DataFormat.auto, DataFormat.plain)
+        return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""
+        return {name: self._of(given) for name, given in self.mix.items()} or {"": self}
+
+    def _of(self, given: MixedSource) -> DataConfig:
+        own = {item.name: getattr(given, item.name) for item in fields(given) if item.name != "weight"}
+        needs_no_path = self.source in (DataSource.python_stdlib, DataSource.synthetic)
+        if own["source"] is None and given.path is not None and needs_no_path:
+            own["source"] = DataSource.files
+        return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 
     def trained_roles(self) -> list[str] | None:
         """Return the roles whose words are trained; None: all."""

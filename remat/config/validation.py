@@ -16,6 +16,7 @@ from remat.config.options import (
     DataFormat,
     DataSource,
     FileType,
+    MixedSource,
     ModelConfig,
     ModelInit,
     OptimConfig,
@@ -76,11 +77,15 @@ def check_launch(cfg: RunConfig) -> None:
         *paths.data_problems(cfg),
         *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
     ]
-    if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:
-        found.append(
-            f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
-            "(or data=python_stdlib, which needs none)"
+    found += [
+        of_source(
+            name,
+            f"data.path is missing: data.source={data.source} needs data.path=FILE_FOLDER_OR_NAME "
+            "(or data=python_stdlib, which needs none)",
         )
+        for name, data in cfg.data.sources().items()
+        if data.source not in WITHOUT_PATH and not data.path
+    ]
     if cfg.train.steps is None and cfg.train.epochs is None:
         found.append(
             "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
@@ -180,12 +185,48 @@ def _model(model: ModelConfig) -> list[str]:
     return []
 
 
+def of_source(name: str, text: str) -> str:
+    """Return what is said of `data` with the options of source `name` of data.mix; "": data is not mixed."""
+    options = "|".join(item.name for item in fields(MixedSource))
+    return re.sub(rf"\bdata\.({options})\b", rf"data.mix.{name}.\1", text) if name else text
+
+
 def data_problems(data: DataConfig) -> list[str]:
     """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
+    found = _at_least(1, data__synthetic_blocks=data.synthetic_blocks) + _mix(data)
+    for name, each in data.sources().items():
+        found += [of_source(name, problem) for problem in _source_problems(each)]
+    return found
+
+
+def _mix(data: DataConfig) -> list[str]:
+    found = []
+    for option, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if data.mix and value is not None:
+            found.append(
+                f"{option}={value} with data.mix: a mixture names the paths of its sources; leave {option} out, or "
+                f"make it a source: data.mix.NAME.{option[5:]}={value}"
+            )
+    for name, given in data.mix.items():
+        if not re.fullmatch(r"[\w-]+", str(name)):
+            found.append(f"data.mix names a source {name!r}: use letters, digits, _ and -")
+        if not 0 < given.weight < math.inf:
+            found.append(
+                f"data.mix.{name}.weight={given.weight:g} must be above 0: leave out what is not wanted"
+            )
+    if len(data.mix) == 1:
+        found.append(
+            f"data.mix has the one source {next(iter(data.mix))}: name another, or use data.path alone"
+        )
+    if any(each.source is DataSource.synthetic for each in data.sources().values()) and data.mix:
+        found.append("data.mix: random tokens (data.source=synthetic) cannot be mixed; leave that source out")
+    return found
+
+
+def _source_problems(data: DataConfig) -> list[str]:
     found = []
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
-    found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
     found += _at_least(0, data__eval_tokens=data.eval_tokens)
     found += _paths(data)
     found += _rows(data)
@@ -423,7 +464,7 @@ def _held_out(cfg: RunConfig) -> list[str]:
     lacking = []
     if cfg.train.eval_every == 0:
         lacking.append("train.eval_every=STEPS")
-    if cfg.data.eval_fraction == 0 and cfg.data.eval_path is None:
+    if all(each.eval_fraction == 0 and each.eval_path is None for each in cfg.data.sources().values()):
         lacking.append("data.eval_fraction or data.eval_path")
     return [
         f"{option} compares evaluations on the way: set {' and '.join(lacking)} too"

@@ -94,6 +94,19 @@ class Blocks:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def epoch_length(self) -> int:
+        """Return how many blocks one epoch takes."""
+        return len(self)
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Return the blocks of an epoch in their order, int64 [epoch_length]."""
+        return epoch_order(len(self), seed, epoch, shuffle)
+
+    def seen_of(self, indices: np.ndarray) -> dict[str, int]:
+        """Return the tokens of the blocks `indices` by the source of a mixture; {} where nothing is mixed."""
+        return {}
+
     def width(self, indices: np.ndarray) -> int:
         """Return how many positions a batch of the blocks `indices` needs: seq_len, or its longest row rounded up."""
         return int(self.widths(indices[None])[0])
@@ -154,6 +167,18 @@ class Blocks:
         if not self.apart:
             return np.ones((len(indices), self.seq_len), dtype=bool)[:, :width]
         return (~self.starts(indices) | (np.arange(self.seq_len) == 0))[:, :width]
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool, *more: int) -> np.ndarray:
+    """Return an order of `count` blocks, int64 [count], which follows from the seed, the epoch and `more`.
+
+    It sorts raw bits, because NumPy never changes their stream (NEP 19) but may change that of `permutation`: a run
+    resumed under another NumPy must see the same order.
+    """
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    bits = np.random.PCG64([seed, epoch, *more]).random_raw(count)
+    return np.argsort(bits, kind="stable").astype(np.int64)
 
 
 @dataclass

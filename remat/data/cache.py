@@ -10,6 +10,7 @@ lock: then both use what the first one has built.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -25,9 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact_text
+from remat.config.validation import of_source
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.files import Hashes
+from remat.data.mixture import Mixture, mixed_report
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
 from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, labelled
@@ -37,9 +40,12 @@ log = logging.getLogger(__name__)
 
 
 class Splits(NamedTuple):
+    """`key` names the data, the tokenizer and the block length, and changes with each of them."""
+
     train: Blocks
     held_out: Blocks | None
     report: dict[str, Any]
+    key: str
 
     @property
     def context(self) -> int:
@@ -76,6 +82,44 @@ def open_blocks(
     that cannot be used, rows that are refused as too long, a cache that cannot be written, and nodes with other data
     than rank 0's. Collective.
     """
+    options: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
+    options |= {"show_progress": show_progress, "on_progress": on_progress}
+    return _open_mixture(cfg, options) if cfg.mix else _open_source(cfg, **options)
+
+
+def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
+    """Open the sources one after another, each with a cache of its own, and mix them."""
+    found: dict[str, Splits] = {}
+    for name, source in cfg.sources().items():
+        try:
+            found[name] = _open_source(source, **options)
+        except ConfigError as error:
+            raise ConfigError(of_source(name, f"data.mix.{name}: {error}")) from error
+    weights = {name: given.weight for name, given in cfg.mix.items()}
+    try:
+        train = Mixture({name: splits.train for name, splits in found.items()}, weights)
+    except ValueError as error:
+        raise ConfigError(
+            "data.mix joins plain text and rows, whose blocks only data.packing=documents makes alike, and this model "
+            "cannot keep documents apart: mix sources of one kind, or choose another model"
+        ) from error
+    halves = {name: splits.held_out for name, splits in found.items() if splits.held_out is not None}
+    held_out = Mixture(halves) if halves else None
+    parts = {name: [splits.key, weights[name]] for name, splits in found.items()}
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    report = mixed_report({name: splits.report for name, splits in found.items()}, train)
+    return Splits(train, held_out, report, key)
+
+
+def _open_source(
+    cfg: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    seed: int,
+    show_progress: bool,
+    on_progress: Callable[[], None],
+) -> Splits:
     root = Path(cfg.cache_dir).expanduser()
 
     def prepare(advance: Callable[[], None]) -> tuple[str, str]:
@@ -131,6 +175,8 @@ def _looks(root: Path) -> bool:
 
 def summary(report: dict[str, Any]) -> str:
     """Describe the documents of a `Splits.report`: "40 documents, 3 cut at train.seq_len (...), 1 dropped (...)"."""
+    if sources := report.get("sources"):
+        return "; ".join(f"{name}: {summary(source)}" for name, source in sources.items())
     total = _total(report)
     documents, cut, dropped = (
         total[name] for name in ("documents", "truncated_documents", "dropped_documents")
@@ -156,6 +202,9 @@ def summary(report: dict[str, Any]) -> str:
 
 def loss_of_tokens(report: dict[str, Any]) -> str:
     """Say how many rows of a `Splits.report` were too long and what of them is not trained; "" when none was."""
+    if sources := report.get("sources"):
+        lost = {name: loss_of_tokens(source) for name, source in sources.items()}
+        return "\n".join(of_source(name, f"data.mix.{name}: {text}") for name, text in lost.items() if text)
     total = _total(report)
     cut, left_out = total["truncated_documents"], total["long_documents"]
     if not cut + left_out:
@@ -187,7 +236,8 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
             "data.long_rows=cut or drop, which count and show what is lost"
         )
     held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
-    found = Splits(Blocks.open(folder, "train", seq_len), held_out, {**report, "folder": str(folder)})
+    train = Blocks.open(folder, "train", seq_len)
+    found = Splits(train, held_out, {**report, "folder": str(folder)}, folder.name)
     return found.documents_apart() if cfg.packing is Packing.documents else found
 
 

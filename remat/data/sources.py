@@ -110,6 +110,15 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     return _rows(cfg, files, path, option, hashes)
 
 
+def local_files(cfg: DataConfig, path: Any, option: str) -> frozenset[Path]:
+    """Return the files on this machine that `path` names; none for a dataset of the hub."""
+    if not path or cfg.source is not DataSource.files or _is_of_the_hub(cfg, path):
+        return frozenset()
+    return frozenset(
+        file.path.resolve() for file in find_files(path, option, file_type=cfg.file_type, split=cfg.split)
+    )
+
+
 def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
     if path:
         raise ConfigError(

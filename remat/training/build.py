@@ -19,7 +19,6 @@ from remat.config import ds_config, validation
 from remat.config.options import (
     NOT_FOLDERS,
     ConfigError,
-    DataFormat,
     LossKind,
     PeftMethod,
     Precision,
@@ -105,7 +104,7 @@ def _check_shared(cfg: RunConfig) -> None:
 
 def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
     """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
-    now = Path(splits.report["folder"]).name
+    now = splits.key
     found = check_same_order(saved["data"], batches)
     if saved["data_key"] != now:
         found.append(
@@ -179,7 +178,7 @@ def _build(
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
-    cfg = with_steps(cfg, len(splits.train))
+    cfg = with_steps(cfg, splits.train.epoch_length)
     if lost := cache.loss_of_tokens(splits.report):
         console.warning(lost)
     batches = _batches(cfg, splits.train, world, point)
@@ -260,12 +259,11 @@ def _decide(
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
     """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
-    data_format, problems = distributed.broadcast(looked and (looked.data_format, looked.problems))
+    data, problems = distributed.broadcast(looked and (looked.data, looked.problems))
     if problems:
         raise ConfigError("\n".join(problems))
-    found = replace(cfg, data=replace(cfg.data, format=data_format))
-    same = data_format in (cfg.data.format, DataFormat.plain)
-    return found, strategy if same else pack_again(found, strategy)
+    found = replace(cfg, data=data)
+    return found, strategy if data.has_rows == cfg.data.has_rows else pack_again(found, strategy)
 
 
 def _instruments(
@@ -497,8 +495,8 @@ def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits
     """Write data.json: what became of the data's rows, and how full the batches are."""
     found = {
         "steps": cfg.train.steps,
-        "blocks": len(splits.train),
-        "epochs": cfg.train.steps * cfg.train.global_batch_size / len(splits.train)
+        "blocks": splits.train.epoch_length,
+        "epochs": cfg.train.steps * cfg.train.global_batch_size / splits.train.epoch_length
         if cfg.train.steps
         else None,
         "packing": strategy.packed.line(),
