@@ -238,6 +238,7 @@ class DataConfig:
     on_bad_row: BadRows = BadRows.stop
     shuffle: bool = True
     cache_dir: str = "~/.cache/remat/data"
+    processes: int = 0  # that tokenise much data; 0: one for each core. The cache is the same for any number
     synthetic_blocks: int = 1024
 
     @property

@@ -194,6 +194,7 @@ def of_source(name: str, text: str) -> str:
 def data_problems(data: DataConfig) -> list[str]:
     """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
     found = _at_least(1, data__synthetic_blocks=data.synthetic_blocks) + _mix(data)
+    found += _at_least(0, data__processes=data.processes)
     for name, each in data.sources().items():
         found += [of_source(name, problem) for problem in _source_problems(each)]
     return found

@@ -40,12 +40,14 @@ log = logging.getLogger(__name__)
 
 
 class Splits(NamedTuple):
-    """`key` names the data, the tokenizer and the block length, and changes with each of them."""
-
     train: Blocks
     held_out: Blocks | None
     report: dict[str, Any]
-    key: str
+
+    @property
+    def key(self) -> str:
+        """Return the name of the data, the tokenizer and the block length, which changes with each of them."""
+        return str(self.report["key"])
 
     @property
     def context(self) -> int:
@@ -108,7 +110,7 @@ def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
     parts = {name: [splits.key, weights[name]] for name, splits in found.items()}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     report = mixed_report({name: splits.report for name, splits in found.items()}, train)
-    return Splits(train, held_out, report, key)
+    return Splits(train, held_out, report | {"key": key})
 
 
 def _open_source(
@@ -237,7 +239,7 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
         )
     held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
     train = Blocks.open(folder, "train", seq_len)
-    found = Splits(train, held_out, {**report, "folder": str(folder)}, folder.name)
+    found = Splits(train, held_out, {**report, "folder": str(folder), "key": folder.name})
     return found.documents_apart() if cfg.packing is Packing.documents else found
 
 
@@ -266,10 +268,13 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
         _remove_dead(folder)
         temporary = folder.with_name(f"{folder.name}.tmp-{current_process().label()}-{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
+        shards = folder.with_name(f"{folder.name}.shards")
         try:
-            write_blocks(plan, temporary, show_progress=show_progress)
+            write_blocks(plan, temporary, shards, show_progress=show_progress)
             _publish(temporary, folder)
+            shutil.rmtree(shards, ignore_errors=True)
         except ConfigError as error:
+            shutil.rmtree(shards, ignore_errors=True)  # the data will be other data
             # The random id tells this failure from the same one in an earlier run.
             failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
             raise

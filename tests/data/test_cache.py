@@ -48,9 +48,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of the caches that were built, not only opened."""
     built: list[str] = []
 
-    def write_blocks(plan: build.Plan, folder: Path, *, show_progress: bool) -> None:
+    def write_blocks(plan: build.Plan, folder: Path, shards: Path, *, show_progress: bool) -> None:
         built.append(plan.key)
-        build.write_blocks(plan, folder, show_progress=show_progress)
+        build.write_blocks(plan, folder, shards, show_progress=show_progress)
 
     monkeypatch.setattr(cache, "write_blocks", write_blocks)
     return built
