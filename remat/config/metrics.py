@@ -53,6 +53,11 @@ def share_of(source: str) -> str:
     return f"tokens/share/{source}"
 
 
+def lost_rows(what: str) -> str:
+    """Name a count of rows of streamed data since the start of training: cut, left out, dropped, unusable."""
+    return f"data/{what}"
+
+
 def lowest(name: str) -> str:
     """Name the figure of the lowest rank."""
     return f"{name}_min"

@@ -218,6 +218,7 @@ class DataConfig:
     source: DataSource = DataSource.python_stdlib
     path: Any = None  # file, folder, glob or hub name, or a list of them
     mix: dict[str, MixedSource] = field(default_factory=dict)  # several sources by name, instead of `path`
+    streaming: bool = False  # read and tokenise while training, without a cache: data that no disk here holds
     file_type: FileType = FileType.auto  # files only
     split: str = "train"  # hub, and folders that datasets.save_to_disk wrote
     format: DataFormat = DataFormat.auto
@@ -235,6 +236,9 @@ class DataConfig:
     eval_tokens: int = (
         1_000_000  # about as many tokens are held out at most, whatever the fraction; 0: no bound
     )
+    eval_rows: int = (
+        1000  # streaming without eval_path: the first rows are held out, up to `eval_tokens`; 0: none
+    )
     on_bad_row: BadRows = BadRows.stop
     shuffle: bool = True
     cache_dir: str = "~/.cache/remat/data"
@@ -248,6 +252,11 @@ class DataConfig:
         A format that is not found yet counts as plain text. Of a mixture one such source is enough.
         """
         return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
+
+    def holds_nothing_out(self) -> bool:
+        """Return whether there is no held-out data, of one source."""
+        none_of_it = self.eval_fraction == 0 or (self.streaming and self.eval_rows == 0)
+        return self.eval_path is None and none_of_it
 
     def sources(self) -> dict[str, DataConfig]:
         """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""

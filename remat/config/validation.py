@@ -53,6 +53,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_checkpointing(cfg.checkpointing),
         *_save(cfg.save),
         *_held_out(cfg),
+        *_streamed_length(cfg),
         *_profile(cfg.profile),
         *_top(cfg),
     ]
@@ -159,6 +160,15 @@ def _length(train: TrainConfig) -> list[str]:
     return [] if train.steps is None else _at_least(1, train__steps=train.steps)
 
 
+def _streamed_length(cfg: RunConfig) -> list[str]:
+    if not cfg.data.streaming or cfg.train.epochs is None:
+        return []
+    return [
+        f"train.epochs={cfg.train.epochs:g} with data.streaming=true: how long an epoch is, is known only at its end; "
+        "set train.steps"
+    ]
+
+
 def stop_problems(train: TrainConfig) -> list[str]:
     """Return what is wrong with `stop_at` once the steps are known; with train.epochs only the data tells them."""
     if train.stop_at < 0:
@@ -194,7 +204,7 @@ def of_source(name: str, text: str) -> str:
 def data_problems(data: DataConfig) -> list[str]:
     """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
     found = _at_least(1, data__synthetic_blocks=data.synthetic_blocks) + _mix(data)
-    found += _at_least(0, data__processes=data.processes)
+    found += _at_least(0, data__processes=data.processes, data__eval_rows=data.eval_rows) + _streaming(data)
     for name, each in data.sources().items():
         found += [of_source(name, problem) for problem in _source_problems(each)]
     return found
@@ -221,6 +231,32 @@ def _mix(data: DataConfig) -> list[str]:
         )
     if any(each.source is DataSource.synthetic for each in data.sources().values()) and data.mix:
         found.append("data.mix: random tokens (data.source=synthetic) cannot be mixed; leave that source out")
+    return found
+
+
+def _streaming(data: DataConfig) -> list[str]:
+    default, found = DataConfig(), list[str]()
+    if not data.streaming:
+        if data.eval_rows != default.eval_rows:
+            found.append(
+                f"data.eval_rows={data.eval_rows} has no effect without data.streaming=true: use data.eval_fraction"
+            )
+        return found
+    if data.mix:
+        found.append(
+            "data.streaming=true with data.mix: the sources' sizes, which weights need, are not known; leave out one"
+        )
+    if data.source is DataSource.synthetic:
+        found.append(
+            "data.streaming=true has no meaning with data.source=synthetic, which is not read: leave it out"
+        )
+    if data.processes:
+        found.append(f"data.processes={data.processes} has no effect with data.streaming=true: leave it out")
+    if data.eval_fraction not in (0, default.eval_fraction):
+        found.append(
+            f"data.eval_fraction={data.eval_fraction:g} with data.streaming=true: a fraction of what is not known yet; "
+            "set data.eval_rows, the number of first rows that are held out, or data.eval_path"
+        )
     return found
 
 
@@ -465,7 +501,7 @@ def _held_out(cfg: RunConfig) -> list[str]:
     lacking = []
     if cfg.train.eval_every == 0:
         lacking.append("train.eval_every=STEPS")
-    if all(each.eval_fraction == 0 and each.eval_path is None for each in cfg.data.sources().values()):
+    if all(each.holds_nothing_out() for each in cfg.data.sources().values()):
         lacking.append("data.eval_fraction or data.eval_path")
     return [
         f"{option} compares evaluations on the way: set {' and '.join(lacking)} too"

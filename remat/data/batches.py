@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,18 +83,21 @@ class GlobalBatches:
 
     def read(self, position: int) -> StepBatch:
         """Return the step that begins after `position` samples; the stream does not move."""
-        epoch = position // self._blocks.epoch_length
         ids = self._sample_ids(position, self._global_batch_size)
+        return self._step(self._blocks, ids, ids, position // self._blocks.epoch_length)
+
+    def _step(self, blocks: Blocks, ids: np.ndarray, sample_ids: np.ndarray, epoch: int) -> StepBatch:
+        """Return the step of the blocks `ids` of `blocks`, which are recorded as `sample_ids`."""
         micro_batches = ids.reshape(-1, self._micro_batch_size)
         mine = micro_batches[self._rank :: self._world_size]
         return StepBatch(
-            micro_batches=[micro_batch(self._blocks, micro_ids) for micro_ids in mine],
-            sample_ids=ids,
-            trained_tokens=int(self._blocks.trained_tokens[ids].sum(dtype=np.int64)),
-            seen_tokens=int(self._blocks.lengths[ids].sum(dtype=np.int64)),
-            positions=int(self._blocks.widths(micro_batches).sum()) * self._micro_batch_size,
+            micro_batches=[micro_batch(blocks, micro_ids) for micro_ids in mine],
+            sample_ids=sample_ids,
+            trained_tokens=int(blocks.trained_tokens[ids].sum(dtype=np.int64)),
+            seen_tokens=int(blocks.lengths[ids].sum(dtype=np.int64)),
+            positions=int(blocks.widths(micro_batches).sum()) * self._micro_batch_size,
             epoch=epoch,
-            seen_of=self._blocks.seen_of(ids),
+            seen_of=blocks.seen_of(ids),
         )
 
     def padding_share(self) -> float:
@@ -107,7 +111,7 @@ class GlobalBatches:
             positions += int(widths.sum()) * self._micro_batch_size
         return 1 - seen / positions
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the stream's state for a saved state.
 
         `position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
@@ -123,6 +127,10 @@ class GlobalBatches:
             "shuffle": self._shuffle,
             "documents_apart": self._blocks.apart,
         }
+
+    def lost(self) -> dict[str, int]:
+        """Return the rows cut, left out, dropped or unusable since the start of training: known before of a cache."""
+        return {}
 
     def _sample_ids(self, position: int, count: int) -> np.ndarray:
         parts = []
@@ -143,7 +151,7 @@ class GlobalBatches:
         return self._order[1]
 
 
-def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]:
+def check_same_order(saved: dict[str, Any], batches: GlobalBatches) -> list[str]:
     """Return why the position in `saved`, an earlier `GlobalBatches.state()`, would mean other samples now.
 
     Each problem names the option, its values now and at the save, and the remedy; [] when there is none. The world

@@ -108,7 +108,7 @@ def make_plan(
     if cfg.has_rows:
         settings["packed"] = cfg.packing is Packing.documents
         settings["drops_long_rows"] = cfg.long_rows is LongRows.drop
-    settings["tokenizer"] = _tokenizer_identity(tokenizer)
+    settings["tokenizer"] = tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
 
@@ -150,7 +150,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
         "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
         "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
-        "found": _found(plan),
+        "found": found_in_words(plan.corpus, plan.cfg, plan.tokenizer),
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
@@ -166,9 +166,9 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
         os.fsync(file.fileno())
 
 
-def _found(plan: Plan) -> str:
+def found_in_words(corpus: Corpus | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say what the data is and how its rows become text, for the header and the report."""
-    parts = [plan.corpus.found, describe(plan.cfg, plan.tokenizer)] if plan.corpus else []
+    parts = [corpus.found, describe(cfg, tokenizer)] if corpus else []
     return "; ".join(part for part in parts if part)
 
 
@@ -452,7 +452,7 @@ def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
             start += count
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     identity: dict[str, Any] = {"ids": ids, "chat_template": tokenizer.chat_template}
     if tokenizer.is_fast:

@@ -32,6 +32,7 @@ from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.files import Hashes
 from remat.data.mixture import Mixture, mixed_report
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
+from remat.data.streaming import open_stream
 from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, labelled
 
@@ -86,7 +87,33 @@ def open_blocks(
     """
     options: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
     options |= {"show_progress": show_progress, "on_progress": on_progress}
+    if cfg.streaming:
+        return _open_stream(cfg, tokenizer, seq_len, seed, on_progress)
     return _open_mixture(cfg, options) if cfg.mix else _open_source(cfg, **options)
+
+
+def _open_stream(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    seed: int,
+    on_progress: Callable[[], None],
+) -> Splits:
+    """Open a stream on every rank; raise ConfigError on all of them where one sees other data. Collective."""
+    found: list[Splits] = []
+
+    def prepare(advance: Callable[[], None]) -> str:
+        found.append(Splits(*open_stream(cfg, tokenizer=tokenizer, seq_len=seq_len, seed=seed)))
+        return found[0].key
+
+    keys = distributed.while_some_work(prepare, on_progress)
+    if len(set(keys)) > 1:
+        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        raise ConfigError(
+            f"data.path={cfg.path} is other data on rank {other} than on rank 0: give every node the same"
+        )
+    _refuse_long(found[0].report, cfg)
+    return found[0]
 
 
 def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
@@ -187,6 +214,7 @@ def summary(report: dict[str, Any]) -> str:
     synthetic = report["source"] == DataSource.synthetic  # blocks of nothing but tokens
     by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
     parts = [
+        "of the first window and what is held out:" * report.get("streamed", False),
         f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
         f"{total['rows_more']} rows more, because the chat template rewrites earlier turns: each turn that it rewrites "
         "is trained in a row of its own (data.rewritten_turns=each)" * bool(total["rows_more"]),
@@ -227,20 +255,25 @@ def _total(report: dict[str, Any]) -> dict[str, int]:
 
 def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     report = json.loads((folder / "report.json").read_text())
-    bad_rows, too_long = report["bad_rows"], report["long_rows"]
+    bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
-    if too_long["first"] and cfg.long_rows is LongRows.refuse:
-        listed = "\n".join(f"  {row}" for row in too_long["first"])
-        raise ConfigError(
-            f"data.long_rows=refuse, and {_total(report)['truncated_documents']} rows are longer than "
-            f"train.seq_len={seq_len}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
-            "data.long_rows=cut or drop, which count and show what is lost"
-        )
+    _refuse_long(report, cfg)
     held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
     train = Blocks.open(folder, "train", seq_len)
     found = Splits(train, held_out, {**report, "folder": str(folder), "key": folder.name})
     return found.documents_apart() if cfg.packing is Packing.documents else found
+
+
+def _refuse_long(report: dict[str, Any], cfg: DataConfig) -> None:
+    too_long = report["long_rows"]
+    if too_long["first"] and cfg.long_rows is LongRows.refuse:
+        listed = "\n".join(f"  {row}" for row in too_long["first"])
+        raise ConfigError(
+            f"data.long_rows=refuse, and {_total(report)['truncated_documents']} rows are longer than "
+            f"train.seq_len={report['seq_len']}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
+            "data.long_rows=cut or drop, which count and show what is lost"
+        )
 
 
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:

@@ -9,7 +9,7 @@ the others.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,33 +25,69 @@ OF_AN_EPOCH = (
 )  # counts that weights change
 
 
-class Mixture(Blocks):
-    """The blocks of several sources under one numbering: those of the first source, then those of the next."""
+class Joined(Blocks):
+    """Blocks of several parts under one numbering: those of the first part, then those of the next."""
+
+    def __init__(self, parts: Sequence[Blocks]) -> None:
+        """Join parts of the same length.
+
+        Raises ValueError when some keep documents apart, or have rows alone, and others do not.
+        """
+        first = parts[0]
+        if any((each.apart, each.one_each) != (first.apart, first.one_each) for each in parts):
+            raise ValueError("blocks that are packed in different ways cannot be joined")
+        self._joined = list(parts)
+        self.seq_len, self.apart, self.one_each = first.seq_len, first.apart, first.one_each
+        self.of_rows = any(each.of_rows for each in parts)
+        self.lengths = np.concatenate([each.lengths for each in parts])
+        self.trained_tokens = np.concatenate([each.trained_tokens for each in parts])
+        self._ends = np.cumsum([len(each) for each in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def tokens(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.tokens(own, width))
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.starts(own))
+
+    def trained(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.trained(own, width))
+
+    def documents_apart(self) -> Blocks:
+        return self  # its parts are what they are
+
+    def _owners(self, indices: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._ends, indices, side="right")
+
+    def _gathered(self, indices: np.ndarray, read: Callable[[Blocks, np.ndarray], np.ndarray]) -> np.ndarray:
+        owners, found = self._owners(indices), None
+        for place, part in enumerate(self._joined):
+            mine = owners == place
+            if mine.any():
+                values = read(part, indices[mine] - (self._ends[place] - len(part)))
+                if found is None:
+                    found = np.empty((len(indices), *values.shape[1:]), dtype=values.dtype)
+                found[mine] = values
+        assert found is not None, "no block was asked for"
+        return found
+
+
+class Mixture(Joined):
+    """The blocks of several sources, and how an epoch chooses among them."""
 
     def __init__(self, parts: Mapping[str, Blocks], weights: Mapping[str, float] | None = None) -> None:
-        """Mix `parts`, all of the same length and packing, by weights in tokens; None: an epoch has every block once.
-
-        Raises ValueError when some parts keep documents apart, or have rows alone, and others do not.
-        """
-        first = next(iter(parts.values()))
-        if any((each.apart, each.one_each) != (first.apart, first.one_each) for each in parts.values()):
-            raise ValueError("sources that are packed in different ways cannot be mixed")
+        """Mix `parts` by weights in tokens; None: an epoch has every block once. Raises what `Joined` raises."""
+        super().__init__(list(parts.values()))
         self._parts = dict(parts)
-        self.seq_len, self.apart, self.one_each = first.seq_len, first.apart, first.one_each
-        self.of_rows = any(each.of_rows for each in parts.values())
-        self.lengths = np.concatenate([each.lengths for each in parts.values()])
-        self.trained_tokens = np.concatenate([each.trained_tokens for each in parts.values()])
         sizes = np.array([len(each) for each in parts.values()])
-        self._ends = np.cumsum(sizes)
         self.blocks_of = dict(zip(parts, sizes.tolist(), strict=True))  # of each source in one epoch
         if weights is not None:
             wanted = np.array([weights[name] / each.lengths.mean() for name, each in parts.items()])
             rounds = float((sizes / wanted).min())  # until the first source is exhausted
             counts = np.clip(np.round(rounds * wanted).astype(np.int64), 1, sizes)
             self.blocks_of = dict(zip(parts, counts.tolist(), strict=True))
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
 
     @property
     def epoch_length(self) -> int:
@@ -91,33 +127,6 @@ class Mixture(Blocks):
     def passes(self) -> dict[str, float]:
         """Return how often an epoch has each block of a source, as a mean; at most 1."""
         return {name: count / len(self._parts[name]) for name, count in self.blocks_of.items()}
-
-    def tokens(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.tokens(own, width))
-
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.starts(own))
-
-    def trained(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.trained(own, width))
-
-    def documents_apart(self) -> Mixture:
-        return self  # its parts are what they are
-
-    def _owners(self, indices: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._ends, indices, side="right")
-
-    def _gathered(self, indices: np.ndarray, read: Callable[[Blocks, np.ndarray], np.ndarray]) -> np.ndarray:
-        owners, found = self._owners(indices), None
-        for place, part in enumerate(self._parts.values()):
-            mine = owners == place
-            if mine.any():
-                values = read(part, indices[mine] - (self._ends[place] - len(part)))
-                if found is None:
-                    found = np.empty((len(indices), *values.shape[1:]), dtype=values.dtype)
-                found[mine] = values
-        assert found is not None, "no block was asked for"
-        return found
 
 
 def mixed_report(reports: Mapping[str, dict[str, Any]], train: Mixture) -> dict[str, Any]:

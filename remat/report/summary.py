@@ -41,13 +41,15 @@ def rows(run: Described) -> dict[str, str]:
     accumulation = ds["gradient_accumulation_steps"]
     steps = train.steps or 0
     counts = splits.report["train"]
-    epochs = steps * train.global_batch_size / splits.train.epoch_length
+    streamed = splits.train.epoch_length == 0
+    epochs = 0.0 if streamed else steps * train.global_batch_size / splits.train.epoch_length
+    count = "streamed," if streamed else f"{splits.train.epoch_length}"
     seen = steps * train.global_batch_size * counts["tokens"] / counts["blocks"]
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
-        "data": _data(run) + f", {splits.train.epoch_length} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "data": _data(run) + f", {count} blocks of {train.seq_len} tokens{held_out}{notes}",
         "packing": run.strategy.packed.line() + _filling(run),
         "ranks": _ranks(run.world),
         "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
@@ -57,7 +59,8 @@ def rows(run: Described) -> dict[str, str]:
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {run.world.data_size} {'ranks' if run.world.tensor_parallel_size == 1 else 'groups of ranks'}",
-        "steps": f"{steps}, {_count(seen)} tokens, {_epochs(epochs)}",
+        "steps": f"{steps}, {'about ' * streamed}{_count(seen)} tokens, "
+        + ("an epoch ends where the data does, which is not known before" if streamed else _epochs(epochs)),
         "plan": run.plan.line(),
         "run": str(run.folder),
     }

@@ -30,6 +30,7 @@ from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.read_ahead import ReadAhead
+from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
@@ -361,16 +362,19 @@ def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
-    return GlobalBatches(
-        blocks,
-        global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=cfg.train.micro_batch_size,
-        rank=world.data_rank,
-        world_size=world.data_size,
-        seed=cfg.train.seed,
-        shuffle=cfg.data.shuffle,
-        position=point.state.client_state["data"]["position"] if point else 0,
-    )
+    saved = point.state.client_state["data"] if point else {}
+    options: dict[str, Any] = {
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "rank": world.data_rank,
+        "world_size": world.data_size,
+        "seed": cfg.train.seed,
+        "shuffle": cfg.data.shuffle,
+        "position": saved.get("position", 0),
+    }
+    if isinstance(blocks, FirstWindow):
+        return StreamedBatches(blocks, place=saved.get("place"), **options)
+    return GlobalBatches(blocks, **options)
 
 
 def _engine(
@@ -495,9 +499,9 @@ def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits
     """Write data.json: what became of the data's rows, and how full the batches are."""
     found = {
         "steps": cfg.train.steps,
-        "blocks": splits.train.epoch_length,
+        "blocks": splits.train.epoch_length or None,
         "epochs": cfg.train.steps * cfg.train.global_batch_size / splits.train.epoch_length
-        if cfg.train.steps
+        if cfg.train.steps and splits.train.epoch_length
         else None,
         "packing": strategy.packed.line(),
         "padding_share": padding_share,

@@ -26,6 +26,7 @@ from remat.config.metrics import (
     TOKENS_SEEN,
     TOKENS_TRAINED,
     StepMetrics,
+    lost_rows,
     share_of,
 )
 from remat.config.units import format_size
@@ -423,6 +424,7 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
         PADDING_SHARE: 1 - progress.tokens_seen / max(1, progress.positions),
     }
     metrics |= {share_of(name): seen / max(1, progress.tokens_seen) for name, seen in progress.seen_of.items()}
+    metrics |= {lost_rows(name): count for name, count in run.batches.lost().items()}
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
     run.console.line(progress.step, run.steps, metrics)

@@ -88,7 +88,9 @@ MIXED = Point(
     [*EVALUATED, "data.path=null", "data.format=auto", SOURCES],
     ["train.stop_at=3"],
 )
-POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS, MIXED]
+STREAM = [*SPREAD, "train.eval_every=3", "data.streaming=true", "data.eval_fraction=0.05", "data.eval_rows=8"]
+STREAMED = Point("in a stream, in its third epoch", 3, 5, STREAM, ["train.stop_at=3"])
+POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS, MIXED, STREAMED]
 
 
 def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
     else:
         assert sum("loss/train" in row for row in rows) == point.steps
     assert found == rows
-    if point.options is EVALUATED:  # before step 1, after steps 3 and 5, each once
+    if point.options in (EVALUATED, STREAM):  # before step 1, after steps 3 and 5, each once
         assert sum("loss/eval" in row for row in rows) == 3
     assert rest["weights"] == whole["weights"]
     assert first["weights"] != whole["weights"]
@@ -155,6 +157,7 @@ HERE = [
     (AFTER_EVALUATION, "zero3"),
     (BETWEEN_ROWS, "zero2_offload"),
     (MIXED, "zero3"),
+    (STREAMED, "zero2_offload"),
 ]
 
 
