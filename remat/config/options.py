@@ -486,12 +486,13 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Weights & Biases beside `metrics.jsonl`, which is always written."""
+    """Weights & Biases and TensorBoard beside `metrics.jsonl`, which is always written."""
 
     wandb: WandbMode = WandbMode.offline  # whether Weights & Biases gets the metrics
     project: str = "remat"  # name of the W&B project
     entity: str | None = None  # W&B user or team; null: your default
     tags: list[str] = field(default_factory=list)  # tags of the W&B run
+    tensorboard: bool = False  # write the same metrics as events to RUN_DIR/tensorboard too
 
 
 @dataclass(kw_only=True)
@@ -507,6 +508,8 @@ class SaveConfig:
     in_background: bool = False  # flush, hash and name a state while training goes on
     best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
     export: bool = False  # write Hugging Face safetensors after the last step
+    # write adapters merged into their base, as a plain model, to RUN_DIR/merged after the last step
+    merge: bool = False
     max_shard_size: str = "5GB"  # largest file of an export, 5GB for example
 
 
