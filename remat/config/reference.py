@@ -143,8 +143,9 @@ def _comments() -> dict[tuple[str, str], str]:
             for token in tokenize.generate_tokens(io.StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
-        for made in ast.parse(source).body:
-            for entry in made.body if isinstance(made, ast.ClassDef) else []:
+        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        for made in classes:
+            for entry in made.body:
                 target = (
                     entry.target if isinstance(entry, ast.AnnAssign) else getattr(entry, "targets", [None])[0]
                 )
