@@ -69,7 +69,7 @@ RULES = {
 }
 
 
-def plan(
+def decide_layers(
     cfg: CheckpointingConfig,
     num_layers: int,
     *,

@@ -1,6 +1,7 @@
 """Hydra composition: a command line becomes one checked `RunConfig`. The only importer of hydra and omegaconf.
 
-Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, recipe, command line.
+Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
+`local/default.yaml`, recipe, command line.
 Hydra's compose API is used instead of `@hydra.main`: it writes no files, keeps one error path with our own exit
 code, and serves `train.py` and every `remat` command alike.
 """
@@ -28,14 +29,13 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
 from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
-from remat.config.options import NOT_FOLDERS, ConfigError, RunConfig
+from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact_text
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(remat.__file__).resolve().parent
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
 CONF_DIR = ROOT / "conf"
-NOT_OF_A_RUN = {
-    "lab"
-}  # folders of conf/ that hold something else than choices of a run: remat compare reads it
+NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
@@ -420,8 +420,14 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 
 
 def _opened(override: str) -> str:
-    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`."""
-    key = override.partition("=")[0]
+    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`.
+
+    An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
+    """
+    key, _, value = override.partition("=")
+    if key.startswith("data.mix.") and key.count(".") == 3:
+        _, _, source, option = key.split(".")
+        return f"++data.mix={{{source}: {{{option}: {value}}}}}"
     is_open = any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
     return f"++{override}" if is_open and "=" in override else override
 
@@ -462,11 +468,14 @@ def _explain(override: str, error: Exception) -> str:
         return (
             f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
         )
+    if "'local/default'" in cause:
+        return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
     if choices and any(
         text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")
     ):
-        return f"{option}={value}: no such choice{_close(value, choices)}; choices: {', '.join(choices)}"
+        near = (option == "optim" and hints.suggest_optimizer(value)) or _close(value, choices)
+        return f"{option}={value}: no such choice{near}; choices: {', '.join(choices)}"
     if option == "recipe" and "no such option" in cause:
         return f"recipe={value}: {cause}"
     if option == "recipe":
@@ -474,7 +483,8 @@ def _explain(override: str, error: Exception) -> str:
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
-    return f"{option}={value}: {cause}"
+    known = f": a source has {', '.join(item.name for item in fields(MixedSource))}" * ("MixedSource" in cause)
+    return f"{option}={value}: {cause}{known}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
 
 
 def _first_cause(error: BaseException) -> str:

@@ -7,7 +7,7 @@ tell, in `remat.planning.preflight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -79,6 +79,13 @@ class LongRows(StrEnum):
     refuse = "refuse"  # the run ends with their places
 
 
+class RewrittenTurns(StrEnum):
+    """What becomes of turns that a chat template renders otherwise once others follow, as Qwen3's drops thoughts."""
+
+    each = "each"  # each is trained in a row of its own: the chat up to it
+    last = "last"  # only those that the whole chat has as they were said are trained
+
+
 class BadRows(StrEnum):
     stop = "stop"  # the run ends with the row's place
     skip = "skip"  # the row is left out and counted
@@ -87,6 +94,14 @@ class BadRows(StrEnum):
 class LossKind(StrEnum):
     chunked = "chunked"  # logits of a few tokens at a time: less memory, same loss
     full = "full"  # all logits at once
+
+
+class OptimName(StrEnum):
+    adamw = "adamw"  # two moments in fp32
+    adamw_8bit = "adamw_8bit"  # two moments in 8 bits (bitsandbytes)
+    paged_adamw_8bit = "paged_adamw_8bit"  # the same, moved to host memory while a GPU lacks room
+    lion = "lion"  # one moment
+    adafactor = "adafactor"  # a row and a column of second moments of each matrix
 
 
 class Schedule(StrEnum):
@@ -152,6 +167,11 @@ class RecipeStatus(StrEnum):
     starting_point = "starting_point"  # for any model and machine: the user names the model
 
 
+class StrategyChoice(StrEnum):
+    given = "given"
+    auto = "auto"  # the fastest ZeRO stage, offload, checkpointing and micro-batch that fit the machine, by their plans
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run. The text names each option, its value and the remedy."""
 
@@ -184,11 +204,37 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class MixedSource:
+    """One source of `data.mix`: its weight, and where it is otherwise than `data` says. None: as there."""
+
+    weight: float = 1.0  # share of the tokens of an epoch, among the weights of all sources
+    path: Any = None
+    source: DataSource | None = None
+    file_type: FileType | None = None
+    split: str | None = None
+    format: DataFormat | None = None
+    text_field: str | None = None
+    columns: dict[str, str] | None = None
+    alpaca_prompt: AlpacaPrompt | None = None
+    train_on_roles: Any = None
+    train_on_end_token: bool | None = None
+    rewritten_turns: RewrittenTurns | None = None
+    long_rows: LongRows | None = None
+    on_bad_row: BadRows | None = None
+    eval_path: Any = None
+    eval_fraction: float | None = None
+    eval_tokens: int | None = None
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
 
     source: DataSource = DataSource.python_stdlib  # where the data comes from
     path: Any = None  # file, folder, glob or hub name, or a list of them
+    mix: dict[str, MixedSource] = field(default_factory=dict)  # several sources by name, instead of `path`
+    # read and tokenise while training, without a cache: for data that the disk cannot hold
+    streaming: bool = False
     file_type: FileType = FileType.auto  # what files are, where their first bytes mislead
     split: str = "train"  # which split, of hub data and of folders that datasets.save_to_disk wrote
     format: DataFormat = DataFormat.auto  # what a row means
@@ -201,6 +247,8 @@ class DataConfig:
     train_on_end_token: bool = True  # whether the token that ends a trained turn carries the loss too
     # a Jinja file, or a folder with a template, in place of the tokenizer's; "none": no template
     chat_template: str | None = None
+    # what becomes of earlier turns that a chat template rewrites
+    rewritten_turns: RewrittenTurns = RewrittenTurns.each
     # how rows share a block; null: documents where the model can, else stream (text) or none (rows)
     packing: Packing | None = None
     long_rows: LongRows = LongRows.cut  # what becomes of instruction rows longer than train.seq_len
@@ -208,18 +256,38 @@ class DataConfig:
     eval_fraction: float = 0.05  # share of the data that is held out, where no `eval_path` is given
     # [tokens] the most that is held out, about, whatever the fraction; 0: no bound
     eval_tokens: int = 1_000_000
+    # [rows] the most that streaming holds out where no `eval_path` is given, up to `eval_tokens`; 0: none
+    eval_rows: int = 1000
     on_bad_row: BadRows = BadRows.stop  # what a row that cannot be read does
     shuffle: bool = True  # whether blocks are shuffled, anew in each epoch
     cache_dir: str = "~/.cache/remat/data"  # folder for tokenized data, shared by all runs
+    # how many processes tokenise much data; 0: one for each core. The cache is the same for any number
+    processes: int = 0
     synthetic_blocks: int = 1024  # [blocks] length of the synthetic data
 
     @property
     def has_rows(self) -> bool:
         """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
 
-        A format that is not found yet counts as plain text.
+        A format that is not found yet counts as plain text. Of a mixture one such source is enough.
         """
-        return self.format not in (DataFormat.auto, DataFormat.plain)
+        return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
+
+    def holds_nothing_out(self) -> bool:
+        """Return whether there is no held-out data, of one source."""
+        none_of_it = self.eval_fraction == 0 or (self.streaming and self.eval_rows == 0)
+        return self.eval_path is None and none_of_it
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""
+        return {name: self._of(given) for name, given in self.mix.items()} or {"": self}
+
+    def _of(self, given: MixedSource) -> DataConfig:
+        own = {item.name: getattr(given, item.name) for item in fields(given) if item.name != "weight"}
+        needs_no_path = self.source in (DataSource.python_stdlib, DataSource.synthetic)
+        if own["source"] is None and given.path is not None and needs_no_path:
+            own["source"] = DataSource.files
+        return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 
     def trained_roles(self) -> list[str] | None:
         """Return the roles whose words are trained; None: all."""
@@ -272,13 +340,14 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule. The implementation follows from where the optimizer state lives."""
+    """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
 
+    name: OptimName = OptimName.adamw  # which optimizer updates the weights
     lr: float = 3e-4  # the highest learning rate
-    beta1: float = 0.9  # Adam's decay of the mean of gradients
-    beta2: float = 0.95  # Adam's decay of the mean of squared gradients
-    eps: float = 1e-8  # added to Adam's denominator
-    weight_decay: float = 0.1  # AdamW's decay of matrices; norms and biases are not decayed
+    beta1: float = 0.9  # decay of the mean of gradients; adafactor has none
+    beta2: float = 0.95  # decay of the mean of squared gradients; adafactor has none
+    eps: float = 1e-8  # added to Adam's denominator; lion and adafactor have none
+    weight_decay: float = 0.1  # decay of matrices; norms and biases are not decayed
     gradient_clipping: float = 1.0  # the largest global L2 norm of a gradient; 0: no clipping
     schedule: Schedule = Schedule.cosine  # how the learning rate goes from its peak to its end
     warmup_steps: int = 0  # [steps] how long the learning rate rises to `lr`
@@ -417,12 +486,13 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Weights & Biases beside `metrics.jsonl`, which is always written."""
+    """Weights & Biases and TensorBoard beside `metrics.jsonl`, which is always written."""
 
     wandb: WandbMode = WandbMode.offline  # whether Weights & Biases gets the metrics
     project: str = "remat"  # name of the W&B project
     entity: str | None = None  # W&B user or team; null: your default
     tags: list[str] = field(default_factory=list)  # tags of the W&B run
+    tensorboard: bool = False  # write the same metrics as events to RUN_DIR/tensorboard too
 
 
 @dataclass(kw_only=True)
@@ -438,6 +508,8 @@ class SaveConfig:
     in_background: bool = False  # flush, hash and name a state while training goes on
     best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
     export: bool = False  # write Hugging Face safetensors after the last step
+    # write adapters merged into their base, as a plain model, to RUN_DIR/merged after the last step
+    merge: bool = False
     max_shard_size: str = "5GB"  # largest file of an export, 5GB for example
 
 
@@ -454,6 +526,9 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    strategy: StrategyChoice = (
+        StrategyChoice.given
+    )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -143,7 +143,7 @@ def _comments() -> dict[tuple[str, str], str]:
             for token in tokenize.generate_tokens(io.StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
-        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
         for made in classes:
             for entry in made.body:
                 target = (

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from remat.config import ds_config, validation
-from remat.config.options import DataSource, RunConfig
+from remat.config.options import DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
+from remat.model import optimizer_state
 from remat.planning import model_states, preflight, step_time, strategy
 from remat.planning.model_states import Item
 from remat.planning.recording import Recordings
@@ -257,16 +258,19 @@ def estimate(
         items,
         simulation,
         zero,
-        capacity or _capacity(cfg),
+        capacity or capacity_of(cfg.hardware),
         update_bytes=model_states.update_bytes(
             num_trainable_params=trained,
             largest_trainable_param=decided.facts.largest_trainable_param,
             ds=decided.ds,
             world_size=world_size,
+            optimizer=decided.optimizer,
         ),
         ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
-        saved_state_bytes=preflight.saved_state_bytes(trained, decided.ds)
+        saved_state_bytes=preflight.saved_state_bytes(
+            trained, decided.ds, decided.saved_moments_bytes(items, world_size)
+        )
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
         on_gpu=on_gpu,
@@ -306,19 +310,20 @@ def _time(
         tokens=cfg.train.micro_batch_size * cfg.train.seq_len,
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
+        optimizer_bytes=optimizer_state.STREAMED_BYTES[decided.optimizer],
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
     )
 
 
-def _capacity(cfg: RunConfig) -> Capacity:
+def capacity_of(machine: HardwareConfig) -> Capacity:
     """Return the capacity of the machine that the options name; what they do not name is unknown."""
-    gpu = cfg.hardware.gpu_memory_gib
-    if gpu is None and cfg.hardware.gpu and (known := gpus.find_gpu(cfg.hardware.gpu)):
+    gpu = machine.gpu_memory_gib
+    if gpu is None and machine.gpu and (known := gpus.find_gpu(machine.gpu)):
         gpu = known.memory_gib
     return Capacity(
         gpu_bytes=_bytes(gpu),
-        host_bytes=_bytes(cfg.hardware.host_memory_gib),
-        nvme_bytes=_bytes(cfg.hardware.nvme_gib),
+        host_bytes=_bytes(machine.host_memory_gib),
+        nvme_bytes=_bytes(machine.nvme_gib),
     )
 
 
@@ -338,6 +343,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "name": planned.cfg.name,
         "machine": planned.cfg.hardware.name,
         "world_size": planned.world_size,
+        "optimizer": str(planned.strategy.optimizer),
         "fits": plan.fits,
         "gpu_bytes_at_peak": {str(name): size for name, size in plan.gpu.items()},
         "gpu_allocated_peak_bytes": plan.peak_bytes,

@@ -12,6 +12,7 @@ from rich.table import Table
 from remat.config.units import GIB
 from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Planned, Resource, needed_bytes
+from remat.planning.search import Setting
 from remat.planning.sweep import Point
 
 
@@ -20,7 +21,9 @@ def show(planned: Planned, console: Console) -> None:
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
-        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}", style="bold"
+        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, trained by "
+        f"{planned.strategy.optimizer}",
+        style="bold",
     )
     for resource in plan.resources:
         console.print(verdict(resource), style="green" if resource.fits else "red")
@@ -37,6 +40,8 @@ def show(planned: Planned, console: Console) -> None:
         console.print(planned.strategy.length_warning, style="yellow")
     for text in [*plan.assumptions, *planned.time.assumptions]:
         console.print(f"assumed: {text}", style="dim")
+    if plan.fits:
+        console.print("faster settings that fit: the same command with --best", style="dim")
 
 
 def _ranks(count: int) -> str:
@@ -73,6 +78,20 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
     if advice.closest is not None:
         console.print("  nothing found that fits on this machine; closest:", style="red")
         _show_change(advice.closest, planned, console)
+
+
+def show_best(settings: Sequence[Setting], console: Console) -> None:
+    """Print the fastest setting, and those that follow with what they would cost."""
+    fastest = settings[0].planned
+    console.print(
+        f"fastest on {fastest.cfg.hardware.name} with a global batch of {fastest.cfg.train.global_batch_size}; add "
+        "the line to the command",
+        style="bold",
+    )
+    for number, setting in enumerate(settings):
+        if number == 1:
+            console.print("  next:")
+        _show_change(Change(setting.overrides, setting.planned), fastest, console)
 
 
 def _show_change(change: Change, planned: Planned, console: Console) -> None:

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from remat.config.metrics import (
     TRAINED_TOKENS_PER_S,
     lowest,
     phase_s,
+    share_of,
 )
 from remat.config.options import ConfigError
 from remat.config.redact import redact
@@ -87,13 +89,13 @@ def _launches(run_dir: Path) -> dict[Path, int]:
     for folder in run_dir.glob("resumed-at-*"):
         if (folder / "config.yaml").is_file():
             found[folder] = int(folder.name.rpartition("-")[2])
-    begun = {folder: str(_read(folder / "env.json").get("started") or "") for folder in found}
+    begun = {folder: str(read_record(folder / "env.json").get("started") or "") for folder in found}
     return {folder: found[folder] for folder in sorted(found, key=lambda each: (begun[each], found[each]))}
 
 
 def _latest(launches: dict[Path, int], name: str) -> dict[str, Any]:
     """Return the content of a record of the latest launch that has one; {} where none has."""
-    return next((content for folder in reversed(launches) if (content := _read(folder / name))), {})
+    return next((content for folder in reversed(launches) if (content := read_record(folder / name))), {})
 
 
 def _record(run_dir: Path) -> Rows:
@@ -139,7 +141,18 @@ def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[P
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def tables_of(config: dict[str, Any], env: dict[str, Any], run_dir: Path) -> list[Table]:
+    """Return what ran and what was measured so far, for a text beside the model."""
+    rows = read_metrics(run_dir) if (run_dir / RECORD).exists() else []
+    found = [Table("Training", ("", ""), _facts(config, env, read_record(run_dir / "data.json"), []))]
+    if not rows:
+        return found
+    final = _final_table(rows, _totals(rows))
+    final = replace(final, note=" ".join(filter(None, [final.note, *_absent(rows)])))
+    return [*found, final, _memory_table(rows)]
+
+
+def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON or YAML file as a dict; {} when it does not exist. Raises ConfigError when it cannot be parsed."""
     if not path.exists():
         return {}
@@ -209,7 +222,9 @@ def _facts(
         "precision": train.get("precision"),
         "batch": batch,
         "optimizer": _join(
-            (_at(config, "optim", "lr"), "peak lr"), (_at(config, "optim", "schedule"), "schedule")
+            (_at(config, "optim", "name"), ""),
+            (_at(config, "optim", "lr"), "peak lr"),
+            (_at(config, "optim", "schedule"), "schedule"),
         ),
         "versions": versions,
         "commit": env.get("commit"),
@@ -240,7 +255,7 @@ def _data_in_words(options: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _join(*parts: tuple[Any, str]) -> str:
-    return ", ".join(f"{value} {label}" for value, label in parts if value is not None)
+    return ", ".join(f"{value} {label}".strip() for value, label in parts if value is not None)
 
 
 def _totals(rows: Rows) -> dict[str, float]:
@@ -299,6 +314,15 @@ def _absent(rows: Rows) -> list[str]:
     return texts
 
 
+def _shares(rows: Rows) -> dict[str, str]:
+    """Return the share of each source of a mixture in the tokens seen, by its label."""
+    start = share_of("")
+    last = {name: value for row in rows for name, value in row.items() if name.startswith(start)}
+    return {
+        f"tokens of {name.removeprefix(start)}, of those seen": f"{value:.1%}" for name, value in last.items()
+    }
+
+
 def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
     def last(name: str, form: str = ",.0f") -> str:
         values = series(rows, name)[1]
@@ -314,6 +338,7 @@ def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
         "tokens seen": last(TOKENS_SEEN),
         "tokens trained on": last(TOKENS_TRAINED),
         "padding, of all positions": last(PADDING_SHARE, ".1%"),
+        **_shares(rows),
         "tokens/s, all ranks": _form(totals, TOKENS_PER_S, ",.0f"),
         "tokens/s per rank": _form(totals, TOKENS_PER_S_PER_GPU, ",.0f"),
         "trained tokens/s": _form(totals, TRAINED_TOKENS_PER_S, ",.0f"),
@@ -370,6 +395,8 @@ def _memory_table(rows: Rows) -> Table:
 
 DATA_ROWS = {
     "documents": "documents or rows",
+    "rows_more": "rows more, because the chat template rewrites earlier turns",
+    "turns_left_out": "turns not trained, which the chat template rewrites",
     "blocks": "blocks",
     "tokens": "tokens",
     "trained_tokens": "tokens that carry the loss",
@@ -430,7 +457,7 @@ def _saved_table(run_dir: Path) -> Table:
     for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
         files = [path for path in manifest.parent.rglob("*") if path.is_file()]
         size_gib = sum(path.stat().st_size for path in files) / 1024**3
-        ranks = _read(manifest).get("world_size", "")
+        ranks = read_record(manifest).get("world_size", "")
         cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
 

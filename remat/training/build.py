@@ -15,15 +15,16 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import ds_config, validation
+from remat.config import compose, ds_config, validation
+from remat.config.compose import Composed
 from remat.config.options import (
     NOT_FOLDERS,
     ConfigError,
-    DataFormat,
     LossKind,
     PeftMethod,
     Precision,
     RunConfig,
+    StrategyChoice,
 )
 from remat.data import cache
 from remat.data.batches import GlobalBatches, check_same_order, steps_of
@@ -31,6 +32,7 @@ from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.read_ahead import ReadAhead
+from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
@@ -76,7 +78,11 @@ def find_resume_point(
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
         load.check_compatible(
-            found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
+            found.state,
+            zero_stage=strategy.zero_stage,
+            precision=cfg.train.precision,
+            optimizer=optim.kind_named(cfg.optim.name),
+            also=also,
         )
         load.refuse_code(found.state)
         for note in found.notes:
@@ -105,7 +111,7 @@ def _check_shared(cfg: RunConfig) -> None:
 
 def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
     """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
-    now = Path(splits.report["folder"]).name
+    now = splits.key
     found = check_same_order(saved["data"], batches)
     if saved["data_key"] != now:
         found.append(
@@ -171,15 +177,16 @@ def _build(
     if strategy.length_warning:
         console.warning(strategy.length_warning)
     world, group = _join(cfg, strategy, watchdog)
-    cfg, strategy = _with_format(cfg, strategy, looked)
+    asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
+    cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
-    plan = launch_plan.plan_launch(cfg, strategy, world, words=words, warn=console.warning)
+    plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
     hf_config = hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
-    cfg = with_steps(cfg, len(splits.train))
+    cfg = with_steps(cfg, splits.train.epoch_length)
     if lost := cache.loss_of_tokens(splits.report):
         console.warning(lost)
     batches = _batches(cfg, splits.train, world, point)
@@ -201,7 +208,7 @@ def _build(
     watchdog.enter("build")
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
-        _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
+        _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
         _write_card(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
@@ -258,14 +265,24 @@ def _decide(
     return strategy
 
 
+def _with_settings(
+    asked: Composed, strategy: Strategy, world: World, console: Console
+) -> tuple[Composed, Strategy, list[str] | None]:
+    """Return the run with the settings that strategy=auto chooses, its strategy, and the overrides. Collective."""
+    if asked.run.strategy is StrategyChoice.given:
+        return asked, strategy, None
+    chosen = launch_plan.choose_settings(asked.run, world, words=asked.words, note=console.note)
+    settled = compose.from_command_line([*asked.words, *(chosen or []), "strategy=given"])
+    return settled, decide(settled.run, world_size=world.size, can_pin=world.device.type == "cuda"), chosen
+
+
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
     """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
-    data_format, problems = distributed.broadcast(looked and (looked.data_format, looked.problems))
+    data, problems = distributed.broadcast(looked and (looked.data, looked.problems))
     if problems:
         raise ConfigError("\n".join(problems))
-    found = replace(cfg, data=replace(cfg.data, format=data_format))
-    same = data_format in (cfg.data.format, DataFormat.plain)
-    return found, strategy if same else pack_again(found, strategy)
+    found = replace(cfg, data=data)
+    return found, strategy if data.has_rows == cfg.data.has_rows else pack_again(found, strategy)
 
 
 def _instruments(
@@ -363,16 +380,19 @@ def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
-    return GlobalBatches(
-        blocks,
-        global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=cfg.train.micro_batch_size,
-        rank=world.data_rank,
-        world_size=world.data_size,
-        seed=cfg.train.seed,
-        shuffle=cfg.data.shuffle,
-        position=point.state.client_state["data"]["position"] if point else 0,
-    )
+    saved = point.state.client_state["data"] if point else {}
+    options: dict[str, Any] = {
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "rank": world.data_rank,
+        "world_size": world.data_size,
+        "seed": cfg.train.seed,
+        "shuffle": cfg.data.shuffle,
+        "position": saved.get("position", 0),
+    }
+    if isinstance(blocks, FirstWindow):
+        return StreamedBatches(blocks, place=saved.get("place"), **options)
+    return GlobalBatches(blocks, **options)
 
 
 def _engine(
@@ -395,7 +415,7 @@ def _engine(
     import deepspeed
 
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
-    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
+    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds), cfg.optim.name):
         ops.ensure(op, console.note)
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
@@ -484,9 +504,19 @@ def _tracker(
     )
 
 
-def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World, plan: LaunchPlan) -> None:
-    """Write what runs and its plan."""
+def _write_records(
+    run_folder: Path,
+    folder: Path,
+    yaml: str,
+    rendered: dict[str, Any],
+    world: World,
+    plan: LaunchPlan,
+    chosen: list[str] | None,
+) -> None:
+    """Write what runs and its plan. What strategy=auto chose holds for the whole run, not for this launch alone."""
     folder.mkdir(exist_ok=True)
+    if chosen is not None:
+        run_dir.write_json(run_folder / launch_plan.CHOSEN, chosen)
     (folder / "config.yaml").write_text(yaml)
     run_dir.write_json(folder / "ds_config.json", rendered)
     run_dir.write_json(folder / "plan.json", plan.record())
@@ -497,9 +527,9 @@ def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits
     """Write data.json: what became of the data's rows, and how full the batches are."""
     found = {
         "steps": cfg.train.steps,
-        "blocks": len(splits.train),
-        "epochs": cfg.train.steps * cfg.train.global_batch_size / len(splits.train)
-        if cfg.train.steps
+        "blocks": splits.train.epoch_length or None,
+        "epochs": cfg.train.steps * cfg.train.global_batch_size / splits.train.epoch_length
+        if cfg.train.steps and splits.train.epoch_length
         else None,
         "packing": strategy.packed.line(),
         "padding_share": padding_share,

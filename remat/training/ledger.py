@@ -32,6 +32,7 @@ from remat.training.run import Run
 OFF_GPU = {  # the names of planning/model_states.py that a GPU never holds, by category; the rest are buffers
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,
+    "paged moments": Category.optimizer_state,
     "master parameters, moments, gradients": Category.optimizer_state,
 }
 ON_GPU = "GPU, allocated at the peak"
