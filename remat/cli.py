@@ -123,6 +123,8 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     planned = make_plan(run, recordings=known)
     if not as_json:
         plan.show(planned, console)
+    if not planned.plan.fits:
+        print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
     found = advice.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
         print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
@@ -211,7 +213,7 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 110)
+    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
 @app.command("compare", context_settings=WITH_OVERRIDES)

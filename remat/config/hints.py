@@ -24,6 +24,8 @@ EVERYDAY = {"name", "path", "config", "enabled", "method", "mode", "split", "sou
 _TABLE = """\
 optim.lr
     learning_rate lr max_lr peak_lr base_lr learning_rate_init lr_max
+optim.name
+    optim optimizer optimizer_name optim_name optimizer_type optimizer.name optimizer.type
 optim.schedule
     lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler_type
 optim.weight_decay
@@ -162,7 +164,28 @@ def _read_table(table: str) -> dict[str, str]:
 
 
 MEANING = _read_table(_TABLE)
+OPTIMIZERS = _read_table("""\
+adamw
+    adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adam fusedadam torch_adam cpuadam
+    deepspeedcpuadam
+adamw_8bit
+    adamw_8bit adamw8bit adamw_bnb_8bit adam_8bit adam8bit adamw_bnb adamw_bitsandbytes
+paged_adamw_8bit
+    paged_adamw_8bit paged_adamw8bit pagedadamw8bit paged_adamw paged_adamw_32bit pagedadamw
+lion
+    lion lion_32bit lion_8bit paged_lion paged_lion_32bit paged_lion_8bit fusedlion lion_pytorch
+adafactor
+    adafactor adafactor_hf transformers_adafactor
+""")  # values of optim.name, and below each the names that other tools have for it or for what is nearest to it
 SWITCHES = {"bf16", "fp16", "fp32"}  # train.precision, as switches of their own
+
+
+def suggest_optimizer(name: str) -> str:
+    """Return ` (did you mean optim.name=...?)` for the name of an optimizer; empty for another word."""
+    if "muon" in name.lower():
+        return "; Muon is not offered, because DeepSpeed clips its update and not the gradient: choose adamw or lion"
+    meant = OPTIMIZERS.get(name.lower().replace("-", "_"))
+    return f" (did you mean optim.name={meant}?)" if meant else ""
 
 
 def suggest(option: str, known: Sequence[str]) -> str:

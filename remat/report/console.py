@@ -125,7 +125,7 @@ class Console:
 
     def _print(self, text: Text) -> None:
         if self._rich:
-            self._rich.print(text, soft_wrap=True)
+            self._rich.print(text)  # wrapped between words
         else:
             print(text.plain.rstrip(), file=self._file, flush=True)
 

@@ -69,6 +69,7 @@ def rows(run: Described) -> dict[str, str]:
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     optim = cfg.optim
+    found["optimizer"] = str(optim.name)
     found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
         optim.warmup_steps > 0
     )

@@ -78,7 +78,11 @@ def find_resume_point(
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
         load.check_compatible(
-            found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
+            found.state,
+            zero_stage=strategy.zero_stage,
+            precision=cfg.train.precision,
+            optimizer=optim.kind_named(cfg.optim.name),
+            also=also,
         )
         load.refuse_code(found.state)
         for note in found.notes:
@@ -411,7 +415,7 @@ def _engine(
     import deepspeed
 
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
-    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
+    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds), cfg.optim.name):
         ops.ensure(op, console.note)
     watchdog.enter("load")
     with out_of_memory.named("load", plan):

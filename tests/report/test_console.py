@@ -243,3 +243,11 @@ def test_progress_bars_stay_on_a_terminal_of_rank_0_only(
     assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
     quiet_libraries(debug=False, is_main=False)
     assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+def test_a_long_line_breaks_between_words(terminal: Terminal) -> None:
+    text = "proven: 32 of 32 layers recomputed, 0.1 MiB kept on the device; optimizer state on cpu, all as asked for"
+    with closing(Console(is_main=True, file=terminal)) as out:
+        out.note(text)
+    lines = plain(terminal.getvalue()).split("\n")
+    assert max(map(len, lines)) <= 80 and " ".join(line.strip() for line in lines).strip() == text
