@@ -29,7 +29,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
 from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
-from remat.config.options import NOT_FOLDERS, ConfigError, RunConfig
+from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact_text
 
 PACKAGE = Path(remat.__file__).resolve().parent
@@ -420,8 +420,14 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 
 
 def _opened(override: str) -> str:
-    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`."""
-    key = override.partition("=")[0]
+    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`.
+
+    An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
+    """
+    key, _, value = override.partition("=")
+    if key.startswith("data.mix.") and key.count(".") == 3:
+        _, _, source, option = key.split(".")
+        return f"++data.mix={{{source}: {{{option}: {value}}}}}"
     is_open = any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
     return f"++{override}" if is_open and "=" in override else override
 
@@ -477,7 +483,8 @@ def _explain(override: str, error: Exception) -> str:
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
-    return f"{option}={value}: {cause}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
+    known = f": a source has {', '.join(item.name for item in fields(MixedSource))}" * ("MixedSource" in cause)
+    return f"{option}={value}: {cause}{known}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
 
 
 def _first_cause(error: BaseException) -> str:

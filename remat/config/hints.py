@@ -15,6 +15,7 @@ FREE_FORM = (  # sections that take any key
     "meta.measured",
     "checkpointing.layers",
     "data.columns",
+    "data.mix",
     "hardware.gpu_rates",
     "hardware.sources",
 )

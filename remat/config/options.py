@@ -7,7 +7,7 @@ tell, in `remat.planning.preflight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -77,6 +77,13 @@ class LongRows(StrEnum):
     cut = "cut"  # at train.seq_len
     drop = "drop"  # left out and counted
     refuse = "refuse"  # the run ends with their places
+
+
+class RewrittenTurns(StrEnum):
+    """What becomes of turns that a chat template renders otherwise once others follow, as Qwen3's drops thoughts."""
+
+    each = "each"  # each is trained in a row of its own: the chat up to it
+    last = "last"  # only those that the whole chat has as they were said are trained
 
 
 class BadRows(StrEnum):
@@ -197,11 +204,37 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class MixedSource:
+    """One source of `data.mix`: its weight, and where it is otherwise than `data` says. None: as there."""
+
+    weight: float = 1.0  # share of the tokens of an epoch, among the weights of all sources
+    path: Any = None  # file, folder, glob or hub name, or a list of them
+    source: DataSource | None = None  # where the data comes from; null: files where there is a path
+    file_type: FileType | None = None  # what files are
+    split: str | None = None  # which split
+    format: DataFormat | None = None  # what a row means
+    text_field: str | None = None  # the field that holds the text, in plain rows
+    columns: dict[str, str] | None = None  # our field: the data's
+    alpaca_prompt: AlpacaPrompt | None = None  # how Alpaca rows become text
+    train_on_roles: Any = None  # the roles whose turns carry the loss, or all
+    train_on_end_token: bool | None = None  # whether the token that ends a trained turn carries the loss too
+    rewritten_turns: RewrittenTurns | None = None  # what becomes of turns that the chat template rewrites
+    long_rows: LongRows | None = None  # what becomes of rows longer than train.seq_len
+    on_bad_row: BadRows | None = None  # what a row that cannot be read does
+    eval_path: Any = None  # held-out data of this source
+    eval_fraction: float | None = None  # share of this source that is held out
+    eval_tokens: int | None = None  # [tokens] the most that is held out of this source, about
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
 
     source: DataSource = DataSource.python_stdlib  # where the data comes from
     path: Any = None  # file, folder, glob or hub name, or a list of them
+    # several sources by name, each with a weight and with what differs from here, instead of `path`
+    mix: dict[str, MixedSource] = field(default_factory=dict)
+    streaming: bool = False  # read and tokenize while training, without a cache: data that no disk here holds
     file_type: FileType = FileType.auto  # what files are, where their first bytes mislead
     split: str = "train"  # which split, of hub data and of folders that datasets.save_to_disk wrote
     format: DataFormat = DataFormat.auto  # what a row means
@@ -214,6 +247,8 @@ class DataConfig:
     train_on_end_token: bool = True  # whether the token that ends a trained turn carries the loss too
     # a Jinja file, or a folder with a template, in place of the tokenizer's; "none": no template
     chat_template: str | None = None
+    # what becomes of turns that the chat template renders otherwise once others follow
+    rewritten_turns: RewrittenTurns = RewrittenTurns.each
     # how rows share a block; null: documents where the model can, else stream (text) or none (rows)
     packing: Packing | None = None
     long_rows: LongRows = LongRows.cut  # what becomes of instruction rows longer than train.seq_len
@@ -221,18 +256,38 @@ class DataConfig:
     eval_fraction: float = 0.05  # share of the data that is held out, where no `eval_path` is given
     # [tokens] the most that is held out, about, whatever the fraction; 0: no bound
     eval_tokens: int = 1_000_000
+    # [rows] of a stream without `eval_path`: the first ones are held out, up to `eval_tokens`; 0: none
+    eval_rows: int = 1000
     on_bad_row: BadRows = BadRows.stop  # what a row that cannot be read does
     shuffle: bool = True  # whether blocks are shuffled, anew in each epoch
     cache_dir: str = "~/.cache/remat/data"  # folder for tokenized data, shared by all runs
+    # [processes] that tokenize much data, with the same result for any number; 0: one for each core
+    processes: int = 0
     synthetic_blocks: int = 1024  # [blocks] length of the synthetic data
 
     @property
     def has_rows(self) -> bool:
         """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
 
-        A format that is not found yet counts as plain text.
+        A format that is not found yet counts as plain text. Of a mixture one such source is enough.
         """
-        return self.format not in (DataFormat.auto, DataFormat.plain)
+        return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
+
+    def holds_nothing_out(self) -> bool:
+        """Return whether there is no held-out data, of one source."""
+        none_of_it = self.eval_fraction == 0 or (self.streaming and self.eval_rows == 0)
+        return self.eval_path is None and none_of_it
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""
+        return {name: self._of(given) for name, given in self.mix.items()} or {"": self}
+
+    def _of(self, given: MixedSource) -> DataConfig:
+        own = {item.name: getattr(given, item.name) for item in fields(given) if item.name != "weight"}
+        needs_no_path = self.source in (DataSource.python_stdlib, DataSource.synthetic)
+        if own["source"] is None and given.path is not None and needs_no_path:
+            own["source"] = DataSource.files
+        return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 
     def trained_roles(self) -> list[str] | None:
         """Return the roles whose words are trained; None: all."""
@@ -437,7 +492,7 @@ class TrackingConfig:
     project: str = "remat"  # name of the W&B project
     entity: str | None = None  # W&B user or team; null: your default
     tags: list[str] = field(default_factory=list)  # tags of the W&B run
-    tensorboard: bool = False  # the same metrics as events, in RUN_DIR/tensorboard
+    tensorboard: bool = False  # write the same metrics as events to RUN_DIR/tensorboard too
 
 
 @dataclass(kw_only=True)
@@ -452,8 +507,9 @@ class SaveConfig:
     rehearse: bool | None = None
     in_background: bool = False  # flush, hash and name a state while training goes on
     best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
-    export: bool = False  # write Hugging Face safetensors after the last step, to RUN_DIR/export
-    merge: bool = False  # write adapters merged into their base, after the last step, to RUN_DIR/merged
+    export: bool = False  # write Hugging Face safetensors after the last step
+    # write adapters merged into their base, as a plain model, to RUN_DIR/merged after the last step
+    merge: bool = False
     max_shard_size: str = "5GB"  # largest file of an export, 5GB for example
 
 

@@ -113,8 +113,8 @@ def required(
 ) -> Needs:
     """Return what a run with these model states needs of one node, and of the disk that all nodes share.
 
-    `num_params` counts the parameters that are saved and exported: the trained ones. `num_merged_params` counts
-    those of a model that adapters are merged into. `moments_bytes` is as in `saved_state_bytes`.
+    `num_params` counts the parameters that are saved and exported: the trained ones. `num_merged_params` counts those
+    of a model that adapters are merged into. `moments_bytes` is as in `saved_state_bytes`.
     """
     saved_bytes = saved_state_bytes(num_params, ds, moments_bytes)
     width = ds_defaults.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]

@@ -39,6 +39,7 @@ from remat.config.metrics import (
     TOKENS_PER_S,
     lowest,
     phase_s,
+    share_of,
 )
 from remat.config.redact import redact_text
 
@@ -144,7 +145,7 @@ class Console:
 def final_rows(
     summary: Mapping[str, float], peaks: Mapping[str, float], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return rows for `final_table`: speed and step split, peaks of memory over the run, and files.
+    """Return rows for `final_table`: speed and step split, peaks of memory over the run, the mixture, and files.
 
     `summary` comes from `Window.summary()`; `peaks` has maxima of memory, and the last value of other metrics.
     """
@@ -169,6 +170,12 @@ def final_rows(
             low = peaks.get(lowest(name), peaks[name])
             spread = f"  ({low:.2f} on the lowest rank)" if f"{low:.2f}" != f"{peaks[name]:.2f}" else ""
             rows[label] = f"{peaks[name]:.2f} GiB per rank{spread}"
+    start = share_of("")
+    shares = [
+        f"{name.removeprefix(start)} {part:.1%}" for name, part in peaks.items() if name.startswith(start)
+    ]
+    if shares:
+        rows["mixture"] = f"{', '.join(shares)} of the tokens seen"
     return rows | dict(files)
 
 

@@ -37,6 +37,7 @@ from remat.config.metrics import (
     TRAINED_TOKENS_PER_S,
     lowest,
     phase_s,
+    share_of,
 )
 from remat.config.options import ConfigError
 from remat.config.redact import redact
@@ -314,6 +315,15 @@ def _absent(rows: Rows) -> list[str]:
     return texts
 
 
+def _shares(rows: Rows) -> dict[str, str]:
+    """Return the share of each source of a mixture in the tokens seen, by its label."""
+    start = share_of("")
+    last = {name: value for row in rows for name, value in row.items() if name.startswith(start)}
+    return {
+        f"tokens of {name.removeprefix(start)}, of those seen": f"{value:.1%}" for name, value in last.items()
+    }
+
+
 def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
     def last(name: str, form: str = ",.0f") -> str:
         values = series(rows, name)[1]
@@ -329,6 +339,7 @@ def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
         "tokens seen": last(TOKENS_SEEN),
         "tokens trained on": last(TOKENS_TRAINED),
         "padding, of all positions": last(PADDING_SHARE, ".1%"),
+        **_shares(rows),
         "tokens/s, all ranks": _form(totals, TOKENS_PER_S, ",.0f"),
         "tokens/s per rank": _form(totals, TOKENS_PER_S_PER_GPU, ",.0f"),
         "trained tokens/s": _form(totals, TRAINED_TOKENS_PER_S, ",.0f"),
@@ -385,6 +396,8 @@ def _memory_table(rows: Rows) -> Table:
 
 DATA_ROWS = {
     "documents": "documents or rows",
+    "rows_more": "rows more, because the chat template rewrites earlier turns",
+    "turns_left_out": "turns not trained, which the chat template rewrites",
     "blocks": "blocks",
     "tokens": "tokens",
     "trained_tokens": "tokens that carry the loss",

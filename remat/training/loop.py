@@ -26,6 +26,8 @@ from remat.config.metrics import (
     TOKENS_SEEN,
     TOKENS_TRAINED,
     StepMetrics,
+    lost_rows,
+    share_of,
 )
 from remat.config.units import format_size
 from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
@@ -398,6 +400,8 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens
     progress.positions += batch.positions
+    for name, seen in batch.seen_of.items():
+        progress.seen_of[name] = progress.seen_of.get(name, 0) + seen
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
     run.console.progress(progress.step, run.steps)
     if not first.verified and progress.skipped_in_a_row == 0:
@@ -422,6 +426,8 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
         TOKENS_TRAINED: progress.tokens_trained,
         PADDING_SHARE: 1 - progress.tokens_seen / max(1, progress.positions),
     }
+    metrics |= {share_of(name): seen / max(1, progress.tokens_seen) for name, seen in progress.seen_of.items()}
+    metrics |= {lost_rows(name): count for name, count in run.batches.lost().items()}
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
     run.console.line(progress.step, run.steps, metrics)
