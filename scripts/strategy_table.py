@@ -171,13 +171,11 @@ def tables() -> str:
 
 
 def _overview(cells: list[dict[str, Any]]) -> str:
-    """Return a table of models against machines: the first method of METHODS that fits."""
-    places = [(card, count) for card in CARDS for count in COUNTS]
-    heads = [f"{count} x {card.gib}" for card, count in places]
-    lines = [f"| model | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for model in MODELS:
+    """Return a table of machines against models: the first method of METHODS that fits."""
+    lines = [f"| machine | {' | '.join(MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
+    for card, count in itertools.product(CARDS, COUNTS):
         row = []
-        for card, count in places:
+        for model in MODELS:
             fits = {
                 c["method"]: c.get("fits", False)
                 for c in cells
@@ -185,7 +183,7 @@ def _overview(cells: list[dict[str, Any]]) -> str:
             }
             first = next((method for method in METHODS if fits.get(method, True)), "-")
             row.append(first if first in fits or first == "-" else "?")
-        lines.append(f"| {model} | {' | '.join(row)} |")
+        lines.append(f"| {count} x {card.gib} GB | {' | '.join(row)} |")
     return "\n".join(lines)
 
 

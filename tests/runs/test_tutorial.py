@@ -46,7 +46,8 @@ def test_every_command_works_in_its_order(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["remat"])
     said = {words[1] if words[0] == "remat" else words[0]: run(words, tmp_path) for words in COMMANDS}
-    assert list(said) == ["python", "plan", "deepspeed", "report", "export"]
+    assert list(said) == ["python", "plan", "deepspeed", "report", "sample", "export"]
+    assert said["sample"].strip(), "an answer, whatever so small a model says"
     assert "fits with" in said["plan"] and "alpaca by its fields" in said["deepspeed"]
     folder = tmp_path / "tutorial" / "runs" / "finetune" / "first"
     losses = [row["loss/train"] for row in tiny.rows(folder)]
