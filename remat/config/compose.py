@@ -1,6 +1,7 @@
 """Hydra composition: a command line becomes one checked `RunConfig`. The only importer of hydra and omegaconf.
 
-Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, recipe, command line.
+Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
+`local/default.yaml`, recipe, command line.
 Hydra's compose API is used instead of `@hydra.main`: it writes no files, keeps one error path with our own exit
 code, and serves `train.py` and every `remat` command alike.
 """
@@ -31,11 +32,10 @@ from remat.config import ds_config, flags, hints, reference, refusals, resumed, 
 from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact_text
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(remat.__file__).resolve().parent
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
 CONF_DIR = ROOT / "conf"
-NOT_OF_A_RUN = {
-    "lab"
-}  # folders of conf/ that hold something else than choices of a run: remat compare reads it
+NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
@@ -468,6 +468,8 @@ def _explain(override: str, error: Exception) -> str:
         return (
             f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
         )
+    if "'local/default'" in cause:
+        return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
     if choices and any(
         text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")

@@ -140,10 +140,14 @@ save.best
     load_best_model_at_end save_best metric_for_best_model
 save.export
     save_safetensors export_model save_hf_model
+save.merge
+    merge_lora merge_adapters merge_and_unload merge_adapter save_merged merge
 train.early_stopping_evals
     early_stopping_patience early_stopping patience early_stop_patience
 tracking=wandb_online, wandb_offline or wandb_disabled
     report_to wandb use_wandb logger wandb_mode tracker log_with
+tracking.tensorboard
+    tensorboard use_tensorboard tensorboard_dir tb log_tensorboard
 tracking.project
     wandb_project project_name
 tracking.entity

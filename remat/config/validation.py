@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
-        *_save(cfg.save),
+        *_save(cfg.save, cfg.peft),
         *_held_out(cfg),
         *_streamed_length(cfg),
         *_profile(cfg.profile),
@@ -91,6 +92,11 @@ def check_launch(cfg: RunConfig) -> None:
         found.append(
             "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
             "steps follow once the data is read, or train.steps=1000"
+        )
+    if cfg.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        found.append(
+            "tracking.tensorboard=true needs the package tensorboard, which is not installed: type `pip install "
+            "tensorboard`, or leave the option out"
         )
     if found:
         raise ConfigError("\n".join(found))
@@ -485,8 +491,12 @@ def _profile(cfg: ProfileConfig) -> list[str]:
     return found
 
 
-def _save(save: SaveConfig) -> list[str]:
+def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:
     found = _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+    if save.merge and peft.method is PeftMethod.none:
+        found.append(
+            "save.merge=true with peft.method=none: there are no adapters to merge; save.export=true writes the model"
+        )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", save.max_shard_size):
         found.append(f"save.max_shard_size={save.max_shard_size} is not a size: write for example 5GB")
     return found

@@ -235,6 +235,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
             items, ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size)
         ),
         rehearse=makes_trial_save(cfg, strategy),
+        num_merged_params=facts.num_params * cfg.save.merge,
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
             cfg,

@@ -106,14 +106,15 @@ def required(
     save: SaveConfig,
     steps: int | None,
     rehearse: bool = False,
+    num_merged_params: int = 0,
     download_bytes: int = 0,
     reading_bytes: int = 0,
     moments_bytes: int | None = None,
 ) -> Needs:
     """Return what a run with these model states needs of one node, and of the disk that all nodes share.
 
-    `num_params` counts the parameters that are saved and exported: the trained ones. `moments_bytes` is as in
-    `saved_state_bytes`.
+    `num_params` counts the parameters that are saved and exported: the trained ones. `num_merged_params` counts those
+    of a model that adapters are merged into. `moments_bytes` is as in `saved_state_bytes`.
     """
     saved_bytes = saved_state_bytes(num_params, ds, moments_bytes)
     width = ds_defaults.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]
@@ -133,9 +134,8 @@ def required(
         mlocked_bytes=sum(i.bytes_per_rank for i in items if i.mlocked),
         nvme_bytes=per_node["nvme"],
         saved_bytes=states_on_disk(save, steps) * saved_bytes,
-        export_bytes=width
-        * num_params
-        * (save.export + 2 * save.best),  # a better model beside the one it replaces
+        export_bytes=width  # a better model beside the one it replaces
+        * (num_params * (save.export + 2 * save.best) + num_merged_params),
         rehearsal_bytes=saved_bytes + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         reading_bytes=reading_bytes,

@@ -32,6 +32,7 @@ from remat.config.metrics import (
     HOST_RSS_GIB,
     HOST_RSS_PEAK_GIB,
     LEARNING_RATE,
+    LOSS_EVAL,
     LOSS_TRAIN,
     MFU,
     STEP_S,
@@ -146,9 +147,11 @@ def final_rows(
 ) -> dict[str, str]:
     """Return rows for `final_table`: speed and step split, peaks of memory over the run, the mixture, and files.
 
-    `summary` comes from `Window.summary()`.
+    `summary` comes from `Window.summary()`; `peaks` has maxima of memory, and the last value of other metrics.
     """
     rows: dict[str, str] = {}
+    if LOSS_EVAL in peaks:
+        rows["held-out loss"] = f"{_loss(peaks[LOSS_EVAL])} (the last evaluation)"
     if TOKENS_PER_S in summary:
         rows["tokens/s"] = f"{summary[TOKENS_PER_S]:,.0f}"
         if MFU in summary:

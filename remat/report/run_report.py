@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,13 @@ def _launches(run_dir: Path) -> dict[Path, int]:
     for folder in run_dir.glob("resumed-at-*"):
         if (folder / "config.yaml").is_file():
             found[folder] = int(folder.name.rpartition("-")[2])
-    begun = {folder: str(_read(folder / "env.json").get("started") or "") for folder in found}
+    begun = {folder: str(read_record(folder / "env.json").get("started") or "") for folder in found}
     return {folder: found[folder] for folder in sorted(found, key=lambda each: (begun[each], found[each]))}
 
 
 def _latest(launches: dict[Path, int], name: str) -> dict[str, Any]:
     """Return the content of a record of the latest launch that has one; {} where none has."""
-    return next((content for folder in reversed(launches) if (content := _read(folder / name))), {})
+    return next((content for folder in reversed(launches) if (content := read_record(folder / name))), {})
 
 
 def _record(run_dir: Path) -> Rows:
@@ -140,7 +141,18 @@ def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[P
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def tables_of(config: dict[str, Any], env: dict[str, Any], run_dir: Path) -> list[Table]:
+    """Return what ran and what was measured so far, for a text beside the model."""
+    rows = read_metrics(run_dir) if (run_dir / RECORD).exists() else []
+    found = [Table("Training", ("", ""), _facts(config, env, read_record(run_dir / "data.json"), []))]
+    if not rows:
+        return found
+    final = _final_table(rows, _totals(rows))
+    final = replace(final, note=" ".join(filter(None, [final.note, *_absent(rows)])))
+    return [*found, final, _memory_table(rows)]
+
+
+def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON or YAML file as a dict; {} when it does not exist. Raises ConfigError when it cannot be parsed."""
     if not path.exists():
         return {}
@@ -445,7 +457,7 @@ def _saved_table(run_dir: Path) -> Table:
     for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
         files = [path for path in manifest.parent.rglob("*") if path.is_file()]
         size_gib = sum(path.stat().st_size for path in files) / 1024**3
-        ranks = _read(manifest).get("world_size", "")
+        ranks = read_record(manifest).get("world_size", "")
         cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
 

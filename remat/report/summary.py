@@ -138,6 +138,8 @@ def files(folder: Path) -> dict[str, str]:
         found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
     if (folder / "export").is_dir():
         found["exported model"] = "export/"
+    if (folder / "merged").is_dir():
+        found["merged model"] = "merged/"
     if (folder / "best").is_dir():
         found["best model"] = "best/"
     found["look at it"] = f"remat report {folder}"

@@ -161,6 +161,7 @@ def test_final_rows() -> None:
     summary = ROW | {"throughput/mfu": 0.407, "throughput/hfu": 0.512}
     peaks = {"memory/gpu_allocated_peak_gib": 61.5, "memory/gpu_allocated_peak_gib_min": 59.0}
     rows = final_rows(summary, peaks, {"record": "metrics.jsonl"})
+    assert final_rows({}, {"loss/eval": 1.23456}, {}) == {"held-out loss": "1.2346 (the last evaluation)"}
     assert rows == {
         "tokens/s": "45,210  (MFU 40.7%, HFU 51.2%)",
         "step time": "2.00 s  (data 1%, fwd 25%, bwd 50%, opt 20%)",
