@@ -261,7 +261,7 @@ class DataConfig:
     on_bad_row: BadRows = BadRows.stop  # what a row that cannot be read does
     shuffle: bool = True  # whether blocks are shuffled, anew in each epoch
     cache_dir: str = "~/.cache/remat/data"  # folder for tokenized data, shared by all runs
-    # how many processes tokenise much data; 0: one for each core. The cache is the same for any number
+    # [processes] how many tokenise much data; 0: one for each core. The cache is the same for any number
     processes: int = 0
     synthetic_blocks: int = 1024  # [blocks] length of the synthetic data
 
