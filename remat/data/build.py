@@ -46,7 +46,7 @@ from remat.data.shards import Batch, encoded
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
 CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks, or another report
-BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
+BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
 SHARDED_FROM = 16 * 1024**2  # bytes of shards: about 4 M tokens, some seconds of one core

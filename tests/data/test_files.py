@@ -277,7 +277,7 @@ def test_a_name_of_the_hub_is_told_from_a_path_that_is_missing(
         ConfigError, match=r"data\.path=owner/set:sub@test could not be .*no network(.|\n)*in .* either"
     ):
         found("owner/set:sub@test")
-    assert asked == [(("owner/set", "sub"), {"split": "test"})]
+    assert asked == [(("owner/set", "sub"), {"split": "test", "streaming": False})]
 
 
 MEMORY = """
