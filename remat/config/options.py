@@ -107,6 +107,7 @@ class Policy(StrEnum):
     selective_modules = "selective_modules"
     discard_output = "discard_output"
     deepspeed = "deepspeed"
+    budget = "budget"
 
 
 class DeterminismCheck(StrEnum):
@@ -329,6 +330,10 @@ class CheckpointingConfig:
     recompute_modules: list[str] = field(default_factory=lambda: ["mlp"])  # selective_modules: roles
     discard_modules: list[str] = field(default_factory=lambda: ["norm", "activation"])  # discard_output: roles
     deepspeed: DeepSpeedCheckpointingConfig = field(default_factory=DeepSpeedCheckpointingConfig)
+    budget_gib: str = (
+        "auto"  # budget: GiB of each GPU for all of the run; auto: what the GPU has, less a margin
+    )
+    table: str | None = None  # budget: a checkpointing_table.json to carry out as it is
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 

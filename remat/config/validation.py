@@ -365,6 +365,8 @@ OPTIONS_OF = {  # what only some policies read
     "recompute_modules": Policy.selective_modules,
     "discard_modules": Policy.discard_output,
     "deepspeed": Policy.deepspeed,
+    "budget_gib": Policy.budget,
+    "table": Policy.budget,
 }
 
 
@@ -379,9 +381,21 @@ def _idle_options(cfg: CheckpointingConfig) -> list[str]:
     ]
 
 
+def _budget(cfg: CheckpointingConfig) -> list[str]:
+    option, given = f"checkpointing.budget_gib={cfg.budget_gib}", cfg.budget_gib.replace(".", "", 1)
+    if cfg.budget_gib != "auto" and not (given.isascii() and given.isdigit() and float(cfg.budget_gib) > 0):
+        return [f"{option}: give the GiB of each GPU that the whole run may take, for example 70, or auto"]
+    if cfg.budget_gib != "auto" and cfg.table is not None:
+        return [
+            f"{option} has no effect with checkpointing.table={cfg.table}, which says what is kept: leave one out"
+        ]
+    return []
+
+
 def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
     return [
         *_idle_options(cfg),
+        *_budget(cfg),
         *_at_least(
             1,
             checkpointing__interval=cfg.interval,
