@@ -382,10 +382,16 @@ def _idle_options(cfg: CheckpointingConfig) -> list[str]:
 
 
 def _budget(cfg: CheckpointingConfig) -> list[str]:
-    option, given = f"checkpointing.budget_gib={cfg.budget_gib}", cfg.budget_gib.replace(".", "", 1)
-    if cfg.budget_gib != "auto" and not (given.isascii() and given.isdigit() and float(cfg.budget_gib) > 0):
+    option = f"checkpointing.budget_gib={cfg.budget_gib}"
+    if cfg.budget_gib == "auto":
+        return []
+    try:
+        size = float(cfg.budget_gib)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
         return [f"{option}: give the GiB of each GPU that the whole run may take, for example 70, or auto"]
-    if cfg.budget_gib != "auto" and cfg.table is not None:
+    if cfg.table is not None:
         return [
             f"{option} has no effect with checkpointing.table={cfg.table}, which says what is kept: leave one out"
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -283,4 +284,6 @@ def _indices(key: str) -> list[int]:
 
 
 def _gib_up(size: int) -> str:
-    return f"{(size * 100 // GIB + 1) / 100:g}"
+    """Return GiB, rounded up to two decimals, or to three digits where they are small."""
+    decimals = max(2, 2 - math.floor(math.log10(max(size, 1) / GIB)))
+    return f"{math.ceil(size / GIB * 10**decimals) / 10**decimals:.{decimals}f}"

@@ -1,4 +1,4 @@
-"""checkpointing=budget: a table per layer, carried out value by value: bit-equal, to the byte, checked at every save."""
+"""checkpointing=budget: a table per layer, carried out value by value: bit-equal, to the byte, every save checked."""
 
 from __future__ import annotations
 
