@@ -75,11 +75,12 @@ def choose(
     `gpu_bytes`: of the GPU; None: unknown. Raises ConfigError for a budget that nothing fits, and for a table that
     does not suit the model.
     """
-    least = plan(decisions)
     if cfg.table is not None:
+        least = plan(decisions)
         given = _read(Path(cfg.table).expanduser(), decisions, least.graphs)
         return plan(given), given, ""
     limit = _limit(cfg, gpu_bytes, on_gpu=on_gpu)
+    least = plan(decisions)
     whole = [replace(d, mechanism=RECOMPUTE) if d.mechanism == budget.MECHANISM else d for d in decisions]
     recomputed = plan(whole)
     best: tuple[Trial, list[LayerDecision]] | None = None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing.mechanisms import budget
 from remat.activation_checkpointing.mechanisms.counters import NotInEffect
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Setting
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, cut, frontier
@@ -138,6 +139,23 @@ def test_other_lengths_masks_and_orders_are_learnt_anew(family: str) -> None:
         applied = applied_to(net, table)
         assert all(torch.equal(a, b) for a, b in zip(many_ways(net), truth, strict=True))
         applied.remove()
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST_SHAPES", 2)
+    net = small_models.build("llama")
+    applied = applied_to(net, None)
+    for length in (3, 4, 5, 3):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        net(input_ids=ids, labels=ids).loss.backward()
+    assert len(applied.shared[budget.PROGRAMS]) == 2
+    runner = net.model.layers[0]._gradient_checkpointing_func.__closure__
+    assert [
+        len(cell.cell_contents.programs)
+        for cell in runner
+        if isinstance(cell.cell_contents, budget.LayerRunner)
+    ] == [2]
+    applied.remove()
 
 
 def test_another_save_than_the_learnt_one_stops_the_run() -> None:

@@ -53,6 +53,14 @@ from remat.config.units import MIB
 
 GRAPHS = "graphs"  # in Setup.shared: the graph of each layer's largest call, by index
 PROGRAMS = "programs"  # what equal layers under equal tables share
+MOST_SHAPES = 64  # of arguments, whose programs a layer remembers: lengths may vary without end
+
+
+def remember(known: dict[Any, Program], key: Any, program: Program) -> None:
+    """Put `program` into `known`, in the place of the oldest where there are many."""
+    if len(known) >= MOST_SHAPES:
+        known.pop(next(iter(known)))
+    known[key] = program
 
 
 class LayerRunner:
@@ -139,7 +147,8 @@ class LayerRunner:
         graph.finish()
         shared = self.site.setup.shared
         shared.setdefault(GRAPHS, {}).setdefault(self.site.index, graph)
-        self.programs[key] = program = self._compile(graph)
+        program = self._compile(graph)
+        remember(self.programs, key, program)
         frame = Frame(self, program, args, call.keywords)
         for (side, name), taps in program.taps.items():
             self._listen(side, name)
@@ -163,11 +172,10 @@ class LayerRunner:
         operations = tuple((op.func, op.ins, tuple(op.made), op.fixed, repr(op.args)) for op in graph.ops)
         saves = tuple((save.ref, save.maker, save.dead) for save in graph.saves)
         key = self.table, operations, saves, tuple(value.name for value in graph.values)
-        known = self.site.setup.shared.setdefault(PROGRAMS, {})
+        known: dict[Any, Program] = self.site.setup.shared.setdefault(PROGRAMS, {})
         if key not in known:
-            known[key] = compile_table(graph, choose_kept(graph, self.table))
-        program: Program = known[key]
-        return program
+            remember(known, key, compile_table(graph, choose_kept(graph, self.table)))
+        return known[key]
 
     def _mismatch(self, text: str) -> NotInEffect:
         return NotInEffect(

@@ -19,14 +19,10 @@ from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Gra
 
 @dataclass(frozen=True)
 class Table:
-    """What one layer keeps. `saved_bytes` are those of the kept values made in the layer, for an input of `width`.
-
-    `width` is the size of the layer's first argument; empty: the table was made for no particular one.
-    """
+    """What one layer keeps. `saved_bytes`: of what it makes itself and keeps, in a full micro-batch; 0: not planned."""
 
     keep: frozenset[str] = frozenset()
     saved_bytes: int = 0
-    width: tuple[int, ...] = ()
 
 
 NOTHING = Table()  # keeps what cannot be made again
