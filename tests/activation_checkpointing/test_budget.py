@@ -141,6 +141,19 @@ def test_other_lengths_masks_and_orders_are_learnt_anew(family: str) -> None:
         applied.remove()
 
 
+@pytest.mark.parametrize("family", ["phi", "gpt2"])
+def test_what_hands_a_layer_its_input_may_change(family: str) -> None:
+    """The proof of the first micro-batch stands between layers, where norms save their input itself."""
+    net = small_models.build(family, **DROPS.get(family, {}))
+    truth = small_models.gradients(net)
+    applied = applied_to(net, None)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    with applied.recording():
+        net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert small_models.same(small_models.gradients(net), truth)
+    applied.remove()
+
+
 def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MOST_SHAPES", 2)
     net = small_models.build("llama")

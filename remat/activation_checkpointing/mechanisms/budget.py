@@ -104,7 +104,7 @@ class LayerRunner:
             number += 1
             place = entry.ref.place
             changed = tensor.dtype is not entry.ref.dtype or tensor.shape != place.size
-            if (changed and not entry.any_size) or maker(node) != entry.maker:
+            if (changed and not entry.any_size) or (entry.maker is not None and maker(node) != entry.maker):
                 raise self._mismatch(
                     f"saves {tuple(tensor.shape)} {tensor.dtype} of {maker(node) or 'nothing'!r} as number "
                     f"{number - 1}, where its table has {place.size} {entry.ref.dtype} of {entry.maker or 'nothing'!r}"

@@ -38,11 +38,14 @@ class Fate(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """The n-th tensor that autograd saves. `exact`: the value as the frame has it. `store`: a program needs it."""
+    """The n-th tensor that autograd saves. `exact`: the value as the frame has it. `store`: a program needs it.
+
+    `maker`: the autograd node behind it; None: another part of the model made it.
+    """
 
     fate: Fate
     ref: Ref
-    maker: str
+    maker: str | None
     exact: bool
     store: bool
     weight: int = -1
@@ -111,7 +114,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         fate = Fate.weight if value.kind == "weight" else Fate.keep if stays else Fate.make
         program.entries.append(
             Entry(
-                fate, save.ref, save.maker, _is_exact(program, save.ref), number in stores,
+                fate, save.ref, save.maker if value.kind in ("op", "weight") else None,
+                _is_exact(program, save.ref), number in stores,
                 value.where if value.kind == "weight" else -1,
                 value.op >= 0 and graph.ops[value.op].fixed == "its size depends on data",
             )
