@@ -174,7 +174,7 @@ def seconds(
 
 
 def put_on(net: Any, cfg: CheckpointingConfig, args: argparse.Namespace, device: torch.device) -> apply.Applied:
-    return apply.apply(net, policy.plan(cfg, args.layers), cfg, device=device)
+    return apply.apply(net, policy.decide_layers(cfg, args.layers), cfg, device=device)
 
 
 def finished(points: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 import remat
 from remat.config import flags
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, RunConfig, StrategyChoice
 from remat.config.redact import redact_text
 from remat.config.words import check_picture, split, without_policy
 from remat.machine.start_up import share_cores, without_garbage
@@ -19,10 +20,14 @@ from remat.machine.start_up import share_cores, without_garbage
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from remat.planning.recording import Recordings
+    from remat.planning.search import Setting
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+BEST_SHOWN = 4  # settings of `remat plan --best`
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
@@ -80,12 +85,23 @@ def plan_command(
         bool,
         typer.Option("--sweep", help="Plan every combination of words with commas: train.seq_len=1024,2048"),
     ] = False,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="The fastest settings that fit: ZeRO stage, offload, checkpointing, micro-batch."
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit; then the nearest changes that make it fit."""
     if plot is not None:
         check_picture(plot)
+    if best and (swept or plot):
+        raise ConfigError("--best: looks for settings itself; leave out --sweep and --plot")
+    if best:
+        _plan_best(ctx.args, as_json)
+        return
     fits = _plan_sweep(ctx.args, as_json, plot) if swept else _plan_one(ctx.args, as_json, plot)
     if not fits:
         raise typer.Exit(3)
@@ -101,12 +117,13 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
         from remat.planning.plan import make_plan, plan_as_json
         from remat.report import plan
 
-    known = recording.Recordings()
+    known, console = recording.Recordings(), _console()
+    if run.strategy is StrategyChoice.auto:
+        args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
-    console = _console()
     if not as_json:
         plan.show(planned, console)
-    found = advice.advise(args, planned, recordings=known)
+    found = advice.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
         print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
     elif not planned.plan.fits:
@@ -118,6 +135,58 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     return planned.plan.fits
 
 
+def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list[str], RunConfig]:
+    """Return the command line with the settings that strategy=auto chooses, and its run."""
+    from remat.config import compose
+    from remat.planning import search
+
+    if reason := search.why_not(run):
+        print(f"strategy=auto: {reason}. Planned with the settings of the recipe", file=sys.stderr)
+        return args, run
+    (chosen,) = _settings(args, run, 1, known)
+    print(f"strategy=auto: {' '.join(chosen.overrides) or 'the settings of the recipe'}", file=sys.stderr)
+    args = [*args, *chosen.overrides]
+    return args, compose.from_command_line(args).run
+
+
+def _plan_best(args: list[str], as_json: bool) -> None:
+    from remat.config import compose
+
+    run = compose.from_command_line(args).run
+    compose.check_plan(run)
+    with without_garbage():
+        from remat.planning import advice, recording
+        from remat.report import plan
+    found = _settings(args, run, BEST_SHOWN, recording.Recordings())
+    if as_json:
+        print(
+            json.dumps([advice.change_as_json(advice.Change(s.overrides, s.planned)) for s in found], indent=2)
+        )
+    else:
+        plan.show_best(found, _console())
+
+
+def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) -> list[Setting]:
+    """Return the fastest settings that fit; exit with code 3 where none does."""
+    from remat.planning import preflight, search
+
+    try:
+        return search.choose(args, run, limit, known, _count("settings looked at"))
+    except preflight.DoesNotFit as error:
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
+        raise typer.Exit(3) from error
+
+
+def _count(what: str) -> Callable[[int, int], None]:
+    """Return what prints progress on a terminal."""
+
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} {what}", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+    return show
+
+
 def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
     from remat.config import compose
 
@@ -127,11 +196,7 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
         from remat.planning import sweep
         from remat.report import plan
 
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} planned", end="" if done < total else "\n", file=sys.stderr, flush=True)
-
-    planned = sweep.run(args, progress)
+    planned = sweep.run(args, _count("planned"))
     if as_json:
         print(json.dumps(sweep.as_json(planned), indent=2))
     else:

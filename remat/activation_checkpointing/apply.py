@@ -22,7 +22,7 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     find_tensors,
     refuse_what_is_lost,
 )
-from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope, one_run
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, LayerForward, Setup, Site
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
@@ -55,7 +55,7 @@ class Applied:
     def micro_batch(self) -> Iterator[None]:
         """Wrap one forward and its backward.
 
-        Raises NotInEffect when torch finds that a recomputation is not the forward that it repeats.
+        Raises PolicyNotApplied when torch finds that a recomputation is not the forward that it repeats.
         """
         for reset in self.before_micro_batch:
             reset()
@@ -65,7 +65,7 @@ class Applied:
             with self.offload.micro_batch() if self.offload else nullcontext():
                 yield
         except CheckpointError as error:
-            raise NotInEffect(
+            raise PolicyNotApplied(
                 "checkpointing: a layer did something else when it ran again (it has a state of its own, or draws "
                 "random numbers outside of torch), so it cannot be recomputed; give such layers the policy none with "
                 f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"

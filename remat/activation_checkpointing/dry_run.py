@@ -42,7 +42,7 @@ def choose(
     Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
     not. Raises ConfigError when the model cannot be carried as asked.
     """
-    decisions = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    decisions = policy.decide_layers(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
     if not has_gpu and selective_ops.lists_attention(cfg, decisions):
         problem, tried = _problem(model, decisions, cfg, around, selective_ops.find_missing_attention)
         if problem and tried:
@@ -51,7 +51,9 @@ def choose(
         return decisions, ""
     problem, tried = _problem(model, decisions, cfg, around)
     if problem and cfg.reentrant is None and any(d.reentrant and d.first != d.last for d in decisions):
-        others = policy.plan(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks, reentrant_segments=False)
+        others = policy.decide_layers(
+            cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks, reentrant_segments=False
+        )
         still, tried = _problem(model, others, cfg, around)
         if not (still and tried):
             return others, f"segments are not reentrant for this model: {problem}"

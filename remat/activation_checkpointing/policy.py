@@ -71,7 +71,7 @@ RULES = {
 }
 
 
-def plan(
+def decide_layers(
     cfg: CheckpointingConfig,
     num_layers: int,
     *,

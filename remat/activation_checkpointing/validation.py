@@ -20,7 +20,7 @@ def problems(cfg: CheckpointingConfig, layers: Sequence[nn.Module], setting: Set
     """Tell why `cfg` cannot work on a model with these decoder layers (of any device, also meta)."""
     found = policy.range_problems(cfg, len(layers))
     fitting = replace(cfg, layers={}) if found else cfg
-    decisions = policy.plan(fitting, len(layers), stacks=setting.stacks)
+    decisions = policy.decide_layers(fitting, len(layers), stacks=setting.stacks)
     found += _variants(cfg, setting)
     found += offload.problems(cfg, decisions, setting)
     found += policy.size_problems(cfg, len(layers), setting.stacks)

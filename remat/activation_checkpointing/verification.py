@@ -77,7 +77,7 @@ def line(applied: Applied, watch: OpTracer) -> str:
     return ", ".join(parts)
 
 
-def broken_promises(
+def unmet_expectations(
     applied: Applied, watch: OpTracer, cfg: CheckpointingConfig, *, full: bool = True
 ) -> list[str]:
     """Tell every promise of the policy that the first step did not keep; none when the policy is in effect.

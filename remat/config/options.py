@@ -152,6 +152,11 @@ class RecipeStatus(StrEnum):
     starting_point = "starting_point"  # for any model and machine: the user names the model
 
 
+class StrategyChoice(StrEnum):
+    given = "given"
+    auto = "auto"  # the fastest ZeRO stage, offload, checkpointing and micro-batch that fit the machine, by their plans
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run. The text names each option, its value and the remedy."""
 
@@ -446,6 +451,7 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    strategy: StrategyChoice = StrategyChoice.given  # auto: what the command line does not set of it is chosen
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

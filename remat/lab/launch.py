@@ -54,7 +54,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Spot:
+class Slot:
     """The files of one repeat of a point.
 
     `r1/` is its run directory, `r1.logs/` its output, `r1.json` its result.
@@ -81,10 +81,10 @@ class Spot:
         return self.run.with_name(f"{self.run_id}.json")
 
 
-def stored(spot: Spot, key: str) -> Result | None:
+def stored(slot: Slot, key: str) -> Result | None:
     """Return the result of an earlier launch with the same key; None when there is none."""
     try:
-        content = json.loads(spot.result.read_text())
+        content = json.loads(slot.result.read_text())
         found = Result(**content | {"measured": _measured(content["measured"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -106,44 +106,44 @@ def quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def launch(spot: Spot, key: str, ranks: int, place: Place) -> Result:
+def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
     """Run a point to its end and store its result. KeyboardInterrupt ends it at once and stores nothing."""
-    for old in (spot.run, spot.logs):
+    for old in (slot.run, slot.logs):
         shutil.rmtree(old, ignore_errors=True)
-    spot.result.unlink(missing_ok=True)
-    spot.logs.mkdir(parents=True)
+    slot.result.unlink(missing_ok=True)
+    slot.logs.mkdir(parents=True)
     words = [
-        *spot.point.words,
-        f"name={spot.point.slug}",
-        f"run_id={spot.run_id}",
-        f"output_dir={quoted(str(from_here(spot.folder)))}",
+        *slot.point.words,
+        f"name={slot.point.slug}",
+        f"run_id={slot.run_id}",
+        f"output_dir={quoted(str(from_here(slot.folder)))}",
     ]
-    options = ["--log-dir", str(spot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
+    options = ["--log-dir", str(slot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
     script = str(compose.ROOT / "train.py")  # named, so that --config-dir is read as its option
-    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, script, *words], spot.logs, place)
-    text = "\n".join(path.read_text(errors="replace") for path in sorted(spot.logs.glob("*.log")))
+    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, script, *words], slot.logs, place)
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(slot.logs.glob("*.log")))
     end, found = measure.ended(code, text), None
     if end.status == FINISHED:
         try:
-            found = measure.read(spot.run)
+            found = measure.read(slot.run)
         except (OSError, ValueError, KeyError, TypeError) as error:
             end = measure.Ended(
                 FAILED, f"finished, but its files cannot be read: {type(error).__name__}: {error}"
             )
     result = Result(
         key=key,
-        point=spot.point.name,
-        repeat=spot.repeat,
+        point=slot.point.name,
+        repeat=slot.repeat,
         status=end.status,
         words=end.words,
         exit_code=code,
         seconds=round(time.monotonic() - began, 1),
         command=f"remat launch --num_gpus {ranks} train.py {' '.join(words)}",
-        env=_env(spot.run) | place.hardware,
+        env=_env(slot.run) | place.hardware,
         measured=found,
     )
-    run_dir.write_json(spot.result, asdict(result))
+    run_dir.write_json(slot.result, asdict(result))
     return result
 
 

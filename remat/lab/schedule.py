@@ -18,19 +18,19 @@ from remat.config.options import ConfigError
 from remat.lab import cache_key, launch
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment, Point
-from remat.lab.launch import Result, Spot
+from remat.lab.launch import Result, Slot
 from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
 
 
-class Teller(Protocol):
+class ProgressReport(Protocol):
     """A reporter of progress: `begins` is called before a launch, `ended` after it."""
 
-    def begins(self, done: int, spot: Spot, left_s: float | None) -> None: ...
+    def begins(self, done: int, slot: Slot, left_s: float | None) -> None: ...
 
     def ended(self, done: int, result: Result, left_s: float) -> None: ...
 
 
-Telling = Callable[[int], AbstractContextManager[Teller]]  # takes the number of launches
+OpenReport = Callable[[int], AbstractContextManager[ProgressReport]]  # takes the number of launches
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(
     experiment: Experiment,
     folder: Path,
     place: Place,
-    telling: Telling,
+    open_report: OpenReport,
     *,
     fresh: bool = False,
 ) -> Outcome:
@@ -82,41 +82,41 @@ def run(
     not.
     """
     asked = asked_keys(experiment, place)
-    turns = [Spot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
-    known: dict[Spot, Result] = {}
-    for spot in turns:
-        answer = asked[spot.point.name]
+    turns = [Slot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
+    known: dict[Slot, Result] = {}
+    for slot in turns:
+        answer = asked[slot.point.name]
         if isinstance(answer, ConfigError):
-            known[spot] = Result("", spot.point.name, spot.repeat, REFUSED, " ".join(str(answer).split()))
+            known[slot] = Result("", slot.point.name, slot.repeat, REFUSED, " ".join(str(answer).split()))
         elif (
             not fresh
-            and (found := launch.stored(spot, answer)) is not None
+            and (found := launch.stored(slot, answer)) is not None
             and found.status not in (FAILED, REFUSED)
         ):
-            known[spot] = replace(found, point=spot.point.name)
-    to_do = [spot for spot in turns if spot not in known]
+            known[slot] = replace(found, point=slot.point.name)
+    to_do = [slot for slot in turns if slot not in known]
     seconds = _Seconds(known)
     done = 0
-    with contextlib.suppress(KeyboardInterrupt), telling(len(to_do)) as teller:
-        for spot in to_do:
-            key = asked[spot.point.name]
+    with contextlib.suppress(KeyboardInterrupt), open_report(len(to_do)) as progress:
+        for slot in to_do:
+            key = asked[slot.point.name]
             assert isinstance(key, str)
-            teller.begins(done, spot, seconds.left(to_do[done:]))
-            known[spot] = launch.launch(spot, key, experiment.ranks, place)
+            progress.begins(done, slot, seconds.left(to_do[done:]))
+            known[slot] = launch.launch(slot, key, experiment.ranks, place)
             done += 1
-            seconds.add(known[spot])
-            teller.ended(done, known[spot], seconds.left(to_do[done:]) or 0.0)
-    return Outcome([known.get(spot) or _not_launched(spot) for spot in turns], done)
+            seconds.add(known[slot])
+            progress.ended(done, known[slot], seconds.left(to_do[done:]) or 0.0)
+    return Outcome([known.get(slot) or _not_launched(slot) for slot in turns], done)
 
 
-def _not_launched(spot: Spot) -> Result:
-    return Result("", spot.point.name, spot.repeat, NOT_LAUNCHED, "stopped before its turn or within it")
+def _not_launched(slot: Slot) -> Result:
+    return Result("", slot.point.name, slot.repeat, NOT_LAUNCHED, "stopped before its turn or within it")
 
 
 class _Seconds:
     """The durations of launches, to estimate the time left."""
 
-    def __init__(self, known: dict[Spot, Result]) -> None:
+    def __init__(self, known: dict[Slot, Result]) -> None:
         self._of: dict[str, list[float]] = {}
         for result in known.values():
             self.add(result)
@@ -125,7 +125,7 @@ class _Seconds:
         if result.ran:
             self._of.setdefault(result.point, []).append(result.seconds)
 
-    def left(self, to_do: Sequence[Spot]) -> float | None:
+    def left(self, to_do: Sequence[Slot]) -> float | None:
         """Return the estimated seconds; None before the first launch.
 
         A point that never ran is assumed to take as long as the others.
@@ -134,7 +134,7 @@ class _Seconds:
         if not every:
             return None
         usual = statistics.median(every)
-        return sum(statistics.median(self._of.get(spot.point.name, [usual])) for spot in to_do)
+        return sum(statistics.median(self._of.get(slot.point.name, [usual])) for slot in to_do)
 
 
 class Lines:
@@ -143,7 +143,7 @@ class Lines:
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._total, self._say = total, say
 
-    def begins(self, done: int, spot: Spot, left_s: float | None) -> None:
+    def begins(self, done: int, slot: Slot, left_s: float | None) -> None:
         pass
 
     def ended(self, done: int, result: Result, left_s: float) -> None:
@@ -159,9 +159,9 @@ class Bar:
         self._lines = Lines(total, lambda text: progress.console.print(text, highlight=False))
         self._task = progress.add_task("", total=total, left="", what="")
 
-    def begins(self, done: int, spot: Spot, left_s: float | None) -> None:
+    def begins(self, done: int, slot: Slot, left_s: float | None) -> None:
         left = "" if left_s is None else f"about {clock(left_s)} left"
-        self._progress.update(self._task, completed=done, left=left, what=f"{spot.point.name}, {spot.run_id}")
+        self._progress.update(self._task, completed=done, left=left, what=f"{slot.point.name}, {slot.run_id}")
 
     def ended(self, done: int, result: Result, left_s: float) -> None:
         self._lines.ended(done, result, left_s)
@@ -169,7 +169,7 @@ class Bar:
 
 
 @contextmanager
-def on_terminal(total: int, console: Console) -> Iterator[Teller]:
+def on_terminal(total: int, console: Console) -> Iterator[ProgressReport]:
     """Use a bar on a terminal, plain lines elsewhere."""
     if not total or not console.is_terminal:
         yield Lines(total, lambda text: print(text, file=sys.stderr, flush=True))

@@ -51,7 +51,7 @@ def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
 
 def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
     """Return the elements of each parameter that a rank holds (before ZeRO), in the model's order."""
-    styles = plan(model)
+    styles = choose_styles(model)
     found = []
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
@@ -61,7 +61,7 @@ def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
     return found
 
 
-def plan(model: PreTrainedModel) -> dict[str, str]:
+def choose_styles(model: PreTrainedModel) -> dict[str, str]:
     """Map patterns of module names to styles. The output layer stays whole: the loss reads its weight."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
     return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
@@ -70,7 +70,7 @@ def plan(model: PreTrainedModel) -> dict[str, str]:
 def prepare(model: PreTrainedModel, size: int) -> None:
     """Give the result of `plan` to AutoTP, which asks the model. Call before deepspeed.initialize."""
     if size > 1:
-        model._tp_plan = plan(model)
+        model._tp_plan = choose_styles(model)
 
 
 def join(world: World, size: int) -> tuple[World, Any | None]:
@@ -100,7 +100,7 @@ def _run(size: int, world_size: int, zero_stage: int) -> list[str]:
 
 
 def _model(size: int, skeleton: PreTrainedModel) -> list[str]:
-    styles = plan(skeleton)
+    styles = choose_styles(skeleton)
     name = type(skeleton).__name__
     known = {COLUMN, ROW, WHOLE, SHARED_GRADIENT}
     unknown = sorted(set(styles.values()) - known)

@@ -6,29 +6,34 @@ of its model states alone is still compared with the machine.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from remat.config import ds_config
+from remat.config import compose, ds_config, resumed
 from remat.config.metrics import PLANNED_GPU_PEAK_GIB
-from remat.config.options import ConfigError, HardwareConfig, RunConfig
+from remat.config.options import NOT_FOLDERS, ConfigError, HardwareConfig, RunConfig
 from remat.config.units import GIB, format_size
 from remat.machine import distributed, gpus, node, ops
 from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
-from remat.planning import budget, preflight, strategy
+from remat.planning import budget, preflight, search, strategy
 from remat.planning.model_states import Item
 from remat.planning.plan import Capacity, Planned, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
+from remat.planning.recording import Recordings
 from remat.planning.strategy import Strategy
 
 GPU_RESOURCE = "GPU memory"
+CHOSEN = "strategy.json"  # in the run directory: the overrides that strategy=auto added
+BEST_SHOWN = 3
 WITHOUT_A_PLAN = (
     "The run starts without one: whether it fits was judged from model states and saved files alone, and the ledger "
     "has nothing to hold the run against"
@@ -127,6 +132,62 @@ def plan_launch(
     if refusal:
         warn(f"force=true: starting although {refusal}")
     return LaunchPlan(world.device.type, planned, reason, items, command, strategy)
+
+
+def choose_settings(
+    cfg: RunConfig, world: World, *, words: Sequence[str], note: Callable[[str], None]
+) -> list[str] | None:
+    """Return the overrides that strategy=auto adds to `words`, found by rank 0. Collective.
+
+    A resume takes those of the run that it resumes. None where this machine's speed is not known: the settings of the
+    recipe stay. Raises DoesNotFit on every rank where nothing fits.
+    """
+    mine = node.found(
+        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=None, cache=node.hub_cache()
+    )
+    machine = node.smallest(distributed.gather(mine))
+    answer: tuple[list[str] | None, str, str | None] = (None, "", None)
+    if world.is_main:
+        args = [*words, *_command((), machine, world)[2:], "force=true"]
+        try:
+            answer = _choose(cfg, replace(cfg, hardware=_hardware(cfg.hardware, world)), args)
+        except (ConfigError, DoesNotFit) as error:
+            answer = None, "", str(error)
+    chosen, text, refusal = distributed.broadcast(answer)
+    if refusal:
+        raise DoesNotFit(refusal)
+    note(f"strategy=auto: {text}")
+    return chosen
+
+
+def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str, None]:
+    """Return the overrides, and where they are from; None and the reason where none can be chosen."""
+    if before := _chosen_before(cfg):
+        overrides = json.loads(before.read_text())
+        return overrides, f"{_told(overrides)}, as {before} has it", None
+    if reason := search.why_not(here):
+        return None, f"{reason}. The settings of the recipe stay", None
+    best, *others = search.choose(args, compose.from_command_line(list(args)).run, BEST_SHOWN, Recordings())
+    tokens = [f"{found.planned.time.tokens_per_s or 0:,.0f} tokens/s planned" for found in (best, *others)]
+    rest = (f"{_told(found.overrides)} ({speed})" for found, speed in zip(others, tokens[1:], strict=True))
+    return best.overrides, f"{_told(best.overrides)}, {tokens[0]}; next: {', '.join(rest) or 'nothing'}", None
+
+
+def _told(overrides: Sequence[str]) -> str:
+    return " ".join(overrides) or "the settings of the recipe"
+
+
+def _chosen_before(cfg: RunConfig) -> Path | None:
+    """Return the file of the run to resume with the settings that strategy=auto chose for it."""
+    if cfg.resume == "none":
+        return None
+    runs = Path(cfg.output_dir).expanduser() / cfg.name
+    found = (
+        runs.glob(f"{cfg.run_id or '*'}/{CHOSEN}")
+        if cfg.resume in NOT_FOLDERS
+        else [resumed.run_folder(Path(cfg.resume).expanduser()) / CHOSEN]
+    )
+    return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | None:

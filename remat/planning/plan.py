@@ -12,7 +12,7 @@ from typing import Any
 
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config import ds_config, validation
-from remat.config.options import DataSource, RunConfig
+from remat.config.options import DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
@@ -252,7 +252,7 @@ def make_plan(
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
         return made
-    gpu_bytes = (capacity or _capacity(cfg)).gpu_bytes
+    gpu_bytes = (capacity or capacity_of(cfg.hardware)).gpu_bytes
     trial, decisions, because = budget.choose(
         cfg.checkpointing,
         decided.decisions,
@@ -284,7 +284,7 @@ def estimate(
         items,
         simulation,
         zero,
-        capacity or _capacity(cfg),
+        capacity or capacity_of(cfg.hardware),
         update_bytes=model_states.update_bytes(
             num_trainable_params=trained,
             largest_trainable_param=decided.facts.largest_trainable_param,
@@ -337,15 +337,15 @@ def _time(
     )
 
 
-def _capacity(cfg: RunConfig) -> Capacity:
+def capacity_of(machine: HardwareConfig) -> Capacity:
     """Return the capacity of the machine that the options name; what they do not name is unknown."""
-    gpu = cfg.hardware.gpu_memory_gib
-    if gpu is None and cfg.hardware.gpu and (known := gpus.find_gpu(cfg.hardware.gpu)):
+    gpu = machine.gpu_memory_gib
+    if gpu is None and machine.gpu and (known := gpus.find_gpu(machine.gpu)):
         gpu = known.memory_gib
     return Capacity(
         gpu_bytes=_bytes(gpu),
-        host_bytes=_bytes(cfg.hardware.host_memory_gib),
-        nvme_bytes=_bytes(cfg.hardware.nvme_gib),
+        host_bytes=_bytes(machine.host_memory_gib),
+        nvme_bytes=_bytes(machine.nvme_gib),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from remat.activation_checkpointing import policy
 from remat.config.options import ConfigError, Policy, RunConfig
+from remat.model import hf_model
 from remat.model.hf_model import ModelFacts
 from remat.planning import plan, strategy
 from remat.planning.plan import Planned
@@ -20,7 +21,7 @@ from remat.planning.simulation.types import Category, Moment, Phase, Simulation,
 
 FEW_LAYERS = 8  # a model of at most so many is simulated whole
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer")
-LOW_LAYERS = 4
+LOW_LAYERS = 2
 
 
 class Screen:
@@ -66,6 +67,16 @@ class Screen:
             ranks = cfg.hardware.ranks
             self._facts[key] = strategy.decide(cfg, world_size=ranks, can_pin=True).facts
         return self._facts[key]
+
+
+def with_shape(cfg: RunConfig) -> RunConfig:
+    """Return `cfg` with the fields of the model's own config in its options, so that fewer layers can be planned."""
+    if cfg.model.architecture or cfg.model.path is None or cfg.model.trust_remote_code:
+        return cfg
+    config = hf_model.shape_config(cfg.model)
+    if config.get_text_config() is not config:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, architecture=config.to_dict()))
 
 
 def _depth(cfg: RunConfig) -> int:

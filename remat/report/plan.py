@@ -13,6 +13,7 @@ from remat.activation_checkpointing import policy
 from remat.config.units import GIB
 from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Planned, Resource, needed_bytes
+from remat.planning.search import Setting
 from remat.planning.sweep import Point
 
 
@@ -42,6 +43,8 @@ def show(planned: Planned, console: Console) -> None:
         console.print(f"assumed: {text}", style="dim", highlight=False)
     for resource in plan.resources:
         console.print(verdict(resource), style="green" if resource.fits else "red")
+    if plan.fits:
+        console.print("faster settings that fit: the same command with --best", style="dim", highlight=False)
 
 
 def verdict(resource: Resource) -> str:
@@ -74,6 +77,21 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
     if advice.closest is not None:
         console.print("  nothing found that fits on this machine; closest:", style="red")
         _show_change(advice.closest, planned, console)
+
+
+def show_best(settings: Sequence[Setting], console: Console) -> None:
+    """Print the fastest setting, and those that follow with what they would cost."""
+    fastest = settings[0].planned
+    console.print(
+        f"fastest on {fastest.cfg.hardware.name} with a global batch of {fastest.cfg.train.global_batch_size}; add "
+        "the line to the command",
+        style="bold",
+        highlight=False,
+    )
+    for number, setting in enumerate(settings):
+        if number == 1:
+            console.print("  next:")
+        _show_change(Change(setting.overrides, setting.planned), fastest, console)
 
 
 def _show_change(change: Change, planned: Planned, console: Console) -> None:

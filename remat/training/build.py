@@ -15,7 +15,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import ds_config, validation
+from remat.config import compose, ds_config, validation
+from remat.config.compose import Composed
 from remat.config.options import (
     NOT_FOLDERS,
     ConfigError,
@@ -24,6 +25,7 @@ from remat.config.options import (
     PeftMethod,
     Precision,
     RunConfig,
+    StrategyChoice,
 )
 from remat.data import cache
 from remat.data.batches import GlobalBatches, check_same_order, steps_of
@@ -172,12 +174,12 @@ def _build(
     if strategy.length_warning:
         console.warning(strategy.length_warning)
     world, group = _join(cfg, strategy, watchdog)
-    cfg, strategy = _with_format(cfg, strategy, looked)
+    asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
+    cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
-    plan = launch_plan.plan_launch(cfg, strategy, world, words=words, warn=console.warning)
-    strategy = plan.strategy
-    hf_config = hf_model.load_config(cfg.model)
+    plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
+    strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
@@ -203,7 +205,7 @@ def _build(
     watchdog.enter("build")
     optim.set_options(engine.optimizer, cfg.optim)
     if world.is_main:
-        _write_records(record_folder(folder, resumed), yaml, strategy.ds, world, plan)
+        _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
         _write_card(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
@@ -258,6 +260,17 @@ def _decide(
     if ranks == local_ranks:
         raise ConfigError("\n".join(found))
     return strategy
+
+
+def _with_settings(
+    asked: Composed, strategy: Strategy, world: World, console: Console
+) -> tuple[Composed, Strategy, list[str] | None]:
+    """Return the run with the settings that strategy=auto chooses, its strategy, and the overrides. Collective."""
+    if asked.run.strategy is StrategyChoice.given:
+        return asked, strategy, None
+    chosen = launch_plan.choose_settings(asked.run, world, words=asked.words, note=console.note)
+    settled = compose.from_command_line([*asked.words, *(chosen or []), "strategy=given"])
+    return settled, decide(settled.run, world_size=world.size, can_pin=world.device.type == "cuda"), chosen
 
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
@@ -486,9 +499,19 @@ def _tracker(
     )
 
 
-def _write_records(folder: Path, yaml: str, rendered: dict[str, Any], world: World, plan: LaunchPlan) -> None:
-    """Write what runs and its plan."""
+def _write_records(
+    run_folder: Path,
+    folder: Path,
+    yaml: str,
+    rendered: dict[str, Any],
+    world: World,
+    plan: LaunchPlan,
+    chosen: list[str] | None,
+) -> None:
+    """Write what runs and its plan. What strategy=auto chose holds for the whole run, not for this launch alone."""
     folder.mkdir(exist_ok=True)
+    if chosen is not None:
+        run_dir.write_json(run_folder / launch_plan.CHOSEN, chosen)
     (folder / "config.yaml").write_text(yaml)
     run_dir.write_json(folder / "ds_config.json", rendered)
     run_dir.write_json(folder / "plan.json", plan.record())

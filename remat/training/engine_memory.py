@@ -141,7 +141,7 @@ def shard_placement(engine: Any) -> dict[str, Any]:
     }
 
 
-def broken_promises(
+def unmet_expectations(
     found: Mapping[str, Any], ds: Mapping[str, Any], *, ranks: int, device_type: str
 ) -> list[str]:
     """Return what the DeepSpeed config promised and the engine does not do.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.distributed as dist
 
-from remat.activation_checkpointing.mechanisms.counters import NotInEffect
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.config.metrics import (
     GRAD_NORM,
     LEARNING_RATE,
@@ -224,7 +224,12 @@ def loss_scale(run: Run) -> float:
     return float(getattr(run.engine.optimizer, "cur_scale", 1.0))
 
 
-FAILURES = (TrainingFailed, NotInEffect, SaveError, LostPeer)  # what ends a run with exit 70, beside memory
+FAILURES = (
+    TrainingFailed,
+    PolicyNotApplied,
+    SaveError,
+    LostPeer,
+)  # what ends a run with exit 70, beside memory
 
 
 @dataclass
@@ -239,7 +244,7 @@ class Outcome:
 def train(run: Run) -> Outcome:
     """Train to `run.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
 
-    Raises TrainingFailed after too many non-finite steps, NotInEffect when the policy is not what ran,
+    Raises TrainingFailed after too many non-finite steps, PolicyNotApplied when the policy is not what ran,
     OutOfMemory, and LostPeer when another rank is gone. The record is closed however the run ends.
     """
     first = FirstStep()

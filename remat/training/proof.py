@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import policy, verification
-from remat.activation_checkpointing.mechanisms.counters import NotInEffect
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Recorder, Replayed
 from remat.machine import distributed
@@ -80,7 +80,7 @@ def watching(
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
     """Compare a layer of each kind with the pass that keeps everything, before anything is updated. Collective.
 
-    Raises NotInEffect on all ranks when something differs on any; proof.json is written then too.
+    Raises PolicyNotApplied on all ranks when something differs on any; proof.json is written then too.
     """
     with run.window.excluded():
         ready = distributed.gather(recorder.ready())
@@ -95,13 +95,13 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
     if run.world.is_main:
         found = {"policy": str(run.cfg.checkpointing.policy), "run_again": asdict(first.replayed)}
         run_dir.write_json(run.record_folder / "proof.json", found | {"problems": problems})
-    raise NotInEffect("\n".join(problems))
+    raise PolicyNotApplied("\n".join(problems))
 
 
 def verify_first_step(run: Run, first: FirstStep) -> None:
     """Check after the first applied step that what was asked is in effect, and write proof.json either way. Collective.
 
-    Raises NotInEffect on all ranks when a promise was not kept on any.
+    Raises PolicyNotApplied on all ranks when a promise was not kept on any.
     """
     first.verified = True
     first.memory |= engine_memory.measure_after_step(run.engine)
@@ -114,7 +114,7 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
         )
     problems = [f"rank {rank}: {text}" for rank, (_, texts, _) in enumerate(everyone) for text in texts]
     if problems:
-        raise NotInEffect("\n".join(problems))
+        raise PolicyNotApplied("\n".join(problems))
     run.window.recomputes(first.trace.recomputed_share() if first.trace else 0.0)
     run.console.note(f"proven: {line(run, first, mine)}")
     if first.replayed is not None:
@@ -135,8 +135,8 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     }
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
-    broken = verification.broken_promises(run.applied, watch, run.cfg.checkpointing, full=full)
-    broken += engine_memory.broken_promises(
+    broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
+    broken += engine_memory.unmet_expectations(
         where, run.strategy.ds, ranks=run.world.data_size, device_type=run.world.device.type
     )
     return found, broken

@@ -46,7 +46,7 @@ def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, 
     net, kept = family
     result = watched.run(net, WHOLE_LAYERS[name])
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, WHOLE_LAYERS[name]) == []
+    assert verification.unmet_expectations(result.applied, result.watch, WHOLE_LAYERS[name]) == []
     assert sum(counts.recomputations for counts in result.applied.counts) > 0
 
 
@@ -99,7 +99,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind() -> None:
     net.model.layers[3].input_layernorm = net.model.layers[3].post_attention_layernorm = torch.nn.Identity()
     cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["norm"])
     with pytest.raises(ConfigError, match="has no norm"):
-        apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+        apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
     for layer in layers.decoder_layers(net):
         assert "_gradient_checkpointing_func" not in layer.__dict__
     assert all("forward" not in module.__dict__ for module in net.modules())
@@ -107,7 +107,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind() -> None:
 
 def test_an_evaluation_recomputes_nothing() -> None:
     net = llama()
-    applied = apply.apply(net, policy.plan(CheckpointingConfig(), LAYERS), CheckpointingConfig())
+    applied = apply.apply(net, policy.decide_layers(CheckpointingConfig(), LAYERS), CheckpointingConfig())
     with torch.no_grad():
         net(input_ids=torch.zeros(1, 4, dtype=torch.long))
     net.eval()
@@ -128,7 +128,7 @@ def test_an_evaluation_recomputes_nothing() -> None:
 def test_which_layers_are_recomputed_together(cfg: CheckpointingConfig, calls: list[str]) -> None:
     found = {
         f"{d.first}-{d.last}" if d.policy in (Policy.uniform, Policy.sqrt) else str(d.first)
-        for d in policy.plan(cfg, 5)
+        for d in policy.decide_layers(cfg, 5)
         if d.mechanism == recompute.MECHANISM
     }
     assert sorted(found) == calls
@@ -136,13 +136,13 @@ def test_which_layers_are_recomputed_together(cfg: CheckpointingConfig, calls: l
 
 def test_segments_are_reentrant_under_zero_3_only() -> None:
     cfg = CheckpointingConfig(policy=Policy.uniform)
-    assert [d.reentrant for d in policy.plan(cfg, 3, zero_stage=3)] == [True, True, False]
-    assert not any(d.reentrant for d in policy.plan(cfg, 3, zero_stage=2))
+    assert [d.reentrant for d in policy.decide_layers(cfg, 3, zero_stage=3)] == [True, True, False]
+    assert not any(d.reentrant for d in policy.decide_layers(cfg, 3, zero_stage=2))
 
 
 def test_offload_spares_the_last_layers() -> None:
     cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, keep_last_layers=2))
-    assert [d.offload for d in policy.plan(cfg, 4)] == [True, True, False, False]
+    assert [d.offload for d in policy.decide_layers(cfg, 4)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_offload_spares_the_last_layers() -> None:
 )
 def test_bad_ranges(ranges: dict[object, Policy], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        policy.plan(CheckpointingConfig(layers=ranges), 4)
+        policy.decide_layers(CheckpointingConfig(layers=ranges), 4)
 
 
 def test_a_policy_that_does_not_run_is_found_out() -> None:
     cfg = CheckpointingConfig()
     result = watched.run(llama(), cfg)
     result.applied.counts[1].recomputations = 0
-    assert "layers 1: expected [1]" in verification.broken_promises(result.applied, result.watch, cfg)[0]
+    assert "layers 1: expected [1]" in verification.unmet_expectations(result.applied, result.watch, cfg)[0]
     result.applied.reset()
-    assert "never ran" in verification.broken_promises(result.applied, result.watch, cfg)[0]
+    assert "never ran" in verification.unmet_expectations(result.applied, result.watch, cfg)[0]
 
 
 def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
@@ -174,7 +174,7 @@ def test_a_layer_that_keeps_more_than_promised_is_found_out() -> None:
     held: list[torch.Tensor] = []
     net.model.layers[2].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(400, 1, 1)))
     result = watched.run(net, CheckpointingConfig())
-    found = verification.broken_promises(result.applied, result.watch, CheckpointingConfig())
+    found = verification.unmet_expectations(result.applied, result.watch, CheckpointingConfig())
     assert len(found) == 1
     assert "layer 2 keeps" in found[0]
 
@@ -186,7 +186,7 @@ def test_frozen_layers_that_recompute_nothing_are_found_out() -> None:
     result = watched.run(net, CheckpointingConfig())
     assert (
         "no gradient passes"
-        in verification.broken_promises(result.applied, result.watch, CheckpointingConfig())[0]
+        in verification.unmet_expectations(result.applied, result.watch, CheckpointingConfig())[0]
     )
 
 
@@ -202,7 +202,7 @@ def test_a_model_that_edits_hidden_states_between_layers_is_refused() -> None:
     net = llama()
 
     cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
-    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
     first, second = net.model.layers[:2]
     hidden = torch.randn(1, 4, 32, requires_grad=True)
     passed_on = first(hidden, position_embeddings=None)
@@ -220,7 +220,7 @@ def test_layers_that_return_tuples_prove_themselves_above_the_slack() -> None:
     net = AutoModelForCausalLM.from_config(config).train()
     result = watched.run(net, CheckpointingConfig(), torch.zeros(2, 600, dtype=torch.long))
     assert verification.SLACK_BYTES < 2 * 600 * 512 * 4
-    assert verification.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
+    assert verification.unmet_expectations(result.applied, result.watch, CheckpointingConfig()) == []
 
 
 def test_a_frozen_first_layer_is_no_broken_promise() -> None:
@@ -232,16 +232,16 @@ def test_a_frozen_first_layer_is_no_broken_promise() -> None:
     cfg = CheckpointingConfig(policy=Policy.selective_modules, recompute_modules=["attention"])
     result = watched.run(net, cfg)
     assert result.applied.counts[0].expected == 0 < result.applied.counts[1].expected
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
 
 
 def test_a_segment_moves_its_input_unless_it_reaches_the_last_layers() -> None:
     offload = OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=1)
     cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2, offload=offload)
-    assert [d.offload for d in policy.plan(cfg, LAYERS)] == [True, True, False, False]
+    assert [d.offload for d in policy.decide_layers(cfg, LAYERS)] == [True, True, False, False]
     result = watched.run(llama(), cfg)
     assert [counts.moved_bytes for counts in result.applied.counts] == [0, HIDDEN, 0, 0]
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
 
 
 def test_a_model_without_layers_is_refused() -> None:
@@ -252,7 +252,7 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
     net = llama()
     cfg = CheckpointingConfig(policy=Policy.uniform, segment_layers=2)
-    apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
     stack = net.model.layers
     assert isinstance(stack[1], GradientCheckpointingLayer)
     with pytest.raises(ConfigError, match="did not hand layer 0's output to layer 1"):
@@ -272,7 +272,7 @@ def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
     ],
 )
 def test_the_header_says_what_the_policy_does(cfg: CheckpointingConfig, text: str) -> None:
-    assert policy.describe(policy.plan(cfg, LAYERS)) == text
+    assert policy.describe(policy.decide_layers(cfg, LAYERS)) == text
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_policy_begins_again_after_its_period(cfg: CheckpointingConfig) -> Non
     def shape(decision: policy.LayerDecision, index: int) -> tuple[object, int, int]:
         return decision.mechanism, index - decision.first, decision.last - index
 
-    decisions = [shape(decision, index) for index, decision in enumerate(policy.plan(cfg, 12))]
+    decisions = [shape(decision, index) for index, decision in enumerate(policy.decide_layers(cfg, 12))]
     period = policy.period(cfg, 12)
     assert decisions[period:] == decisions[:-period]
     assert all(decisions[shorter:] != decisions[:-shorter] for shorter in range(1, period))

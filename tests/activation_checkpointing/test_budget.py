@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.activation_checkpointing import apply, policy, validation, verification
 from remat.activation_checkpointing.mechanisms import budget
-from remat.activation_checkpointing.mechanisms.counters import NotInEffect
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Setting
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, cut, frontier
 from remat.activation_checkpointing.mechanisms.tables.graph import (
@@ -48,9 +48,9 @@ def under(
     """One forward and backward with a table for each layer; None: nothing is kept that can be made again."""
     decisions = [
         replace(decision, table=table)
-        for decision, table in zip(policy.plan(BUDGET, len(tables)), tables, strict=True)
+        for decision, table in zip(policy.decide_layers(BUDGET, len(tables)), tables, strict=True)
     ]
-    with mock.patch.object(policy, "plan", lambda *_, **__: decisions):
+    with mock.patch.object(policy, "decide_layers", lambda *_, **__: decisions):
         return watched.run(net, BUDGET, ids), decisions
 
 
@@ -73,7 +73,7 @@ def test_bit_equal_to_keeping_everything_and_kept_to_the_byte(
     found, _ = under(net, list(tables))
     assert watched.differences(found, kept) == []
     assert found.replayed.differences == found.replayed.notes == []
-    assert verification.broken_promises(found.applied, found.watch, BUDGET) == []  # bytes among them
+    assert verification.unmet_expectations(found.applied, found.watch, BUDGET) == []  # bytes among them
     for index, counts in enumerate(found.applied.counts):
         made = [graphs[index].values[v] for v in choose_kept(graphs[index], tables[index])]
         assert counts.table_bytes == sum(value.nbytes for value in made if value.kind == "op")
@@ -84,7 +84,7 @@ def test_a_layer_that_keeps_something_else_than_its_table_is_not_in_effect() -> 
     net = small_models.build("llama")
     found, _ = under(net, [None] * 3)
     found.applied.counts[1].table_bytes += 4
-    assert "layer 1 keeps" in verification.broken_promises(found.applied, found.watch, BUDGET)[0]
+    assert "layer 1 keeps" in verification.unmet_expectations(found.applied, found.watch, BUDGET)[0]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -100,7 +100,7 @@ def test_the_choice_of_experts_is_always_kept(family: str) -> None:
 
 
 def applied_to(net: Any, table: Table | None, **cfg: Any) -> apply.Applied:
-    decisions = [replace(d, table=table) for d in policy.plan(BUDGET, len(layers.decoder_layers(net)))]
+    decisions = [replace(d, table=table) for d in policy.decide_layers(BUDGET, len(layers.decoder_layers(net)))]
     return apply.apply(net, decisions, replace(BUDGET, **cfg))
 
 
@@ -177,14 +177,14 @@ def test_another_save_than_the_learnt_one_stops_the_run() -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     net(input_ids=ids, labels=ids).loss.backward()
     net.model.layers[1].mlp.act_fn = nn.GELU()
-    with pytest.raises(NotInEffect, match=r"layer 1.*'GeluBackward0'.*'SiluBackward0'"):
+    with pytest.raises(PolicyNotApplied, match=r"layer 1.*'GeluBackward0'.*'SiluBackward0'"):
         net(input_ids=ids, labels=ids)
     applied.remove()
 
 
 def test_no_mode_after_the_first_call_and_no_hooks_where_all_is_kept() -> None:
     net = small_models.build("llama")
-    decisions = policy.plan(BUDGET, 3)
+    decisions = policy.decide_layers(BUDGET, 3)
     decisions[2] = replace(decisions[2], mechanism=KEEP)
     applied = apply.apply(net, decisions, BUDGET)
     seen: dict[int, tuple[int, bool]] = {}

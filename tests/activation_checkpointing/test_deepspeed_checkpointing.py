@@ -258,14 +258,14 @@ def bytes_by_kind() -> list[tuple[int, int]]:
     """(partitioned, in the list of buffers) of each layer."""
     net = build("llama")
     cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=CONTIGUOUS)
-    plan = policy.plan(cfg, LAYERS)
+    plan = policy.decide_layers(cfg, LAYERS)
     applied = apply.apply(net, plan, cfg, tensor_parallel=AllRanks)
     try:
         with applied.micro_batch(), applied.watch(torch.device("cpu")) as watch:
             loss = net(input_ids=batch(0), labels=batch(0), use_cache=False).loss
             watch.forward_done()
             loss.backward()
-        assert verification.broken_promises(applied, watch, cfg) == []
+        assert verification.unmet_expectations(applied, watch, cfg) == []
         return [(c.partitioned_bytes, c.contiguous_bytes) for c in applied.counts]
     finally:
         applied.remove()
@@ -278,8 +278,8 @@ def test_the_list_of_buffers_is_counted(two_ranks: RankPool) -> None:
 
 def proof(counts: list[LayerCounters], **switches: bool) -> list[str]:
     cfg = CheckpointingConfig(policy=Policy.deepspeed, deepspeed=DeepSpeedCheckpointingConfig(**switches))
-    applied = Applied(policy.plan(cfg, len(counts)), counts=counts)
-    return verification.broken_promises(applied, OpTracer(Scope(), torch.device("cpu")), cfg)
+    applied = Applied(policy.decide_layers(cfg, len(counts)), counts=counts)
+    return verification.unmet_expectations(applied, OpTracer(Scope(), torch.device("cpu")), cfg)
 
 
 def ran(**more: int) -> LayerCounters:

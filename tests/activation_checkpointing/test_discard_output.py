@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, policy, validation, verification
-from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope
 from remat.activation_checkpointing.mechanisms.discard_output import OutputDiscarding, Region
 from remat.activation_checkpointing.mechanisms.mechanism import Setting
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
@@ -39,7 +39,7 @@ def test_bit_equal_and_in_effect(roles: list[str], family: tuple[Any, watched.Wa
     cfg = discard(*roles)
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
     assert result.watch.total_flops("recompute") == 0  # neither a norm nor an activation has a matrix product
 
 
@@ -128,7 +128,10 @@ def test_a_norm_feeding_a_norm_is_made_again_through_it() -> None:
 )
 def test_an_output_that_is_edited_is_refused(meddle: Any) -> None:
     saved, _, _ = hooked(layer := Layer(meddle), ["norm"])
-    with pytest.raises(NotInEffect, match=r"discard_modules.*layer 0.*norm.*checkpointing=full"), saved.hooks():
+    with (
+        pytest.raises(PolicyNotApplied, match=r"discard_modules.*layer 0.*norm.*checkpointing=full"),
+        saved.hooks(),
+    ):
         layer(torch.randn(2, 8, requires_grad=True))
 
 
@@ -141,7 +144,7 @@ def test_an_output_that_is_edited_after_its_consumer_ran_is_refused() -> None:
             return out
 
     saved, _, _ = hooked(layer := Late(), ["norm"])
-    with pytest.raises(NotInEffect), saved.hooks():
+    with pytest.raises(PolicyNotApplied), saved.hooks():
         layer(torch.randn(2, 8, requires_grad=True))
 
 
@@ -216,10 +219,10 @@ def test_what_mixtral_with_jitter_is_told_to_use_is_bit_equal_and_the_rest_stops
     for cfg in (discard("activation"), attention, CheckpointingConfig()):
         result = watched.run(net, cfg)
         assert watched.differences(result, kept) == []
-        assert verification.broken_promises(result.applied, result.watch, cfg) == []
-    with pytest.raises(NotInEffect, match="post_attention_layernorm"):
+        assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
+    with pytest.raises(PolicyNotApplied, match="post_attention_layernorm"):
         watched.run(net, discard("norm"))
-    with pytest.raises(NotInEffect, match="layer 0 mlp edits its input in place"):
+    with pytest.raises(PolicyNotApplied, match="layer 0 mlp edits its input in place"):
         watched.run(net, CheckpointingConfig(policy=Policy.selective_modules))
 
 
@@ -227,7 +230,7 @@ def test_an_activation_that_edits_its_input_is_refused() -> None:
     layer = Layer()
     layer.act = nn.ReLU(inplace=True)
     saved, _, _ = hooked(layer, ["activation"])
-    with pytest.raises(NotInEffect, match="input is edited"), saved.hooks():
+    with pytest.raises(PolicyNotApplied, match="input is edited"), saved.hooks():
         layer(torch.randn(2, 8, requires_grad=True))
 
 
@@ -334,7 +337,7 @@ def test_frozen_layers_under_trained_ones() -> None:
 def test_an_evaluation_is_left_alone() -> None:
     net = small_models.build("llama")
     cfg = discard("norm")
-    applied = apply.apply(net, policy.plan(cfg, 3), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, 3), cfg)
     with torch.no_grad():
         net(input_ids=torch.zeros(1, 4, dtype=torch.long))
     assert [counts.expected for counts in applied.counts] == [0, 0, 0]

@@ -80,7 +80,7 @@ def run(kind: Policy, zero_stage: int, gated: bool) -> tuple[dict[str, torch.Ten
     torch.manual_seed(0)
     net: Any = Model(gated).train()
     cfg = CheckpointingConfig(policy=kind)
-    applied = apply.apply(net, policy.plan(cfg, 2, zero_stage=zero_stage), cfg, zero_stage=zero_stage)
+    applied = apply.apply(net, policy.decide_layers(cfg, 2, zero_stage=zero_stage), cfg, zero_stage=zero_stage)
     dirty = [torch.full((14, WIDTH), 1e3) for _ in range(50)]  # so that memory that is never written is noticed
     del dirty
     watch = applied.watch(torch.device("cpu"))

@@ -70,7 +70,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     cfg = POLICIES[name]
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
     assert result.replayed.differences == result.replayed.notes == []
 
 
@@ -80,7 +80,7 @@ def test_many_steps_hold_memory_flat(name: str) -> None:
     """Nothing that a step made outlives it: no storage, and no more of Python's own memory than noise."""
     cfg, layers = POLICIES[name], 3 if "ranges" in name else 2
     net = small_models.build("llama", num_hidden_layers=layers)
-    applied = apply.apply(net, policy.plan(cfg, layers), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, layers), cfg)
     ids = torch.randint(0, 64, (2, 16))
 
     def steps(count: int) -> None:

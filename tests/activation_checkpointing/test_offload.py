@@ -57,7 +57,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     net, kept = family
     result = watched.run(net, CONFIGS[name])
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, CONFIGS[name]) == []
+    assert verification.unmet_expectations(result.applied, result.watch, CONFIGS[name]) == []
     assert result.applied.offload is not None
     assert result.applied.offload.pool.taken_bytes == 0
 

@@ -315,7 +315,7 @@ Result = tuple[list[torch.Tensor], Replayed]
 def run(model: type[Model], cfg: CheckpointingConfig, *, steps: int = 1) -> Result:
     """Loss and gradients of the last step, and what the first step's replay found."""
     net = model().train()
-    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
     ids = torch.arange(12).view(2, 6)
     try:
         for step in range(steps):
@@ -486,7 +486,7 @@ def test_the_replay_leaves_no_trace() -> None:
     def traces(cfg: CheckpointingConfig) -> tuple[Any, Any]:
         random.seed(3)
         net = LeavesTraces().train()
-        applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg)
+        applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
         with applied.micro_batch(), applied.recording() as recorder:
             loss = net(torch.arange(12).view(2, 6))
             recorder.forward_done(loss)

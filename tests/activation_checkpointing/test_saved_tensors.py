@@ -133,7 +133,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", cases(CONFIGS, {"discard", "offload"}))
 def test_fifty_steps_hold_memory_flat(name: str) -> None:
     net, cfg = small_models.build("llama"), CONFIGS[name]
-    applied = apply.apply(net, policy.plan(cfg, len(layers.decoder_layers(net))), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, len(layers.decoder_layers(net))), cfg)
     ids = torch.randint(0, 64, (2, 16))
 
     def steps(count: int) -> tuple[int, int, int]:
@@ -172,7 +172,7 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
 
 def test_leftovers_of_an_exception_are_dropped() -> None:
     net, cfg = small_models.build("llama"), CONFIGS["offload"]
-    applied = apply.apply(net, policy.plan(cfg, 3), cfg)
+    applied = apply.apply(net, policy.decide_layers(cfg, 3), cfg)
     ids = torch.randint(0, 64, (2, 16))
     losses = []
     with pytest.raises(ZeroDivisionError), applied.micro_batch():

@@ -37,7 +37,7 @@ def put_in_place(net: Any, roles: list[str], *, only: int | None = None, zero_st
     cfg = CheckpointingConfig(policy=kind, recompute_modules=roles)
     if only is not None:
         cfg = CheckpointingConfig(policy=Policy.none, layers={only: kind}, recompute_modules=roles)
-    decisions = policy.plan(cfg, len(decoder_layers(net)), zero_stage=zero_stage)
+    decisions = policy.decide_layers(cfg, len(decoder_layers(net)), zero_stage=zero_stage)
     return apply.apply(net, decisions, cfg, zero_stage=zero_stage)
 
 

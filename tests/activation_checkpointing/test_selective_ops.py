@@ -87,7 +87,7 @@ def put_in_place(
         whole = CheckpointingConfig(
             policy=Policy.selective_ops, selective_ops=cfg, offload=offload or OffloadConfig()
         )
-    decisions = policy.plan(whole, len(decoder_layers(net)), zero_stage=zero_stage)
+    decisions = policy.decide_layers(whole, len(decoder_layers(net)), zero_stage=zero_stage)
     return apply.apply(net, decisions, whole, zero_stage=zero_stage)
 
 
@@ -242,19 +242,19 @@ def test_something_is_kept_of_every_named_linear(model_type: str) -> None:
     cfg = CheckpointingConfig(policy=Policy.selective_ops, selective_ops=only)
     result = watched.run(build(model_type), cfg)
     assert all(min(count.kept_linears.values()) > 0 for count in result.applied.counts)
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
 
 
 def test_a_named_linear_of_which_nothing_is_kept_is_a_broken_promise() -> None:
     net = build("llama")
     net.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, out: out.mul_(1.0))
     result = watched.run(net, KEPT_LINEARS)
-    (text,) = verification.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    (text,) = verification.unmet_expectations(result.applied, result.watch, KEPT_LINEARS)
     assert (
         "save_linears=['all_but_down']: nothing was kept of self_attn.q_proj" in text and "(layers 1)" in text
     )
     result.applied.counts[1].kept_linears.clear()
-    (text,) = verification.broken_promises(result.applied, result.watch, KEPT_LINEARS)
+    (text,) = verification.unmet_expectations(result.applied, result.watch, KEPT_LINEARS)
     assert "none of them ran (layers 1)" in text
 
 
@@ -525,7 +525,7 @@ def test_attention_that_no_layer_runs_fused_on_a_cpu_is_told_before_the_run(
     )
     assert choose(has_gpu=True)[1] == ""  # which kernels a GPU has is known there
     result = watched.run(build(model, **more), cfg)
-    unmet = verification.broken_promises(result.applied, result.watch, cfg)
+    unmet = verification.unmet_expectations(result.applied, result.watch, cfg)
     if fused:
         assert choose(has_gpu=False)[1] == "" and unmet == []
     else:

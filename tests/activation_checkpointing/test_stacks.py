@@ -68,10 +68,10 @@ def hrm() -> Any:
 def test_two_stacks_are_treated_and_proven(cfg: CheckpointingConfig) -> None:
     net = hrm()
     found = layers.find_stacks(net)
-    decisions = policy.plan(cfg, 8, stacks=found.depths)
+    decisions = policy.decide_layers(cfg, 8, stacks=found.depths)
     result, kept = watched.run(net, cfg), watched.run(net, watched.NONE)
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
     again = [counts.recomputations > 0 for counts in result.applied.counts]
     assert again == [decision.mechanism != KEEP for decision in decisions]
     assert "layers 0-3 are model.L_module.layers, 4-7 are model.H_module.layers" in verification.line(
@@ -88,7 +88,7 @@ def test_two_stacks_are_treated_and_proven(cfg: CheckpointingConfig) -> None:
     ],
 )
 def test_no_segment_crosses_from_one_stack_into_the_next(cfg: CheckpointingConfig, calls: list[str]) -> None:
-    decisions = policy.plan(cfg, 8, stacks=[4, 4])
+    decisions = policy.decide_layers(cfg, 8, stacks=[4, 4])
     found = {f"{d.first}-{d.last}" for d in decisions if d.mechanism == recompute.MECHANISM}
     assert sorted(found) == calls
 
@@ -121,7 +121,9 @@ def test_a_tower_is_left_alone_and_named_however_deep(model_type: str) -> None:
     )
     assert found.describe() == f"not treated: {tower.name} ({len(tower.layers)} {tower.kinds})"
     assert "vision" in tower.name or "image" in tower.name
-    applied = apply.apply(net, policy.plan(CheckpointingConfig(), len(treated.layers)), CheckpointingConfig())
+    applied = apply.apply(
+        net, policy.decide_layers(CheckpointingConfig(), len(treated.layers)), CheckpointingConfig()
+    )
     assert all(layer.gradient_checkpointing for layer in treated.layers)
     assert not any(layer.gradient_checkpointing for layer in tower.layers)
     applied.remove()
@@ -133,7 +135,7 @@ def test_a_deeper_vision_tower_does_not_take_the_policy_of_the_text() -> None:
     result, kept = watched.run(net, CheckpointingConfig()), watched.run(net, watched.NONE)
     assert watched.differences(result, kept) == []
     assert [counts.recomputations for counts in result.applied.counts] == [1, 1, 1]
-    assert verification.broken_promises(result.applied, result.watch, CheckpointingConfig()) == []
+    assert verification.unmet_expectations(result.applied, result.watch, CheckpointingConfig()) == []
     assert "not treated: model.vision_tower" in verification.line(result.applied, result.watch)
 
 

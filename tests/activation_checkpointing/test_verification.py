@@ -29,13 +29,13 @@ def model(model_type: str, *, attention: str = "sdpa", **more: Any) -> Any:
 
 def problems(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> list[str]:
     result = watched.run(net, cfg, ids)
-    return verification.broken_promises(result.applied, result.watch, cfg)
+    return verification.unmet_expectations(result.applied, result.watch, cfg)
 
 
 def proven_equal(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None) -> watched.Watched:
     kept, result = watched.run(net, watched.NONE, ids), watched.run(net, cfg, ids)
     assert watched.differences(result, kept) == []
-    assert verification.broken_promises(result.applied, result.watch, cfg) == []
+    assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
     return result
 
 
@@ -121,12 +121,12 @@ def test_tensors_too_small_to_move_break_no_promise_in_a_micro_batch_that_is_not
     for min_bytes, full, found in ((1 << 30, True, 1), (1 << 30, False, 0), (0, False, 0)):
         cfg = CheckpointingConfig(offload=OffloadConfig(enabled=True, min_bytes=min_bytes))
         result = watched.run(net, cfg)
-        texts = verification.broken_promises(result.applied, result.watch, cfg, full=full)
+        texts = verification.unmet_expectations(result.applied, result.watch, cfg, full=full)
         assert len(texts) == found and all("min_bytes=1073741824 was moved" in text for text in texts)
         for counts in result.applied.counts:
             counts.moved_bytes = 0
         large_enough = replace(cfg, offload=replace(cfg.offload, min_bytes=8))
-        (text,) = verification.broken_promises(result.applied, result.watch, large_enough, full=full)
+        (text,) = verification.unmet_expectations(result.applied, result.watch, large_enough, full=full)
         assert "min_bytes=8 was moved" in text
 
 

@@ -39,7 +39,7 @@ CONFIGS = {
 
 def train(net: Any, cfg: CheckpointingConfig, steps: int = 4) -> tuple[list[torch.Tensor], Any, int]:
     """Losses, the applied plan, and the peak of allocated bytes above the start. Gradients stay on the model."""
-    applied = apply.apply(net, policy.plan(cfg, 6), cfg, device=torch.device("cuda"))
+    applied = apply.apply(net, policy.decide_layers(cfg, 6), cfg, device=torch.device("cuda"))
     net.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

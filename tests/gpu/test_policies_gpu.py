@@ -56,7 +56,7 @@ def step(net: Any, applied: apply.Applied) -> torch.Tensor:
 
 def run(net: Any, cfg: CheckpointingConfig) -> tuple[torch.Tensor, list[torch.Tensor], int, list[str]]:
     """Loss, gradients, peak above the weights, broken promises."""
-    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg, device=torch.device("cuda"))
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg, device=torch.device("cuda"))
     net.zero_grad()
     ids = torch.arange(2 * TOKENS, device="cuda").view(2, TOKENS) % 1024
     watch = applied.watch(torch.device("cuda"))
@@ -64,7 +64,7 @@ def run(net: Any, cfg: CheckpointingConfig) -> tuple[torch.Tensor, list[torch.Te
         hidden = net.model(input_ids=ids, use_cache=False).last_hidden_state
         watch.forward_done()
         hidden.sum().backward()
-    broken = verification.broken_promises(applied, watch, cfg)
+    broken = verification.unmet_expectations(applied, watch, cfg)
     net.zero_grad()
     gc.collect()  # what is freed later would hide a part of the peak
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ def test_peaks_fall_in_the_order_of_what_is_kept(net: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_fifty_steps_hold_allocated_memory_flat(name: str, net: Any) -> None:
     cfg = configuration(name)
-    applied = apply.apply(net, policy.plan(cfg, LAYERS), cfg, device=torch.device("cuda"))
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg, device=torch.device("cuda"))
     for _ in range(3):
         step(net, applied)
         net.zero_grad()

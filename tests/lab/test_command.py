@@ -19,7 +19,7 @@ from remat.config.units import MIB
 from remat.lab import cache_key, command, experiment, figures, launch, measure, publish, schedule
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
-from remat.lab.launch import Result, Spot
+from remat.lab.launch import Result, Slot
 from remat.lab.measure import Measured
 from remat.launch import supervisor
 from remat.planning.launch_plan import LaunchPlan
@@ -182,25 +182,25 @@ class Launches:
         self.endings: dict[str, str] = {}
         self.stop_at = -1
 
-    def __call__(self, spot: Spot, key: str, ranks: int, place: Place) -> Result:
+    def __call__(self, slot: Slot, key: str, ranks: int, place: Place) -> Result:
         if len(self.turns) == self.stop_at:
             raise KeyboardInterrupt
-        self.turns.append((spot.point.name, spot.repeat))
-        status = self.endings.get(spot.point.name, "finished")
+        self.turns.append((slot.point.name, slot.repeat))
+        status = self.endings.get(slot.point.name, "finished")
         measured = Measured(
             peak_bytes=2**20, steps={name: [1.0, 2.0] for name in measure.TIMES}, loss=[(1, 0.5)], kept_bytes=3
         )
         made = Result(
             key,
-            spot.point.name,
-            spot.repeat,
+            slot.point.name,
+            slot.repeat,
             status,
             "words",
             seconds=10.0,
             measured=measured if status == "finished" else None,
         )
-        spot.result.parent.mkdir(parents=True, exist_ok=True)
-        spot.result.write_text(json.dumps(dataclasses.asdict(made)))
+        slot.result.parent.mkdir(parents=True, exist_ok=True)
+        slot.result.write_text(json.dumps(dataclasses.asdict(made)))
         return made
 
 
@@ -213,7 +213,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 @contextmanager
-def silent(total: int) -> Iterator[schedule.Teller]:
+def silent(total: int) -> Iterator[schedule.ProgressReport]:
     yield schedule.Lines(total, lambda text: None)
 
 
@@ -260,12 +260,12 @@ def test_another_version_of_the_code_has_other_keys(monkeypatch: pytest.MonkeyPa
 
 def test_a_damaged_result_is_none(launches: Launches, tmp_path: Path) -> None:
     made = experiment.written(WORDS, "cpu")
-    spot = Spot(tmp_path, made.points[0], 1)
-    result = launches(spot, "key", 1, CPU)
-    assert launch.stored(spot, "key") == result
-    assert launch.stored(spot, "other") is None
-    spot.result.write_text(spot.result.read_text()[:-30])
-    assert launch.stored(spot, "key") is None
+    slot = Slot(tmp_path, made.points[0], 1)
+    result = launches(slot, "key", 1, CPU)
+    assert launch.stored(slot, "key") == result
+    assert launch.stored(slot, "other") is None
+    slot.result.write_text(slot.result.read_text()[:-30])
+    assert launch.stored(slot, "key") is None
 
 
 def test_a_refused_point_is_a_row_and_all_refused_an_error(launches: Launches, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_how_long_the_rest_takes(launches: Launches, tmp_path: Path) -> None:
     made, said = experiment.written(WORDS, "cpu"), list[str]()
 
     @contextmanager
-    def heard(total: int) -> Iterator[schedule.Teller]:
+    def heard(total: int) -> Iterator[schedule.ProgressReport]:
         yield schedule.Lines(total, said.append)
 
     schedule.run(made, tmp_path, CPU, heard)
@@ -524,19 +524,19 @@ def stand_in(folder: Path) -> Callable[..., int]:
 
 
 def test_a_launch_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spot = Spot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
-    monkeypatch.setattr(launch, "_run", stand_in(spot.run))
-    result = launch.launch(spot, "key", 1, CPU)
-    assert launch.stored(spot, "key") == result and result.status == "finished"
+    slot = Slot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
+    monkeypatch.setattr(launch, "_run", stand_in(slot.run))
+    result = launch.launch(slot, "key", 1, CPU)
+    assert launch.stored(slot, "key") == result and result.status == "finished"
     assert f"name=full run_id=r1 output_dir={tmp_path}" in result.command
-    again = launch.launch(spot, "key", 1, CPU)  # over the folder of the first
+    again = launch.launch(slot, "key", 1, CPU)  # over the folder of the first
     assert again.measured == result.measured
 
 
 def test_a_run_without_its_files_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spot = Spot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
+    slot = Slot(tmp_path, experiment.written(WORDS, "cpu").points[1], 1)
     monkeypatch.setattr(launch, "_run", lambda command, logs, place: 0)
-    result = launch.launch(spot, "key", 1, CPU)
+    result = launch.launch(slot, "key", 1, CPU)
     assert result.status == "failed" and "cannot be read: FileNotFoundError" in result.words
 
 

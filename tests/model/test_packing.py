@@ -92,7 +92,7 @@ def second_documents(net: Any, batch: dict[str, torch.Tensor], packed: Packed | 
 
 
 def put_on(net: Any, cfg: CheckpointingConfig) -> apply.Applied:
-    plan = policy.plan(cfg, len(layers.decoder_layers(net)), zero_stage=0)
+    plan = policy.decide_layers(cfg, len(layers.decoder_layers(net)), zero_stage=0)
     return apply.apply(net, plan, cfg)
 
 

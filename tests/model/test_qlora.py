@@ -129,7 +129,7 @@ def test_planned_bytes_are_those_of_the_model(family: str, tmp_path: Path) -> No
 
 def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """What it kept, moved and recomputed; and logits and gradients, on a CPU."""
-    decisions = policy.plan(cfg, LAYERS, zero_stage=2)
+    decisions = policy.decide_layers(cfg, LAYERS, zero_stage=2)
     applied = apply.apply(net, decisions, cfg, zero_stage=2, device=device)
     watch = applied.watch(device)
     found = []
@@ -200,7 +200,7 @@ def test_the_planned_peak_is_the_allocators(method: PeftMethod, name: Policy) ->
         value: torch.Tensor = trained(input_ids=batch["input_ids"], use_cache=False).logits.sum()
         return value
 
-    decisions = policy.plan(cfg, LAYERS, zero_stage=2)
+    decisions = policy.decide_layers(cfg, LAYERS, zero_stage=2)
     applied = apply.apply(net, decisions, cfg, zero_stage=2)
     for parameter in net.parameters():
         if parameter.requires_grad:

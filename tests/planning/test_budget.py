@@ -120,7 +120,7 @@ def test_what_is_kept_on_meta_tensors_is_what_a_run_keeps(family: str) -> None:
     with torch.device("meta"):
         bare = type(net)(net.config).train()
     for table in (None, Table(frozenset({"input_layernorm: rsqrt", "mlp: mul", "mlp.up_proj: mm"}))):
-        decisions = [replace(d, table=table) for d in policy.plan(BUDGET, 3)]
+        decisions = [replace(d, table=table) for d in policy.decide_layers(BUDGET, 3)]
         simulated, _ = kept(bare, decisions)
         real, counts = kept(net, decisions)
         assert simulated == real

@@ -39,7 +39,7 @@ def counted(
     """Kept bytes per layer, moved bytes per layer, recomputed FLOPs."""
     applied = apply.apply(
         net,
-        policy.plan(cfg, LAYERS, zero_stage=zero_stage),
+        policy.decide_layers(cfg, LAYERS, zero_stage=zero_stage),
         cfg,
         zero_stage=zero_stage,
         device=torch.device(device),

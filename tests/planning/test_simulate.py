@@ -56,7 +56,7 @@ def checkpointing(name: str, *more: str) -> CheckpointingConfig:
 
 
 def put_on(net: Any, cfg: CheckpointingConfig, device: str, zero_stage: int) -> apply.Applied:
-    plan = policy.plan(cfg, len(layers.decoder_layers(net)), zero_stage=zero_stage)
+    plan = policy.decide_layers(cfg, len(layers.decoder_layers(net)), zero_stage=zero_stage)
     return apply.apply(net, plan, cfg, zero_stage=zero_stage, device=torch.device(device))
 
 
@@ -299,7 +299,7 @@ from remat.planning.simulation import simulate
 from remat.planning.simulation.types import ZeroSettings
 cfg = compose.compose_run(["model=llama70b", "checkpointing=full"]).run
 net = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model).to(torch.bfloat16).train()
-decided = policy.plan(cfg.checkpointing, len(layers.decoder_layers(net)), zero_stage=3)
+decided = policy.decide_layers(cfg.checkpointing, len(layers.decoder_layers(net)), zero_stage=3)
 applied = apply.apply(net, decided, cfg.checkpointing, zero_stage=3, device=torch.device("meta"))
 found = simulate.run(
     net, loss=loss.TokenLoss(net, LossKind.full, verify=False), scope=applied.scope,

@@ -59,7 +59,7 @@ def engine_counts(name: str) -> tuple[int, int]:
         ds_config.load("zero3", compose.DS_CONFIG_DIR), {"zero_optimization": NO_REUSE}, values
     )
     net, cfg = model(), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     optimizer = torch.optim.AdamW(net.parameters())
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds, dist_init_required=False)
     counts = (0, 0)
@@ -78,7 +78,7 @@ def engine_counts(name: str) -> tuple[int, int]:
 def replayed(name: str) -> tuple[int, int]:
     """(gathered elements, recomputed FLOPs) without an engine."""
     net, cfg = model(), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     watch, events = applied.watch(torch.device("cpu")), list[Event]()
     with meta_kernels.linear_of(3), zero3.recorded(net, events.append), applied.micro_batch(), watch:
         net(input_ids=IDS, use_cache=False).logits.sum().backward()

@@ -54,7 +54,7 @@ def engine_for(model_type: str, **more: Any) -> Any:
 def train(model_type: str, cfg: CheckpointingConfig, by_reference: bool = True, **more: Any) -> dict[str, Any]:
     """Losses and gradient norms of the steps, what the first one's watch saw, promises that were not kept."""
     engine = engine_for(model_type, **more)
-    plan = policy.plan(cfg, len(layers.decoder_layers(engine.module)), zero_stage=3)
+    plan = policy.decide_layers(cfg, len(layers.decoder_layers(engine.module)), zero_stage=3)
     applied = apply.apply(engine.module, plan, cfg, zero_stage=3 if by_reference else 2)
     watch = applied.watch(torch.device("cpu"))
     history, problems = [], []
@@ -69,7 +69,7 @@ def train(model_type: str, cfg: CheckpointingConfig, by_reference: bool = True, 
         if step == 0:
             kept = dict(watch.kept_bytes)
             pinned = sum(watch.pinned_weight_bytes.get(index, 0) for index in range(len(applied.counts)))
-            problems = verification.broken_promises(applied, watch, cfg)
+            problems = verification.unmet_expectations(applied, watch, cfg)
         engine.step()
         history.append((loss.item(), float(engine.get_global_grad_norm())))
     applied.remove()

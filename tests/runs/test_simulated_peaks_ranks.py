@@ -69,7 +69,7 @@ def real(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMethod.n
     import deepspeed
 
     net, cfg = model(method), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=stage), cfg, zero_stage=stage)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=stage), cfg, zero_stage=stage)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=rendered(stage, overlap), dist_init_required=False
@@ -93,7 +93,11 @@ def real(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMethod.n
 def simulated(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMethod.none) -> Any:
     net, cfg = model(method, "meta"), POLICIES[name]
     applied = apply.apply(
-        net, policy.plan(cfg, LAYERS, zero_stage=stage), cfg, zero_stage=stage, device=torch.device("meta")
+        net,
+        policy.decide_layers(cfg, LAYERS, zero_stage=stage),
+        cfg,
+        zero_stage=stage,
+        device=torch.device("meta"),
     )
     recording = simulate.record(
         net,

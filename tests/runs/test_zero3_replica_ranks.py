@@ -107,7 +107,7 @@ def real(name: str, settings: ZeroSettings, frozen: bool) -> Figures:
     }
     ds = ds_config.render(ds_config.load("zero3", compose.DS_CONFIG_DIR), {"zero_optimization": zero}, values)
     net, cfg = model(frozen), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds, dist_init_required=False)
     with GatheredBytes(applied.scope) as watch:
@@ -137,7 +137,7 @@ def all_real(name: str, frozen: bool) -> dict[str, Figures]:
 def record(name: str, frozen: bool, device: str) -> tuple[Parameters, list[Event], int]:
     """The events of one micro-batch, and how many of them are its forward's."""
     net, cfg = model(frozen).to(device), POLICIES[name]
-    applied = apply.apply(net, policy.plan(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=3), cfg, zero_stage=3)
     events: list[Event] = []
     ids = IDS.to(device)
     around = meta_kernels.as_in_a_run(3) if device == "meta" else meta_kernels.linear_of(3)

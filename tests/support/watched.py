@@ -34,7 +34,7 @@ def offload_all(**more: Any) -> OffloadConfig:
 def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None, zero_stage: int = 0) -> Watched:
     """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq]."""
     depths = layers.find_stacks(net).depths
-    decisions = policy.plan(cfg, sum(depths), zero_stage=zero_stage, stacks=depths)
+    decisions = policy.decide_layers(cfg, sum(depths), zero_stage=zero_stage, stacks=depths)
     applied = apply.apply(net, decisions, cfg, zero_stage=zero_stage)
     if ids is None:
         ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))

@@ -41,7 +41,7 @@ def ds(stage: int = 3, optimizer: Any = None, param: Any = None) -> dict[str, An
 
 
 def broken(report: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    return engine_memory.broken_promises(report, config, ranks=RANKS, device_type="cuda")
+    return engine_memory.unmet_expectations(report, config, ranks=RANKS, device_type="cuda")
 
 
 CPU, NVME, NONE = {"device": "cpu"}, {"device": "nvme"}, {"device": "none"}

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable
-from remat.activation_checkpointing.mechanisms.counters import NotInEffect
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.mechanisms.mechanism import (
     LayerForward,
     Mechanism,
@@ -177,8 +177,8 @@ class LayerRunner:
             remember(known, key, compile_table(graph, choose_kept(graph, self.table)))
         return known[key]
 
-    def _mismatch(self, text: str) -> NotInEffect:
-        return NotInEffect(
+    def _mismatch(self, text: str) -> PolicyNotApplied:
+        return PolicyNotApplied(
             f"checkpointing=budget: {self.site.name} {text}: it does not do the same each time it is given the same; "
             "give such layers another policy with checkpointing.layers (full, say)"
         )

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
 
 
-class NotInEffect(RuntimeError):
+class PolicyNotApplied(RuntimeError):
     """A policy promised something that did not happen; the text names the option and the cause."""
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope
 from remat.activation_checkpointing.mechanisms.mechanism import (
     LayerForward,
     Listed,
@@ -95,7 +95,7 @@ class OutputDiscarding:
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
         """Wrap one forward of the layer. `keep` and `restore` store the inputs of its norms and activations.
 
-        Raises NotInEffect when the layer edited an output in place: backward would see it as it was before.
+        Raises PolicyNotApplied when the layer edited an output in place: backward would see it as it was before.
         """
         self.forward = forward = _LayerForward(keep, restore)
         try:
@@ -234,7 +234,7 @@ class Region:
         return self._handle(self._saves - 1)
 
     def has_output(self, output: Any) -> bool:
-        """Return whether `output` can be discarded. Raises NotInEffect when the region edited its input."""
+        """Return whether `output` can be discarded. Raises PolicyNotApplied when the region edited its input."""
         self.check()
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in self._elsewhere:
             return False
@@ -256,7 +256,7 @@ class Region:
             edited = (
                 "output is edited in place later in the layer" if self._output else "input is edited in place"
             )
-            raise NotInEffect(
+            raise PolicyNotApplied(
                 f"checkpointing.discard_modules: in layer {self._owner.index} the {edited} ({self.name}; Mixtral does "
                 "this with router_jitter_noise > 0), so it cannot be made again; leave the role {self.role} out or "
                 "use checkpointing=full"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
-from remat.activation_checkpointing.mechanisms.counters import LayerCounters, NotInEffect, Scope, one_run
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope, one_run
 from remat.activation_checkpointing.mechanisms.mechanism import (
     SLACK_BYTES,
     LayerForward,
@@ -62,7 +62,7 @@ def recompute_inside(
             versions = [tensor._version for tensor in tensors]
             output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
             if versions != [tensor._version for tensor in tensors]:
-                raise NotInEffect(
+                raise PolicyNotApplied(
                     f"checkpointing.recompute_modules: in layer {index} {name} edits its input in place (a sparse "
                     "block with jitter does), so it cannot run again on what it was given; leave "
                     f"{' and '.join(in_it)} off the list or use checkpointing=full"

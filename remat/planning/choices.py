@@ -1,8 +1,9 @@
-"""List single changes to a run that may make it need less memory: the overrides, and the options they lead to."""
+"""List single changes to a run that need other memory or time: the overrides, and the options they lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -10,7 +11,15 @@ from typing import Any
 from remat.config import compose, ds_config
 from remat.config.options import ConfigError, LossKind, PeftMethod, RunConfig
 
+SAVING_MOST = ("=full", "=offload")
 SHORTEST_SEQ_LEN = 256
+LONGEST_MICRO_BATCH = 65536  # tokens
+AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
+# What recomputes least comes first. Of policies that differ in how alone, one is here.
+POLICIES = (
+    "none", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops", "full",
+    "offload", "uniform", "sqrt",
+)  # fmt: skip
 ZERO = "deepspeed.overrides.zero_optimization"
 
 
@@ -35,17 +44,39 @@ class Option:
     kind: Kind = Kind.same_training
 
 
-def of(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    """Return every possible change to the run of `cfg`, which `args` ask for, except another machine."""
-    return [
-        *_policies(args, cfg),
-        *_loss(cfg),
-        *_micro_batches(cfg),
-        *_strategies(cfg),
-        *_zero_sizes(),
-        *_seq_lens(cfg),
-        *_adapters(args, cfg),
-    ]
+def same_training(args: Sequence[str], cfg: RunConfig) -> dict[str, list[Option | None]]:
+    """Return the values of each axis that leave alone what is trained; None is the present value.
+
+    Micro-batches come smallest first, policies with the least recomputation first.
+    """
+    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg))
+    return dict(zip(AXES, values, strict=True))
+
+
+def saving_most(axes: Mapping[str, list[Option | None]]) -> dict[str, list[Option | None]]:
+    """Return the values of the axes that need least memory, and the present policy."""
+    small = [o for o in axes["checkpointing"] if o is None or o.words[0].endswith(SAVING_MOST)]
+    return dict(axes) | {
+        "train.loss": axes["train.loss"][-1:],
+        "train.micro_batch_size": axes["train.micro_batch_size"][:1],
+        "checkpointing": small,
+    }
+
+
+def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
+    """Return the change to a run that recomputes and offloads nothing; None if it is such a run, or cannot be."""
+    words = ("checkpointing=none",)
+    with contextlib.suppress(ConfigError):
+        chosen = _composed(args, words).checkpointing
+        return (
+            None if chosen == cfg.checkpointing else Option("checkpointing", words, _Put(checkpointing=chosen))
+        )
+    return None
+
+
+def other_training(args: Sequence[str], cfg: RunConfig) -> list[list[Option]]:
+    """Return the changes to what is trained, an axis each, the smallest first."""
+    return [_seq_lens(cfg), _adapters(args, cfg)]
 
 
 def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
@@ -82,50 +113,50 @@ def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
     return compose.from_command_line([*args, *words]).run
 
 
-def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    found = []
-    for name in compose.group_choices()["checkpointing"]:
+def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option | None]:
+    found: list[Option | None] = []
+    for name in POLICIES:
         words = (f"checkpointing={name}",)
         try:
             chosen = _composed(args, words).checkpointing
         except ConfigError:  # `args` set an option that only the present policy reads
             continue
-        if chosen != cfg.checkpointing:
-            found.append(Option("checkpointing", words, _Put(checkpointing=chosen)))
-    return found
+        same = chosen == cfg.checkpointing
+        found.append(None if same else Option("checkpointing", words, _Put(checkpointing=chosen)))
+    return found if None in found else [*found, None]
 
 
-def _loss(cfg: RunConfig) -> list[Option]:
+def _losses(cfg: RunConfig) -> list[Option | None]:
     if cfg.train.loss is LossKind.chunked:
-        return []
-    return [Option("train.loss", ("train.loss=chunked",), _Put(train__loss=LossKind.chunked))]
+        return [None]
+    return [None, Option("train.loss", ("train.loss=chunked",), _Put(train__loss=LossKind.chunked))]
 
 
-def _micro_batches(cfg: RunConfig) -> list[Option]:
-    """Return smaller micro-batches that divide the present one.
-
-    The global batch stays, and more micro-batches are accumulated.
-    """
-    now = cfg.train.micro_batch_size
+def _micro_batches(cfg: RunConfig) -> list[Option | None]:
+    """Return the micro-batches of which the global batch, which stays, is a multiple."""
+    now, axis = cfg.train.micro_batch_size, "train.micro_batch_size"
+    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // cfg.train.tensor_parallel_size)
+    most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
     return [
-        Option(
-            "train.micro_batch_size", (f"train.micro_batch_size={size}",), _Put(train__micro_batch_size=size)
-        )
-        for size in range(now - 1, 0, -1)
-        if now % size == 0
+        None if size == now else Option(axis, (f"{axis}={size}",), _Put(train__micro_batch_size=size))
+        for size in range(1, min(share, most) + 1)
+        if share % size == 0 or size == now
     ]
 
 
-def _strategies(cfg: RunConfig) -> list[Option]:
+def _strategies(cfg: RunConfig) -> list[Option | None]:
     names = sorted(path.stem for path in compose.DS_CONFIG_DIR.glob("*.json"))
+    others = [name for name in names if name != cfg.deepspeed.config]
     return [
-        Option("deepspeed.config", (f"deepspeed.config={name}",), _Put(deepspeed__config=name))
-        for name in names
-        if name != cfg.deepspeed.config
+        None,
+        *(
+            Option("deepspeed.config", (f"deepspeed.config={name}",), _Put(deepspeed__config=name))
+            for name in others
+        ),
     ]
 
 
-def _zero_sizes() -> list[Option]:
+def zero_sizes() -> list[Option]:
     """Return changes to what ZeRO-3 keeps gathered, and to the rounding of pinned host memory.
 
     They have no effect elsewhere.

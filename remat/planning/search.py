@@ -1,0 +1,282 @@
+"""Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
+
+All of them train the same: the global batch stays. Settings are estimated on a few layers (remat.planning.screening);
+what is returned was planned whole, as the command line with its overrides would be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.config import compose
+from remat.config.options import ConfigError, RunConfig
+from remat.config.units import format_size
+from remat.machine import gpus
+from remat.planning import choices
+from remat.planning.choices import Option
+from remat.planning.plan import Planned, capacity_of, make_plan, needed_bytes
+from remat.planning.preflight import DoesNotFit
+from remat.planning.recording import Recordings
+from remat.planning.screening import NO_ACTIVATIONS, Screen, with_shape
+
+MAY_FIT_BELOW = 1.03  # share of the machine up to which an estimate may fit when it is planned whole
+NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
+SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
+TRIED_FOR_CLOSEST = 3
+Candidate = tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Overrides to add to a command line, and the plan of the run with them."""
+
+    overrides: list[str]
+    planned: Planned
+
+    @property
+    def cost(self) -> tuple[bool, float, int]:
+        """Return the sort key: complete step times first, the shortest first, then fewest bytes."""
+        return (*_time_of(self.planned), needed_bytes(self.planned, "GPU memory"))
+
+
+def why_not(cfg: RunConfig) -> str | None:
+    """Return why the settings of `cfg` cannot be compared on its machine; None where they can."""
+    if gpus.machine(cfg.hardware).matmul_tflops is None:
+        return "no GPU whose speed is known: name one by hardware=NAME, or measure this machine by `remat calibrate`"
+    if capacity_of(cfg.hardware).gpu_bytes is None:
+        return "the memory of its GPU is not known: set hardware.gpu_memory_gib"
+    return None
+
+
+def choose(
+    args: Sequence[str],
+    cfg: RunConfig,
+    limit: int,
+    recordings: Recordings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Setting]:
+    """Return up to `limit` settings for strategy=auto, the fastest first. What `args` set keeps its value.
+
+    Raises ConfigError where the machine is not known, DoesNotFit where nothing fits it.
+    """
+    if reason := why_not(cfg):
+        raise ConfigError(f"strategy=auto: {reason}")
+    search = Search(args, cfg, recordings, progress)
+    if found := search.fastest(limit, pinned=_set_by(args)):
+        return found
+    nearest = search.closest()
+    lacks = f"; the nearest, {' '.join(nearest.overrides)}, lacks {_missing(nearest)}" if nearest else ""
+    raise DoesNotFit(
+        f"strategy=auto: no ZeRO stage, offload, checkpointing and micro-batch fits {cfg.hardware.name}{lacks}. "
+        "`remat plan` without strategy=auto says what else would fit"
+    )
+
+
+def _set_by(args: Sequence[str]) -> set[str]:
+    """Return the axes of which the command line sets a value."""
+    given = {word.lstrip("+~").partition("=")[0] for word in args}
+    owners = {axis: axis.split(".")[0] if axis == "deepspeed.config" else axis for axis in choices.AXES}
+    return {axis for axis, owner in owners.items() if any(f"{name}.".startswith(f"{owner}.") for name in given)}
+
+
+def _missing(setting: Setting) -> str:
+    short = (r for r in setting.planned.plan.resources if r.spare_bytes is not None and not r.fits)
+    return ", ".join(f"{format_size(-(r.spare_bytes or 0))} of {r.name}" for r in short)
+
+
+class Search:
+    """A search for other settings of the run that `args` ask for and `cfg` is.
+
+    `progress` is called with the number of settings looked at, and of all.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        cfg: RunConfig,
+        recordings: Recordings,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._args, self._recordings, self._progress = list(args), recordings, progress
+        self._cfg = with_shape(cfg)
+        self._axes = choices.same_training(self._args, self._cfg)
+        self._keeping = choices.keep_everything(self._args, self._cfg)
+        self._screen = Screen(recordings)
+        self._estimates: dict[Candidate, Planned | None] = {}
+
+    def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
+        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+
+        Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
+        first.
+        """
+        axes = self._axes | {name: [None] for name in pinned}
+        return self._best_of(list(self._look(axes)), limit)
+
+    def with_change(self, change: Option) -> Setting | None:
+        """Return the fastest setting that fits with `change`, of the policies that save most, at micro-batch 1."""
+        axes = choices.saving_most(self._axes)
+        return next(iter(self._best_of(list(self._look(axes, (change,))), 1)), None)
+
+    def _best_of(self, seen: Sequence[Candidate], limit: int) -> list[Setting]:
+        fits = [candidate for candidate in seen if self._excess(candidate) <= MAY_FIT_BELOW]
+        if not fits:
+            fits = [c for c in self._with_other_sizes(seen) if self._excess(c) <= MAY_FIT_BELOW]
+        return self._plan_best(sorted(fits, key=self._rank), limit)
+
+    def closest(self) -> Setting | None:
+        """Return the setting, of those looked at, that exceeds the machine by the smallest factor."""
+        known = [
+            c
+            for c, estimate in self._estimates.items()
+            if estimate and estimate.simulation is not NO_ACTIVATIONS
+        ]
+        nearest = sorted(known, key=self._excess)[:TRIED_FOR_CLOSEST]
+        return min(
+            (setting for c in nearest if (setting := self.plan(_words(c)))),
+            key=lambda setting: _excess(setting.planned),
+            default=None,
+        )
+
+    def plan(self, overrides: list[str]) -> Setting | None:
+        """Plan the run with `overrides`; None where that is refused."""
+        try:
+            cfg = compose.from_command_line([*self._args, *overrides]).run
+            return Setting(overrides, make_plan(cfg, recordings=self._recordings))
+        except ConfigError:
+            return None
+
+    def _look(self, axes: dict[str, list[Option | None]], given: Candidate = ()) -> Iterator[Candidate]:
+        """Estimate every setting that may be the fastest; yield those that are not refused."""
+        strategies, policies = axes["deepspeed.config"], axes["checkpointing"]
+        total, done, best_s = math.prod(len(values) for values in axes.values()), 0, math.inf
+        for loss in axes["train.loss"]:
+            known = _Known()
+            for micro_batch in axes["train.micro_batch_size"]:
+                fixed = (*given, *_changes(loss, micro_batch))
+                for least_s, strategy in self._by_least_time(fixed, strategies, known):
+                    for policy in policies:
+                        done += 1
+                        self._progress(done, total)
+                        if known.is_hopeless(strategy, policy, least_s, best_s):
+                            continue
+                        candidate = (*fixed, *_changes(strategy, policy))
+                        if (estimate := self._estimate(candidate)) is None:
+                            continue
+                        known.add(strategy, policy, estimate, least_s)
+                        if _excess(estimate) <= 1 and not estimate.time.unknown:
+                            best_s = min(best_s, estimate.time.total_s)
+                        yield candidate
+        self._progress(total, total)
+
+    def _by_least_time(
+        self, fixed: Candidate, strategies: Sequence[Option | None], known: _Known
+    ) -> list[tuple[float, Option | None]]:
+        """Return the strategies with the seconds of a step that recomputes nothing, the shortest first.
+
+        0 seconds where they are not known.
+        """
+        found = []
+        for strategy in strategies:
+            estimate = None
+            if not known.states_do_not_fit(strategy):
+                estimate = self._estimate((*fixed, *_changes(strategy, self._keeping)))
+            timed = estimate and estimate.simulation is not NO_ACTIVATIONS and not estimate.time.unknown
+            found.append((estimate.time.total_s if estimate and timed else 0.0, strategy))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _with_other_sizes(self, seen: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield the settings that nearly fit, with less gathered by ZeRO-3, with memory not pinned, and with both."""
+        sizes = choices.zero_sizes()
+        added = [combination for n in (1, 2) for combination in itertools.combinations(sizes, n)]
+        for candidate in seen:
+            if self._excess(candidate) <= NEARLY_FITS_BELOW:
+                for more in added:
+                    if self._estimate((*candidate, *more)) is not None:
+                        yield (*candidate, *more)
+
+    def _plan_best(self, candidates: Sequence[Candidate], limit: int) -> list[Setting]:
+        found: list[Setting] = []
+        taken: set[tuple[str, ...]] = set()
+        for candidate in candidates:
+            kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            if len(found) == limit:
+                break
+            if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
+                found.append(setting)
+                taken.add(kind)
+        return sorted(found, key=lambda setting: setting.cost)
+
+    def _rank(self, candidate: Candidate) -> tuple[float, ...]:
+        estimate = self._estimates[candidate]
+        assert estimate is not None
+        unknown, seconds = _time_of(estimate)
+        steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
+        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, "GPU memory"))
+
+    def _estimate(self, candidate: Candidate) -> Planned | None:
+        """Return the screened estimate of a candidate; None if it is refused."""
+        if candidate not in self._estimates:
+            cfg = self._cfg
+            try:
+                for option in candidate:
+                    cfg = option.apply(cfg)
+                self._estimates[candidate] = self._screen.estimate(cfg)
+            except ConfigError:
+                self._estimates[candidate] = None
+        return self._estimates[candidate]
+
+    def _excess(self, candidate: Candidate) -> float:
+        estimate = self._estimate(candidate)
+        return math.inf if estimate is None else _excess(estimate)
+
+
+class _Known:
+    """What settings tell of later ones with larger micro-batches, which need more memory and recompute as much."""
+
+    def __init__(self) -> None:
+        self._too_large: set[tuple[Option | None, ...]] = set()
+        self._slower: dict[
+            tuple[Option | None, Option | None], float
+        ] = {}  # than a step that recomputes nothing
+
+    def add(self, strategy: Option | None, policy: Option | None, estimate: Planned, least_s: float) -> None:
+        if estimate.simulation is NO_ACTIVATIONS:
+            self._too_large.add((strategy,))
+        elif _excess(estimate) > MAY_FIT_BELOW:
+            self._too_large.add((strategy, policy))
+        if least_s and estimate.simulation is not NO_ACTIVATIONS:
+            self._slower.setdefault((strategy, policy), estimate.time.total_s / least_s)
+
+    def states_do_not_fit(self, strategy: Option | None) -> bool:
+        return (strategy,) in self._too_large
+
+    def is_hopeless(
+        self, strategy: Option | None, policy: Option | None, least_s: float, best_s: float
+    ) -> bool:
+        if self.states_do_not_fit(strategy) or (strategy, policy) in self._too_large:
+            return True
+        return least_s * self._slower.get((strategy, policy), 1.0) * (1 - SAME_TIME) > best_s
+
+
+def _changes(*options: Option | None) -> Candidate:
+    return tuple(option for option in options if option is not None)
+
+
+def _time_of(planned: Planned) -> tuple[bool, float]:
+    return bool(planned.time.unknown), planned.time.total_s
+
+
+def _words(candidate: Candidate) -> list[str]:
+    return [word for option in candidate for word in option.words]
+
+
+def _excess(planned: Planned) -> float:
+    """Return bytes needed over bytes found, of the resource that is shortest."""
+    return max(
+        (r.needed_bytes / max(1, r.found_bytes) for r in planned.plan.resources if r.found_bytes is not None),
+        default=0.0,
+    )

@@ -1,0 +1,141 @@
+"""The search for settings: nothing that fits is faster, what the user sets stays, a resume keeps what was chosen."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from remat import cli
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.machine.distributed import World
+from remat.planning import choices, launch_plan, search
+from remat.planning.plan import make_plan
+from remat.planning.preflight import DoesNotFit
+from remat.planning.recording import Recordings
+from remat.planning.screening import Screen, with_shape
+from remat.planning.search import Search
+from tests.support import tiny
+
+BASE = [
+    "recipe=tiny_zero3_offload",
+    "hardware=1x4090",
+    "model.architecture.num_hidden_layers=2",
+    "deepspeed.config=zero2",
+    "train.seq_len=4096",
+    "hardware.gpu_memory_gib=0.9",
+]
+PINNED = {"deepspeed.config", "train.loss"}
+
+
+@pytest.fixture(scope="module")
+def known() -> Recordings:
+    return Recordings()
+
+
+def test_nothing_that_fits_is_faster(known: Recordings) -> None:
+    cfg = compose.compose_run(BASE).run
+    (best,) = Search(BASE, cfg, known).fastest(1, pinned=PINNED)
+    axes = choices.same_training(BASE, cfg)
+    assert best.planned.plan.fits and best.overrides
+    fits = 0
+    for pair in itertools.product(axes["train.micro_batch_size"], axes["checkpointing"]):
+        words = [word for option in pair if option is not None for word in option.words]
+        planned = make_plan(compose.compose_run([*BASE, *words]).run, recordings=known)
+        fits += planned.plan.fits
+        if planned.plan.fits:
+            assert planned.time.total_s >= (1 - search.SAME_TIME) * best.planned.time.total_s
+    assert fits > 5
+
+
+def test_what_the_command_line_sets_stays(known: Recordings) -> None:
+    args = [*BASE, "train.micro_batch_size=2", "strategy=auto"]
+    found = search.choose(args, compose.compose_run(args).run, 3, known)
+    assert len(found) == 3 and [s.cost for s in found] == sorted(s.cost for s in found)
+    for setting in found:
+        assert all(word.startswith("checkpointing=") for word in setting.overrides)
+        assert setting.planned.cfg.train.micro_batch_size == 2
+
+
+def test_the_command_plans_with_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*BASE, "train.micro_batch_size=2", "checkpointing=full", "strategy=auto", "deepspeed.config=zero1"]
+    chosen = CliRunner().invoke(cli.app, ["plan", *args])
+    assert chosen.exit_code == 0 and "strategy=auto: the settings of the recipe" in chosen.stderr
+    best = CliRunner().invoke(cli.app, ["plan", "--best", "--json", *args])
+    (found,) = json.loads(best.stdout)
+    assert found["overrides"] == [] and found["fits"]
+    text = CliRunner().invoke(cli.app, ["plan", "--best", *args]).stdout
+    assert "fastest on 1x4090 with a global batch of" in text and "(no change)" in text
+
+
+def test_a_machine_that_is_not_known_or_too_small_is_said(known: Recordings) -> None:
+    unknown = [word for word in BASE if "hardware" not in word]
+    with pytest.raises(ConfigError, match="no GPU whose speed is known: name one by hardware=NAME"):
+        search.choose(unknown, compose.compose_run(unknown).run, 1, known)
+    done = CliRunner().invoke(cli.app, ["plan", *unknown, "strategy=auto"])
+    assert "Planned with the settings of the recipe" in done.stderr
+    small = [*BASE, "hardware.gpu_memory_gib=0.7", "checkpointing=none", "train.micro_batch_size=4"]
+    with pytest.raises(DoesNotFit, match=r"no ZeRO stage.* fits 1x4090; the nearest.* lacks .* of GPU memory"):
+        search.choose(small, compose.compose_run(small).run, 1, known)
+    assert CliRunner().invoke(cli.app, ["plan", "--best", *small]).exit_code == 3
+
+
+def test_a_model_in_a_folder_is_screened_by_a_few_layers(tmp_path: Path) -> None:
+    words = ["hidden_size=64", "num_hidden_layers=16"]
+    sizes = {name: int(value) for name, value in (word.split("=") for word in words)}
+    folder = tiny.make_model(tmp_path / "model", **sizes)
+    args = [*BASE, "model=hf", f"model.path={folder}", "model.tokenizer=bytes", "train.seq_len=256"]
+    args.remove("model.architecture.num_hidden_layers=2")
+    cfg, known = compose.compose_run(args).run, Recordings()
+    estimate = Screen(known).estimate(with_shape(cfg))
+    assert known.made == 2
+    assert estimate.plan.peak_bytes == pytest.approx(make_plan(cfg).plan.peak_bytes, rel=0.02)
+
+
+def one_rank() -> World:
+    return World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def test_a_launch_without_a_known_gpu_keeps_the_recipe_and_says_so() -> None:
+    said: list[str] = []
+    cfg = compose.compose_run(BASE).run
+    assert launch_plan.choose_settings(cfg, one_rank(), words=BASE, note=said.append) is None
+    assert "no GPU whose speed is known" in said[0] and "The settings of the recipe stay" in said[0]
+
+
+def test_a_launch_takes_the_fastest_settings_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*BASE, "train.micro_batch_size=2", "deepspeed.config=zero2"]
+    here = compose.compose_run(args).run
+    monkeypatch.setattr(launch_plan, "_hardware", lambda cfg, world: here.hardware)
+    monkeypatch.setattr(launch_plan, "_command", lambda *_: ["remat", "plan", "hardware.gpu_memory_gib=0.9"])
+    said: list[str] = []
+    chosen = launch_plan.choose_settings(here, one_rank(), words=args, note=said.append)
+    assert chosen == search.choose(args, here, 1, Recordings())[0].overrides != []
+    assert said[0].startswith(f"strategy=auto: {chosen[0]}, ") and "tokens/s planned; next: " in said[0]
+
+
+def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
+    cfg = replace(compose.compose_run(BASE).run, output_dir=str(tmp_path), name="mine")
+    for age_s, run in enumerate(("new", "old")):
+        file = tmp_path / "mine" / run / launch_plan.CHOSEN
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps([f"train.micro_batch_size={age_s + 1}"]))
+        os.utime(file, (1e9 - age_s, 1e9 - age_s))
+    said: list[str] = []
+    found = [
+        launch_plan.choose_settings(replace(cfg, **kind), one_rank(), words=BASE, note=said.append)
+        for kind in (
+            {"resume": "auto"},
+            {"resume": "auto_or_start", "run_id": "old"},
+            {"resume": str(tmp_path / "mine" / "old")},
+        )
+    ]
+    assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
+    assert "new/strategy.json has it" in said[0]
