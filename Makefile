@@ -9,7 +9,7 @@ QUEUE = -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 QUICK := not slow_fault and not exhaustive
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults lint types check benchmark lock clean
+.PHONY: help setup demo test test-all test-faults lint types check docs benchmark lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,7 +25,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/pip install $(PIP) -r requirements.lock
 	@$(BIN)/pip install $(PIP) --no-deps --no-build-isolation -e .
 	@echo "== DeepSpeed ops"
-	@$(BIN)/remat doctor --build cpu_adam
+	@$(BIN)/remat doctor --build cpu_adam --build cpu_lion
 	@touch $@
 
 $(VENV)/test-ready: $(STAMP)
@@ -65,6 +65,16 @@ check: lint types ## what pre-commit runs, plus the fast tests
 benchmark: $(STAMP) ## loop overhead against a bare DeepSpeed loop and the Hugging Face Trainer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/loop_overhead.py
 
+docs: $(VENV)-docs/ready ## the pages of docs/ as a site in site/; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
+$(VENV)-docs/ready: pyproject.toml # needs neither torch nor the package
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    | $(VENV)-docs/bin/pip install $(PIP) -r /dev/stdin
+	@touch $@
+
 lock: $(STAMP) ## renew requirements.lock from requirements.in and pyproject.toml (needs uv)
 	@uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra dev --extra qlora \
 	    requirements.in pyproject.toml -o $(VENV)/full.lock
@@ -72,4 +82,4 @@ lock: $(STAMP) ## renew requirements.lock from requirements.in and pyproject.tom
 	    grep -vE '^(torch|triton|nvidia-|cuda-)' $(VENV)/full.lock) > requirements.lock
 
 clean: ## remove the environment and caches, never outputs/
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-docs site .pytest_cache .mypy_cache .ruff_cache *.egg-info

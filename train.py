@@ -1,75 +1,12 @@
-"""Train: `deepspeed train.py recipe=NAME [option=value ...]`. Also runs under torchrun and as a single process."""
+"""Train: `deepspeed train.py recipe=NAME [option=value ...]`. Also runs under torchrun and as a single process.
 
-from __future__ import annotations
+The same as `deepspeed --module remat.train`, from any folder, where remat is installed.
+"""
 
-import os
 import sys
-import time
-from pathlib import Path
 
-from remat.config.redact import redact_text
+from remat import train
 from remat.machine import signals
-from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
-
-EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
-SILENCE_S = 20  # longer than closing W&B may take on rank 0
-
-
-def main(argv: list[str]) -> int:
-    """Compose, build, train. Returns the exit code; imports grow heavier as the arguments prove right."""
-    share_cores()
-    hide_gpus_from_cpu_ranks()
-    try:
-        from remat.config import compose, validation
-    except ModuleNotFoundError as error:
-        return fail(EXIT_CONFIG, _lacking(error))
-    from remat.config.options import ConfigError
-
-    try:
-        validation.check_environment(os.environ)
-        composed = compose.from_command_line(argv)
-        compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
-    except ConfigError as error:
-        return fail(EXIT_CONFIG, error)
-    from remat.report import console
-
-    console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
-    with without_garbage():
-        from remat.machine import ops
-        from remat.planning.preflight import DoesNotFit
-        from remat.training import build, loop, lost_peer, out_of_memory
-
-    try:
-        outcome = loop.train(build.build(composed.run, composed.yaml, composed.words))
-        lost_peer.leave_together()
-    except ConfigError as error:
-        return fail(EXIT_CONFIG, error)
-    except (DoesNotFit, ops.OpError) as error:
-        return fail(EXIT_NOT_ABLE, error)
-    except loop.FAILURES as error:
-        return fail(EXIT_FAILED, error)
-    except out_of_memory.OutOfMemory as error:
-        return out_of_memory.tell(error, EXIT_FAILED)
-    return 0 if outcome.finished else EXIT_STOPPED
-
-
-def _lacking(error: ModuleNotFoundError) -> Exception:
-    """The error of a Python without remat's libraries, with what to type; `error` itself where they are there."""
-    activate = Path(__file__).resolve().parent / ".venv" / "bin" / "activate"
-    remedy = f". {activate}" if activate.exists() else "make setup && . .venv/bin/activate"
-    if (error.name or "remat").split(".")[0] == "remat":
-        raise error
-    return RuntimeError(f"{sys.executable} has no module {error.name}: type `{remedy}`, then the same again")
-
-
-def fail(code: int, error: Exception) -> int:
-    """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
-    if (rank := os.environ.get("RANK", "0")) != "0" and 0 not in getattr(error, "lost", []):
-        signals.let_end()
-        time.sleep(SILENCE_S)
-    print(redact_text(f"\nremat{f' (rank {rank})' * (rank != '0')}: {error}\n"), file=sys.stderr, flush=True)
-    return code
-
 
 if __name__ == "__main__":
-    sys.exit(signals.around(main, sys.argv[1:]))
+    sys.exit(signals.around(train.main, sys.argv[1:]))

@@ -1,11 +1,12 @@
-"""Tokens trained per second, rows packed against rows padded to the longest of their micro-batch: two CPU ranks.
+"""Tokens trained per second, rows packed against rows padded: two CPU ranks.
 
 All have the same model, strategy and micro-batch, and so the same planned memory: chats of varied lengths made of real
-text (tests/support/chats.py), the recipe tiny_zero3_offload in fp32. The third pads too, but takes about as many tokens
-a step as the packed one, in more micro-batches. Launches take turns; each figure is the median of the steady steps of
-all launches of its kind.
+text (tests/support/chats.py), the recipe tiny_zero3_offload in fp32. Rows are padded to train.seq_len, as where every
+row is padded to one length, or to the longest of their micro-batch, from batches whose rows are sorted by length. The
+last pads too, but takes about as many tokens a step as the packed one, in more micro-batches. Launches take turns; each
+figure is the median of the steady steps of all launches of its kind. The load of the machine is recorded.
 
-    python benchmarks/packing.py [--repeats 2] [--steps 14]      # benchmarks/results/packing.json
+    python benchmarks/packing.py [--repeats 2] [--steps 14] [--micro-batch 4]     # benchmarks/results/packing.json
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import runpy
 import statistics
 import sys
 import tempfile
@@ -22,12 +25,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULT = ROOT / "benchmarks" / "results" / "packing.json"
-RANKS, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 2, 512, 1, 8
+RANKS, SEQ_LEN, GLOBAL_BATCH = 2, 512, 8
+TO_SEQ_LEN = "REMAT_BENCHMARK_PADS_TO_SEQ_LEN"  # set in the ranks of that kind
 FIRST_STEADY = 3  # micro-batches of the first step are watched operation by operation
+ALONE = "data.packing=none"
 VARIANTS = {
     "packed": ["data.packing=documents"],
-    "padded": ["data.packing=none"],
-    "padded, as many tokens a step": ["data.packing=none", f"train.global_batch_size={4 * GLOBAL_BATCH}"],
+    "padded to train.seq_len": [ALONE],
+    "padded to the longest": [ALONE],
+    "padded to the longest, as many tokens a step": [ALONE, f"train.global_batch_size={4 * GLOBAL_BATCH}"],
 }
 
 
@@ -35,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--micro-batch", type=int, default=4)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from benchmarks.environment import environment
@@ -46,33 +53,41 @@ def main() -> None:
         chats = make_chats(Path(scratch) / "chats.jsonl")
         for repeat in range(args.repeats):
             for name, words in VARIANTS.items():
-                run = launch(Path(scratch), chats, f"{name.split()[-1]}-{repeat}", args.steps, words)
+                words = [*words, f"train.micro_batch_size={args.micro_batch}", f"train.steps={args.steps}"]
+                os.environ[TO_SEQ_LEN] = str(int(name.endswith("seq_len")))
+                run = launch(Path(scratch), chats, f"{re.sub('[^a-z]+', '-', name)}-{repeat}", words)
                 lines = (run / "metrics.jsonl").read_text().splitlines()
                 rows = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
                 found[name].append([row for row in rows if row["step"] >= FIRST_STEADY])
                 data[name] = json.loads((run / "data.json").read_text())
     result: dict[str, Any] = {name: figures(found[name], data[name]) for name in VARIANTS}
-    rates = [result[name]["trained_tokens_per_s"] for name in VARIANTS]
-    result["packed_to_padded"], result["packed_to_padded_as_many_tokens"] = (
-        rates[0] / rates[1],
-        rates[0] / rates[2],
-    )
-    result["shape"] = {"ranks": RANKS, "seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "steps": args.steps}
+    packed = result["packed"]["trained_tokens_per_s"]
+    result["packed_to_others"] = {
+        name: packed / result[name]["trained_tokens_per_s"] for name in VARIANTS if name != "packed"
+    }
+    result["shape"] = {
+        "ranks": RANKS,
+        "seq_len": SEQ_LEN,
+        "micro_batch": args.micro_batch,
+        "global_batch": GLOBAL_BATCH,
+        "steps": args.steps,
+    }
+    result["load_average"] = os.getloadavg()
     result["environment"] = environment("cpu")
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
 
 
-def launch(scratch: Path, chats: Path, name: str, steps: int, words: list[str]) -> Path:
+def launch(scratch: Path, chats: Path, name: str, words: list[str]) -> Path:
     from tests.support.launcher import deepspeed
 
     done = deepspeed(
         "recipe=tiny_zero3_offload", f"name={name}", "run_id=run", f"output_dir={scratch}/out",
         "data=chat", f"data.path={chats}", f"data.cache_dir={scratch}/cache", "data.eval_fraction=0",
-        "train.precision=fp32", f"train.seq_len={SEQ_LEN}", f"train.steps={steps}",
-        f"train.micro_batch_size={MICRO_BATCH}", f"train.global_batch_size={GLOBAL_BATCH}", "train.log_every=1",
+        "train.precision=fp32", f"train.seq_len={SEQ_LEN}", f"train.global_batch_size={GLOBAL_BATCH}",
+        "train.log_every=1",
         "train.eval_every=0", "save.every=0", "save.at_end=false", "save.export=false", "tracking=wandb_disabled",
-        *words, real=True,
+        *words, script="benchmarks/packing.py", real=True,
     )  # fmt: skip
     if done.code:
         sys.exit(done.out[-4000:])
@@ -95,5 +110,16 @@ def figures(launches: list[list[dict[str, float]]], data: dict[str, Any]) -> dic
     }
 
 
+def train() -> None:
+    """Be a rank: train.py, where asked with every row as long as train.seq_len."""
+    if os.environ[TO_SEQ_LEN] == "1":
+        import numpy as np
+
+        from remat.data.blocks import Blocks
+
+        Blocks.widths = lambda self, groups: np.full(len(groups), self.seq_len)  # type: ignore[method-assign]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
 if __name__ == "__main__":
-    main()
+    train() if "LOCAL_RANK" in os.environ else main()

@@ -18,10 +18,14 @@ from remat.config.words import check_picture, split, without_policy
 from remat.machine.start_up import share_cores, without_garbage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
     from rich.console import Console
 
     from remat.planning.recording import Recordings
     from remat.planning.search import Setting
+    from remat.saving.export import ExportResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,6 +127,8 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     planned = make_plan(run, recordings=known)
     if not as_json:
         plan.show(planned, console)
+    if not planned.plan.fits:
+        print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
     found = advice.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
         print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
@@ -211,7 +217,7 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 110)
+    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
 @app.command("compare", context_settings=WITH_OVERRIDES)
@@ -312,31 +318,134 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: RUN_DIR/export")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; default: the precision of the run")] = "",
     max_shard_size: Annotated[str, typer.Option(help="Largest file")] = "5GB",
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Adapters in their base, a plain model; to RUN_DIR/merged. RUN_DIR/best works too.",
+        ),
+    ] = False,
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
     from remat.saving import export as exporting
-    from remat.saving import load, manifest
+    from remat.saving import manifest, merge
 
     if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
+    write = _merge if merged else _export
+    try:
+        result = write(run_dir, out, exporting.DTYPES[dtype] if dtype else None, max_shard_size)
+    except manifest.SaveError as error:
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
+        raise typer.Exit(70) from error
+    except merge.NoRoom as error:
+        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
+        raise typer.Exit(3) from error
+    print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
+
+
+def _newest_state(run_dir: Path) -> Path:
+    from remat.saving import load
+
     found = load.find_newest(run_dir)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:
         raise ConfigError(f"{run_dir} has no complete saved state: train with save.every or save.at_end=true")
+    return found.state.path
+
+
+def _export(run_dir: Path, out: Path | None, dtype: torch.dtype | None, max_shard_size: str) -> ExportResult:
+    from remat.saving import export as exporting
+    from remat.saving import hf_files
+
+    adapter = (run_dir / exporting.MODEL_FOLDER / hf_files.ADAPTER_CONFIG).is_file()
+    return exporting.export_saved_state(
+        _newest_state(run_dir),
+        run_dir,
+        out or run_dir / "export",
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        verified=True,
+        readme=_readme(run_dir, adapter=adapter),
+    )
+
+
+def _merge(place: Path, out: Path | None, dtype: torch.dtype | None, max_shard_size: str) -> ExportResult:
+    """Merge the newest state of a run, or the adapters it has exported to `place`."""
+    from remat.config import compose, refusals
+    from remat.saving import hf_files, merge
+
+    exported = (place / hf_files.ADAPTER_CONFIG).is_file()
+    run_dir = place.absolute().parent if exported else place
+    return merge.merge_folder(
+        place if exported else _newest_state(run_dir),
+        run_dir,
+        out or run_dir / merge.FOLDER,
+        compose.from_command_line([refusals.override("resume", str(run_dir))]).run,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        readme=_readme(run_dir, adapter=False),
+    )
+
+
+def _readme(run_dir: Path, *, adapter: bool) -> Callable[[], str] | None:
+    """Return what writes the model card; None for a folder without a run's configuration."""
+    from remat.config import resumed
+    from remat.release import model_card
+
+    if not (run_dir / resumed.FILE).is_file():
+        return None
+    records = resumed.find_config(run_dir).parent
+    return lambda: model_card.compose(run_dir, records, adapter=adapter)
+
+
+@app.command("sample")
+def sample_command(
+    place: Annotated[
+        Path, typer.Argument(help="A run directory or an exported model", exists=True, file_okay=False)
+    ],
+    prompt: Annotated[
+        str,
+        typer.Option(help="What to ask; without it a chat, or all of standard input if that is no terminal"),
+    ] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token", min=0.0)] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of what is drawn")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without a chat template.")] = False,
+) -> None:
+    """Ask a trained model, through its chat template if it has one; adapters are put on their base."""
+    with without_garbage():
+        from remat.release import sample
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    given = prompt or ("" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n"))
+    speaker = sample.load(place, sample.Settings(max_new_tokens, temperature, seed, raw))
+    if given or not sys.stdin.isatty():
+        speaker.answer(given, show)
+        return
+    print("end with Ctrl-D", file=sys.stderr)
     try:
-        result = exporting.export_saved_state(
-            found.state.path,
-            run_dir,
-            out or run_dir / "export",
-            dtype=exporting.DTYPES[dtype] if dtype else None,
-            max_shard_size=max_shard_size,
-            verified=True,
-        )
-    except manifest.SaveError as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        raise typer.Exit(70) from error
-    print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
+        sample.converse(speaker, iter(lambda: input("> "), None), show)
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+@app.command("push")
+def push_command(
+    folder: Annotated[
+        Path, typer.Argument(help="An exported model: RUN_DIR/export", exists=True, file_okay=False)
+    ],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face hub")],
+    public: Annotated[bool, typer.Option("--public", help="For everyone; without it private.")] = False,
+    message: Annotated[str, typer.Option(help="Of the commit")] = "Upload the model",
+) -> None:
+    """Upload an exported model to the Hugging Face hub. Saved states and secrets are refused."""
+    from remat.release import push
+
+    print(push.push(folder, repo_id, public=public, message=message))
 
 
 @app.command(context_settings=WITH_OVERRIDES)

@@ -17,7 +17,7 @@ def between(page: str, mark: str, end: str, text: str) -> str:
 
 def update(path: Path, renewed: Callable[[str], str]) -> int:
     """Write the page anew; with --check write nothing. The exit code: 1 when --check finds it out of date."""
-    page = path.read_text()
+    page = path.read_text() if path.exists() else ""
     if "--check" in sys.argv:
         return int(renewed(page) != page)
     path.write_text(renewed(page))

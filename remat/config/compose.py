@@ -1,6 +1,7 @@
 """Hydra composition: a command line becomes one checked `RunConfig`. The only importer of hydra and omegaconf.
 
-Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, recipe, command line.
+Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
+`local/default.yaml`, recipe, command line.
 Hydra's compose API is used instead of `@hydra.main`: it writes no files, keeps one error path with our own exit
 code, and serves `train.py` and every `remat` command alike.
 """
@@ -27,15 +28,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
-from remat.config import ds_config, flags, hints, refusals, resumed, validation
-from remat.config.options import NOT_FOLDERS, ConfigError, RunConfig
+from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
+from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact_text
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(remat.__file__).resolve().parent
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
 CONF_DIR = ROOT / "conf"
-NOT_OF_A_RUN = {
-    "lab"
-}  # folders of conf/ that hold something else than choices of a run: remat compare reads it
+NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
@@ -53,11 +53,11 @@ usage: deepspeed train.py recipe=NAME [group=choice] [option=value] ...
 
   recipe=NAME          one of: {recipes}
   group=choice         {groups}
-  option=value         any option of remat/config/options.py, for example train.steps=500
+  option=value         any option, for example train.steps=500
 
   --cfg                print the composed configuration and stop
   --config-dir DIR     also search DIR for groups and recipes (DIR/recipe/mine.yaml, DIR/data/mine.yaml)
-  --help               this text
+  --help               this text; --help train lists the options of a section, --help train.steps one of them
   --version            the version of remat
 
 Every choice and value above holds for `remat ds-config` too.
@@ -81,7 +81,8 @@ def from_command_line(argv: list[str]) -> Composed:
     args = flags.take_apart(argv, option_names())
     is_main = os.environ.get("RANK", "0") == "0"
     if args.show_help or args.show_version:
-        print((usage() if args.show_help else f"remat {remat.__version__}\n") if is_main else "", end="")
+        text = _help(args.overrides) if args.show_help else f"remat {remat.__version__}\n"
+        print(text if is_main else "", end="")
         sys.exit(0)
     composed = compose_run(args.overrides, args.config_dirs, args.problems)
     if args.show_config:
@@ -209,6 +210,15 @@ def _groups() -> set[str]:
 def _own_groups(folders: Sequence[Path]) -> set[str]:
     """The groups that a user's folders have beside ours: of their files each says by `# @package` what it sets."""
     return {path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - _groups()
+
+
+def _help(words: list[str]) -> str:
+    """Return the usage, or what is said of the options and sections that words without `=` name."""
+    named = [word for word in words if "=" not in word]
+    for word in named:
+        if not reference.matching([word]):
+            raise ConfigError(f"--help {word}: no such option{hints.suggest(word, option_names())}")
+    return reference.describe(named) if named else usage()
 
 
 def usage() -> str:
@@ -410,8 +420,14 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 
 
 def _opened(override: str) -> str:
-    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`."""
-    key = override.partition("=")[0]
+    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`.
+
+    An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
+    """
+    key, _, value = override.partition("=")
+    if key.startswith("data.mix.") and key.count(".") == 3:
+        _, _, source, option = key.split(".")
+        return f"++data.mix={{{source}: {{{option}: {value}}}}}"
     is_open = any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
     return f"++{override}" if is_open and "=" in override else override
 
@@ -452,11 +468,14 @@ def _explain(override: str, error: Exception) -> str:
         return (
             f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
         )
+    if "'local/default'" in cause:
+        return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
     if choices and any(
         text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")
     ):
-        return f"{option}={value}: no such choice{_close(value, choices)}; choices: {', '.join(choices)}"
+        near = (option == "optim" and hints.suggest_optimizer(value)) or _close(value, choices)
+        return f"{option}={value}: no such choice{near}; choices: {', '.join(choices)}"
     if option == "recipe" and "no such option" in cause:
         return f"recipe={value}: {cause}"
     if option == "recipe":
@@ -464,7 +483,8 @@ def _explain(override: str, error: Exception) -> str:
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
-    return f"{option}={value}: {cause}"
+    known = f": a source has {', '.join(item.name for item in fields(MixedSource))}" * ("MixedSource" in cause)
+    return f"{option}={value}: {cause}{known}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
 
 
 def _first_cause(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from remat.config import ds_defaults
 from remat.config.ds_defaults import OFFLOADS, ZERO
-from remat.config.options import ConfigError, Precision, RunConfig
+from remat.config.options import ConfigError, OptimName, Precision, RunConfig
 from remat.config.redact import is_secret
 
 DEVICES = ("none", "cpu", "nvme")
@@ -33,6 +33,7 @@ class RunValues:
     `world_size` None: not known yet; then what depends on it is neither checked nor filled in.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
+    `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested.
     """
 
     world_size: int | None
@@ -44,6 +45,7 @@ class RunValues:
     nvme_path: str | None = None
     pin_memory_possible: bool = True
     largest_param: int | None = None
+    optimizer: OptimName = OptimName.adamw
 
 
 def values_of(
@@ -66,6 +68,7 @@ def values_of(
         nvme_path=cfg.hardware.nvme_path,
         pin_memory_possible=can_pin,
         largest_param=largest_param,
+        optimizer=cfg.optim.name,
     )
 
 
@@ -246,6 +249,8 @@ def _fill(ds: dict[str, Any], values: RunValues) -> list[str]:
     ds.setdefault("steps_per_print", None)  # the run prints its own rows
     ds.setdefault("communication_data_type", dtype)
     ds.setdefault("data_types", {}).setdefault("grad_accum_dtype", dtype)
+    if values.optimizer is not OptimName.adamw:
+        ds["zero_allow_untested_optimizer"] = True
     for inside in (ds[ZERO][section] for section in OFFLOADS if section in ds[ZERO]):
         if not values.pin_memory_possible:
             inside["pin_memory"] = False

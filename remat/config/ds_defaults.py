@@ -58,7 +58,7 @@ FIXED: dict[str, str] = {
     "gradient_allreduce_op": "the training loop scales the loss for a mean over ranks",
     "torch_autocast.enabled": "train.precision sets the type of parameters and gradients",
     "bf16.bf16_master_weights_and_grads": "optim=... keeps master weights in fp32",
-    "bf16.bf16_optimizer_states": "optim=... keeps its state in fp32",
+    "bf16.bf16_optimizer_states": "optim.name chooses how its state is kept",
     "bf16.check_grad_overflow": "a step whose gradient is not finite is skipped",
     "fp16.fp16_master_weights_and_grads": "optim=... keeps master weights in fp32",
     "zero_optimization.offload_optimizer.super_offload": "optim=... has no optimizer for it",

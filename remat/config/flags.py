@@ -43,7 +43,11 @@ SHORT = {
 }
 OWN = {"--help", "--version", "--cfg", "--config-dir"}
 WITHOUT_VALUE = {"--info", "--hydra-help", "--resolve", "--run", "--shell-completion"}
+KINDS_OF_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 KINDS_OF_CFG = ("job", "hydra", "all")  # what Hydra's own --cfg may be followed by
+
+
+SEARCHPATH = "hydra.searchpath="
 
 
 @dataclass
@@ -82,12 +86,20 @@ def take_apart(argv: list[str], options: Sequence[str]) -> Arguments:
             args.problems.append(f"{word!r} is not text in UTF-8: rename the file, or correct the option")
         elif word.startswith("-"):
             _take_flag(word, words, args, options)
+        elif word.startswith(SEARCHPATH):
+            args.config_dirs += _searched(word.removeprefix(SEARCHPATH))
         else:
             args.overrides.append(word)
     missing = [folder for folder in args.config_dirs if not folder.is_dir()]
     args.problems += [f"--config-dir {folder} is not a folder" for folder in missing]
     args.config_dirs = [folder for folder in args.config_dirs if folder not in missing]
     return args
+
+
+def _searched(value: str) -> list[Path]:
+    """Return the folders of Hydra's own list of them: [file:///one,/two]."""
+    listed = (entry.strip(" '\"").removeprefix("file://") for entry in value.strip("[]").split(","))
+    return [Path(entry).expanduser().resolve() for entry in listed if entry]
 
 
 def parse(argv: list[str], options: Sequence[str] = ()) -> Arguments:
@@ -126,7 +138,7 @@ def _take_flag(word: str, words: list[str], args: Arguments, options: Sequence[s
         args.config_dirs.append(Path(folder).expanduser().resolve())
     else:
         takes_next = not value and words and "=" not in words[-1] and words[-1][:1] != "-"
-        if takes_next and flag not in WITHOUT_VALUE:
+        if takes_next and (flag not in WITHOUT_VALUE or (flag == "--info" and words[-1] in KINDS_OF_INFO)):
             value = words.pop()
         args.problems.append(_unknown(given, flag, value, options))
 

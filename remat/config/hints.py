@@ -15,6 +15,7 @@ FREE_FORM = (  # sections that take any key
     "meta.measured",
     "checkpointing.layers",
     "data.columns",
+    "data.mix",
     "hardware.gpu_rates",
     "hardware.sources",
 )
@@ -23,6 +24,8 @@ EVERYDAY = {"name", "path", "config", "enabled", "method", "mode", "split", "sou
 _TABLE = """\
 optim.lr
     learning_rate lr max_lr peak_lr base_lr learning_rate_init lr_max
+optim.name
+    optim optimizer optimizer_name optim_name optimizer_type optimizer.name optimizer.type
 optim.schedule
     lr_scheduler_type lr_scheduler lr_schedule lr_decay_style scheduler scheduler_type
 optim.weight_decay
@@ -137,10 +140,14 @@ save.best
     load_best_model_at_end save_best metric_for_best_model
 save.export
     save_safetensors export_model save_hf_model
+save.merge
+    merge_lora merge_adapters merge_and_unload merge_adapter save_merged merge
 train.early_stopping_evals
     early_stopping_patience early_stopping patience early_stop_patience
 tracking=wandb_online, wandb_offline or wandb_disabled
     report_to wandb use_wandb logger wandb_mode tracker log_with
+tracking.tensorboard
+    tensorboard use_tensorboard tensorboard_dir tb log_tensorboard
 tracking.project
     wandb_project project_name
 tracking.entity
@@ -161,7 +168,28 @@ def _read_table(table: str) -> dict[str, str]:
 
 
 MEANING = _read_table(_TABLE)
+OPTIMIZERS = _read_table("""\
+adamw
+    adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adam fusedadam torch_adam cpuadam
+    deepspeedcpuadam
+adamw_8bit
+    adamw_8bit adamw8bit adamw_bnb_8bit adam_8bit adam8bit adamw_bnb adamw_bitsandbytes
+paged_adamw_8bit
+    paged_adamw_8bit paged_adamw8bit pagedadamw8bit paged_adamw paged_adamw_32bit pagedadamw
+lion
+    lion lion_32bit lion_8bit paged_lion paged_lion_32bit paged_lion_8bit fusedlion lion_pytorch
+adafactor
+    adafactor adafactor_hf transformers_adafactor
+""")  # values of optim.name, and below each the names that other tools have for it or for what is nearest to it
 SWITCHES = {"bf16", "fp16", "fp32"}  # train.precision, as switches of their own
+
+
+def suggest_optimizer(name: str) -> str:
+    """Return ` (did you mean optim.name=...?)` for the name of an optimizer; empty for another word."""
+    if "muon" in name.lower():
+        return "; Muon is not offered, because DeepSpeed clips its update and not the gradient: choose adamw or lion"
+    meant = OPTIMIZERS.get(name.lower().replace("-", "_"))
+    return f" (did you mean optim.name={meant}?)" if meant else ""
 
 
 def suggest(option: str, known: Sequence[str]) -> str:

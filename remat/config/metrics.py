@@ -48,6 +48,16 @@ def phase_s(phase: str) -> str:
     return f"{TIME}{phase}_s"
 
 
+def share_of(source: str) -> str:
+    """Name the share of a source of data.mix in the tokens seen since the start of training."""
+    return f"tokens/share/{source}"
+
+
+def lost_rows(what: str) -> str:
+    """Name a count of rows of streamed data since the start of training: cut, left out, dropped, unusable."""
+    return f"data/{what}"
+
+
 def lowest(name: str) -> str:
     """Name the figure of the lowest rank."""
     return f"{name}_min"

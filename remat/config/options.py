@@ -7,39 +7,39 @@ tell, in `remat.planning.preflight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 
 class LogLevel(StrEnum):
-    info = "info"
-    debug = "debug"
+    info = "info"  # what a person needs
+    debug = "debug"  # also what the libraries say
 
 
 class Precision(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    fp32 = "fp32"  # 32-bit floats
+    bf16 = "bf16"  # bfloat16 with fp32 master weights
+    fp16 = "fp16"  # half precision with a loss scale
 
 
 class Attention(StrEnum):
-    sdpa = "sdpa"
-    flash_attention_2 = "flash_attention_2"
-    flex_attention = "flex_attention"
-    eager = "eager"
+    sdpa = "sdpa"  # torch's own kernels, chosen by torch
+    flash_attention_2 = "flash_attention_2"  # the flash-attn package; a GPU only
+    flex_attention = "flex_attention"  # torch's flex attention; a GPU only
+    eager = "eager"  # plain matrix products; keeps all scores
 
 
 class ModelInit(StrEnum):
-    pretrained = "pretrained"
-    random = "random"
+    pretrained = "pretrained"  # the weights at `model.path`
+    random = "random"  # fresh weights from `train.seed`; needs no file
 
 
 class DataSource(StrEnum):
-    python_stdlib = "python_stdlib"
-    files = "files"
-    hub = "hub"
-    synthetic = "synthetic"
+    python_stdlib = "python_stdlib"  # the Python standard library's own source, on every machine
+    files = "files"  # local files and folders
+    hub = "hub"  # a data set of the Hugging Face hub
+    synthetic = "synthetic"  # random tokens, for timing
 
 
 class FileType(StrEnum):
@@ -54,7 +54,7 @@ class FileType(StrEnum):
 
 class DataFormat(StrEnum):
     auto = "auto"  # by the fields of the first rows
-    plain = "plain"
+    plain = "plain"  # text; every token is trained
     alpaca = "alpaca"  # instruction, input (optional), output
     chat = "chat"  # messages: role and content
     sharegpt = "sharegpt"  # conversations: from and value
@@ -75,50 +75,66 @@ class Packing(StrEnum):
 
 class LongRows(StrEnum):
     cut = "cut"  # at train.seq_len
-    drop = "drop"
-    refuse = "refuse"
+    drop = "drop"  # left out and counted
+    refuse = "refuse"  # the run ends with their places
+
+
+class RewrittenTurns(StrEnum):
+    """What becomes of turns that a chat template renders otherwise once others follow, as Qwen3's drops thoughts."""
+
+    each = "each"  # each is trained in a row of its own: the chat up to it
+    last = "last"  # only those that the whole chat has as they were said are trained
 
 
 class BadRows(StrEnum):
-    stop = "stop"
-    skip = "skip"
+    stop = "stop"  # the run ends with the row's place
+    skip = "skip"  # the row is left out and counted
 
 
 class LossKind(StrEnum):
-    chunked = "chunked"
-    full = "full"
+    chunked = "chunked"  # logits of a few tokens at a time: less memory, same loss
+    full = "full"  # all logits at once
+
+
+class OptimName(StrEnum):
+    adamw = "adamw"  # two moments in fp32
+    adamw_8bit = "adamw_8bit"  # two moments in 8 bits (bitsandbytes)
+    paged_adamw_8bit = "paged_adamw_8bit"  # the same, moved to host memory while a GPU lacks room
+    lion = "lion"  # one moment
+    adafactor = "adafactor"  # a row and a column of second moments of each matrix
 
 
 class Schedule(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "wsd"
+    constant = "constant"  # the peak after warm-up
+    linear = "linear"  # a straight line from the peak down to the end
+    cosine = "cosine"  # half a cosine from the peak down to the end
+    wsd = "wsd"  # the peak, then a fall over the last `optim.decay_steps`
 
 
 class Policy(StrEnum):
-    none = "none"
-    full = "full"
-    interval = "interval"
-    uniform = "uniform"
-    block = "block"
-    sqrt = "sqrt"
-    selective_ops = "selective_ops"
-    selective_modules = "selective_modules"
+    none = "none"  # everything is kept
+    full = "full"  # each layer keeps its input and runs again in backward
+    interval = "interval"  # every k-th layer runs again
+    uniform = "uniform"  # segments of several layers, each of which runs again
+    block = "block"  # the first layers run again
+    sqrt = "sqrt"  # segments of about the square root of the depth
+    selective_ops = "selective_ops"  # chosen operations are kept, the rest of the layer runs again
+    selective_modules = "selective_modules"  # chosen modules of each layer run again
+    # outputs of cheap modules are dropped and made again, each from its input
     discard_output = "discard_output"
-    deepspeed = "deepspeed"
-    budget = "budget"
+    deepspeed = "deepspeed"  # deepspeed.checkpointing with its switches
+    budget = "budget"  # value by value, what a number of GiB has room for is kept
 
 
 class DeterminismCheck(StrEnum):
     default = "default"  # shapes, dtypes and devices of a recomputation must be those of the forward
-    none = "none"
+    none = "none"  # no check
 
 
 class StorageDtype(StrEnum):
-    same = "same"
-    fp8 = "fp8"
-    int8 = "int8"
+    same = "same"  # as computed; nothing changes
+    fp8 = "fp8"  # 8-bit floats, half of bf16
+    int8 = "int8"  # 8-bit integers with a scale per row
 
 
 # What a save that fails does to the run; older states stay either way. "stop" ends it with exit 70; "continue" trains
@@ -127,28 +143,28 @@ SaveFailure = StrEnum("SaveFailure", {"stop": "stop", "continue": "continue"})
 
 
 class Reshard(StrEnum):
-    auto = "auto"  # a state that another number of ranks saved is cut anew while it is loaded
-    refuse = "refuse"
+    auto = "auto"  # a checkpoint saved with a different number of ranks is resharded on load
+    refuse = "refuse"  # it is refused
 
 
 NOT_FOLDERS = ("none", "auto", "auto_or_start")  # values of resume that name no folder
 
 
 class PeftMethod(StrEnum):
-    none = "none"
-    lora = "lora"
+    none = "none"  # all weights are trained
+    lora = "lora"  # low-rank adapters beside frozen weights
     qlora = "qlora"  # lora on a base in 4-bit NF4
 
 
 class WandbMode(StrEnum):
-    disabled = "disabled"
-    offline = "offline"
-    online = "online"
+    disabled = "disabled"  # not used
+    offline = "offline"  # files under RUN_DIR/wandb, uploaded by `wandb sync`
+    online = "online"  # sent while training
 
 
 class RecipeStatus(StrEnum):
-    planned = "planned"
-    measured = "measured"
+    planned = "planned"  # figures are planned, not measured
+    measured = "measured"  # figures were measured on `meta.machine`
     starting_point = "starting_point"  # for any model and machine: the user names the model
 
 
@@ -165,12 +181,12 @@ class ConfigError(ValueError):
 class MetaConfig:
     """What a recipe says about itself: the machine it is for, and whether its figures were measured there."""
 
-    summary: str = ""
-    machine: str = "any"
-    status: RecipeStatus = RecipeStatus.planned
-    planned: dict[str, float] = field(
-        default_factory=dict
-    )  # gpu_gib and host_gib of a rank, tokens_per_s of all
+    summary: str = ""  # what a recipe trains, in a few words
+    machine: str = "any"  # the machine a recipe is for
+    status: RecipeStatus = RecipeStatus.planned  # whether the figures of a recipe were measured or planned
+    # gpu_gib and host_gib of a rank and tokens_per_s of all ranks, as `remat plan` says
+    planned: dict[str, float] = field(default_factory=dict)
+    # figures of a run on that machine, by their names in metrics.jsonl
     measured: dict[str, Any] = field(default_factory=dict)
 
 
@@ -178,49 +194,101 @@ class MetaConfig:
 class ModelConfig:
     """Which Hugging Face causal language model, where its values come from, and how attention is computed."""
 
-    init: ModelInit = ModelInit.random
+    init: ModelInit = ModelInit.random  # where the weights come from
     path: str | None = None  # local folder or hub name: weights, config and tokenizer
-    architecture: dict[str, Any] = field(default_factory=dict)  # transformers config fields, with model_type
-    tokenizer: str | None = None  # "bytes", a folder or a hub name; None: the one at `path`
-    attention: Attention = Attention.sdpa
-    trust_remote_code: bool = False
-    allow_pickle: bool = False  # load .bin weights too; safetensors only by default
+    # fields of the transformers config, with model_type; over those at `path`
+    architecture: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None  # "bytes", a folder or a hub name; null: the one at `path`
+    attention: Attention = Attention.sdpa  # how attention is computed
+    trust_remote_code: bool = False  # run the Python code that comes with the model
+    allow_pickle: bool = False  # load .bin weights too, which can run code; false: safetensors only
+
+
+@dataclass(kw_only=True)
+class MixedSource:
+    """One source of `data.mix`: its weight, and where it is otherwise than `data` says. None: as there."""
+
+    weight: float = 1.0  # share of the tokens of an epoch, among the weights of all sources
+    path: Any = None
+    source: DataSource | None = None
+    file_type: FileType | None = None
+    split: str | None = None
+    format: DataFormat | None = None
+    text_field: str | None = None
+    columns: dict[str, str] | None = None
+    alpaca_prompt: AlpacaPrompt | None = None
+    train_on_roles: Any = None
+    train_on_end_token: bool | None = None
+    rewritten_turns: RewrittenTurns | None = None
+    long_rows: LongRows | None = None
+    on_bad_row: BadRows | None = None
+    eval_path: Any = None
+    eval_fraction: float | None = None
+    eval_tokens: int | None = None
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes fixed blocks of `train.seq_len` tokens."""
 
-    source: DataSource = DataSource.python_stdlib
+    source: DataSource = DataSource.python_stdlib  # where the data comes from
     path: Any = None  # file, folder, glob or hub name, or a list of them
-    file_type: FileType = FileType.auto  # files only
-    split: str = "train"  # hub, and folders that datasets.save_to_disk wrote
-    format: DataFormat = DataFormat.auto
-    text_field: str = "text"
-    columns: dict[str, str] = field(default_factory=dict)  # our field -> the data's, {messages: dialogue}
-    alpaca_prompt: AlpacaPrompt = AlpacaPrompt.auto
-    train_on_roles: Any = field(default_factory=lambda: ["assistant"])  # a list of roles, or all
-    train_on_end_token: bool = True  # the token that ends what is trained is trained too
-    chat_template: str | None = None  # a Jinja file, or a folder with a template; "none": use no template
-    packing: Packing | None = None  # None: documents where the model can, else stream (text) or none (rows)
-    long_rows: LongRows = LongRows.cut  # instruction rows of more than train.seq_len tokens
-    eval_path: Any = None  # held-out data, as `path`; None: `eval_fraction` of the data is held out
-    eval_fraction: float = 0.05
-    eval_tokens: int = (
-        1_000_000  # about as many tokens are held out at most, whatever the fraction; 0: no bound
-    )
-    on_bad_row: BadRows = BadRows.stop
-    shuffle: bool = True
-    cache_dir: str = "~/.cache/remat/data"
-    synthetic_blocks: int = 1024
+    mix: dict[str, MixedSource] = field(default_factory=dict)  # several sources by name, instead of `path`
+    # read and tokenise while training, without a cache: for data that the disk cannot hold
+    streaming: bool = False
+    file_type: FileType = FileType.auto  # what files are, where their first bytes mislead
+    split: str = "train"  # which split, of hub data and of folders that datasets.save_to_disk wrote
+    format: DataFormat = DataFormat.auto  # what a row means
+    text_field: str = "text"  # the field that holds the text, in plain rows
+    # our field: the data's, for example {messages: dialogue}
+    columns: dict[str, str] = field(default_factory=dict)
+    alpaca_prompt: AlpacaPrompt = AlpacaPrompt.auto  # how Alpaca rows become text
+    # the roles whose turns carry the loss, or all
+    train_on_roles: Any = field(default_factory=lambda: ["assistant"])
+    train_on_end_token: bool = True  # whether the token that ends a trained turn carries the loss too
+    # a Jinja file, or a folder with a template, in place of the tokenizer's; "none": no template
+    chat_template: str | None = None
+    # what becomes of earlier turns that a chat template rewrites
+    rewritten_turns: RewrittenTurns = RewrittenTurns.each
+    # how rows share a block; null: documents where the model can, else stream (text) or none (rows)
+    packing: Packing | None = None
+    long_rows: LongRows = LongRows.cut  # what becomes of instruction rows longer than train.seq_len
+    eval_path: Any = None  # held-out data, as `path`; null: `eval_fraction` of the data is held out
+    eval_fraction: float = 0.05  # share of the data that is held out, where no `eval_path` is given
+    # [tokens] the most that is held out, about, whatever the fraction; 0: no bound
+    eval_tokens: int = 1_000_000
+    # [rows] the most that streaming holds out where no `eval_path` is given, up to `eval_tokens`; 0: none
+    eval_rows: int = 1000
+    on_bad_row: BadRows = BadRows.stop  # what a row that cannot be read does
+    shuffle: bool = True  # whether blocks are shuffled, anew in each epoch
+    cache_dir: str = "~/.cache/remat/data"  # folder for tokenized data, shared by all runs
+    # how many processes tokenise much data; 0: one for each core. The cache is the same for any number
+    processes: int = 0
+    synthetic_blocks: int = 1024  # [blocks] length of the synthetic data
 
     @property
     def has_rows(self) -> bool:
         """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
 
-        A format that is not found yet counts as plain text.
+        A format that is not found yet counts as plain text. Of a mixture one such source is enough.
         """
-        return self.format not in (DataFormat.auto, DataFormat.plain)
+        return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
+
+    def holds_nothing_out(self) -> bool:
+        """Return whether there is no held-out data, of one source."""
+        none_of_it = self.eval_fraction == 0 or (self.streaming and self.eval_rows == 0)
+        return self.eval_path is None and none_of_it
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""
+        return {name: self._of(given) for name, given in self.mix.items()} or {"": self}
+
+    def _of(self, given: MixedSource) -> DataConfig:
+        own = {item.name: getattr(given, item.name) for item in fields(given) if item.name != "weight"}
+        needs_no_path = self.source in (DataSource.python_stdlib, DataSource.synthetic)
+        if own["source"] is None and given.path is not None and needs_no_path:
+            own["source"] = DataSource.files
+        return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 
     def trained_roles(self) -> list[str] | None:
         """Return the roles whose words are trained; None: all."""
@@ -233,112 +301,119 @@ class DeadlinesConfig:
     """Seconds without a new phase or micro-batch after which the run ends, every rank reporting (exit 70); 0: never."""
 
     data_s: float = 0.0  # reading and tokenizing, by one rank for all; each batch of documents is progress
-    build_s: float = 1800.0
-    load_s: float = 3600.0  # weights, a saved state
-    step_s: float = 1800.0
-    evaluate_s: float = 1800.0
-    save_s: float = 7200.0
-    export_s: float = 7200.0
+    build_s: float = 1800.0  # building the model and the engine
+    load_s: float = 3600.0  # loading weights or a saved state
+    step_s: float = 1800.0  # a micro-batch or an update
+    evaluate_s: float = 1800.0  # a micro-batch of an evaluation
+    save_s: float = 7200.0  # writing a training checkpoint
+    export_s: float = 7200.0  # writing the exported model
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """The optimisation problem: length, batch, precision, loss, evaluation. Sizes in tokens, blocks and steps."""
 
-    steps: int | None = (
-        None  # one of `steps` and `epochs`; on a command line the one given replaces the recipe's
-    )
-    epochs: float | None = None  # passes over the blocks for training; the steps follow from the data
-    seq_len: int = 512
-    micro_batch_size: int = 1  # blocks per rank and forward pass
-    tensor_parallel_size: int = 1  # ranks that share each layer and read the same blocks
-    global_batch_size: int = 8  # blocks per optimizer step over all ranks; accumulation is derived
-    precision: Precision = Precision.bf16
-    loss: LossKind = LossKind.chunked
-    seed: int = 1234
-    log_every: int = 10
-    eval_every: int = 0  # steps between evaluations, with one before the first step; 0: only at the end
-    eval_batches: int = 0  # micro-batches per rank and evaluation; 0: all held-out blocks
-    early_stopping_evals: int = (
-        0  # end after so many evaluations in a row without a lower held-out loss; 0: never
-    )
-    stop_at: int = 0  # stop after this step, resumable; schedules still span `steps`; 0: train to the end
-    max_minutes: float = (
-        0.0  # since the launch, then save (which comes on top) and stop, resumable; 0: no limit
-    )
+    # [steps] updates of the weights; give this or `epochs`, which on a command line replaces what the recipe has
+    steps: int | None = None
+    # [passes] how often the run trains on every block; the steps follow from the data
+    epochs: float | None = None
+    seq_len: int = 512  # [tokens] length of a block
+    micro_batch_size: int = 1  # [blocks] what one rank takes in one forward pass
+    tensor_parallel_size: int = 1  # [ranks] how many share each layer and read the same blocks
+    global_batch_size: int = 8  # [blocks] what one optimizer step takes over all ranks; accumulation is derived
+    precision: Precision = Precision.bf16  # number format of forward and backward
+    loss: LossKind = LossKind.chunked  # how logits and loss are computed
+    seed: int = 1234  # fixes random weights, the order of data, and dropout
+    log_every: int = 10  # [steps] how far logged rows are apart
+    # [steps] how far evaluations are apart, with one before the first step; 0: only at the end
+    eval_every: int = 0
+    eval_batches: int = 0  # [micro-batches] what one rank evaluates each time; 0: all held-out blocks
+    # [evaluations] so many in a row without a lower held-out loss end training; 0: never
+    early_stopping_evals: int = 0
+    # [steps] the step after which the run stops, resumable; schedules still span `steps`; 0: none
+    stop_at: int = 0
+    # time since the launch after which the run saves (which comes on top) and stops, resumable; 0: no limit
+    max_minutes: float = 0.0
     neftune_alpha: float = 0.0  # noise on embeddings while training (Jain et al. 2023), 5 for example; 0: none
-    max_skipped_steps: int = 10  # consecutive non-finite steps before the run stops
+    max_skipped_steps: int = 10  # [steps] so many in a row may be skipped as not finite before the run ends
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule. The implementation follows from where the optimizer state lives."""
+    """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
 
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # matrices only; norms and biases are not decayed
-    gradient_clipping: float = 1.0  # global L2 norm; 0: no clipping
-    schedule: Schedule = Schedule.cosine
-    warmup_steps: int = 0
-    decay_steps: int = 0  # wsd only: the last steps, over which lr falls
-    min_lr_ratio: float = 0.1
+    name: OptimName = OptimName.adamw  # which optimizer updates the weights
+    lr: float = 3e-4  # the highest learning rate
+    beta1: float = 0.9  # decay of the mean of gradients; adafactor has none
+    beta2: float = 0.95  # decay of the mean of squared gradients; adafactor has none
+    eps: float = 1e-8  # added to Adam's denominator; lion and adafactor have none
+    weight_decay: float = 0.1  # decay of matrices; norms and biases are not decayed
+    gradient_clipping: float = 1.0  # the largest global L2 norm of a gradient; 0: no clipping
+    schedule: Schedule = Schedule.cosine  # how the learning rate goes from its peak to its end
+    warmup_steps: int = 0  # [steps] how long the learning rate rises to `lr`
+    decay_steps: int = 0  # [steps] how long it falls at the end, with schedule wsd
+    min_lr_ratio: float = 0.1  # the learning rate at the end, as a part of `lr`
 
 
 @dataclass(kw_only=True)
 class SelectiveOpsConfig:
     """selective_ops: the results that are kept; the rest of the layer is recomputed around them."""
 
+    # what is kept: attention, communication, matmul, every_other_matmul, or an operator's name such as aten::bmm
     save: list[str] = field(default_factory=lambda: ["attention", "communication"])
-    # attention | communication | matmul | every_other_matmul | an operator's name, for example aten::bmm
-    save_linears: list[str] = field(default_factory=list)  # q k v o gate up down, all_but_down, a module's name
+    # linear modules whose results are kept: q k v o gate up down, all_but_down, or a module's name
+    save_linears: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class DeepSpeedCheckpointingConfig:
     """deepspeed: the six switches of deepspeed.checkpointing."""
 
-    partition_activations: bool = False  # needs train.tensor_parallel_size > 1
-    cpu_checkpointing: bool = False  # needs a GPU
-    contiguous_memory_optimization: bool = False  # needs partition_activations
-    number_checkpoints: int | None = None  # None: derived, one per checkpointed layer
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
+    # split kept activations over the tensor-parallel ranks; needs train.tensor_parallel_size > 1
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False  # keep activations in host memory; needs a GPU
+    contiguous_memory_optimization: bool = False  # keep them in one buffer; needs partition_activations
+    # [layers] size of that buffer; null: derived, one per checkpointed layer
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False  # wait for the GPU at each layer
+    profile: bool = False  # print times of DeepSpeed's own checkpointing
 
 
 @dataclass(kw_only=True)
 class OffloadConfig:
     """Where what a policy keeps lives between forward and backward: on the device, or in pinned host memory."""
 
-    enabled: bool = False
+    enabled: bool = False  # keep saved activations in host memory between forward and backward
     min_bytes: int = 1 << 20  # smaller tensors stay on the device
-    keep_last_layers: int = 1  # the layers whose backward comes first
-    dtype: StorageDtype = StorageDtype.same  # fp8 and int8 change the gradients slightly
+    # [layers] so many of the last stay on the device, because their backward comes first
+    keep_last_layers: int = 1
+    dtype: StorageDtype = StorageDtype.same  # how they are stored; fp8 and int8 change the gradients slightly
 
 
 @dataclass(kw_only=True)
 class CheckpointingConfig:
     """Activation checkpointing: what each layer keeps for backward and what it recomputes."""
 
-    policy: Policy = Policy.full
-    layers: dict[Any, Policy] = field(default_factory=dict)  # another policy by range: {0-7: none, 31: full}
-    reentrant: bool | None = None  # torch's variant; None: chosen (reentrant for segments under ZeRO-3)
-    preserve_rng_state: bool = True
-    determinism_check: DeterminismCheck = DeterminismCheck.default
-    early_stop: bool = True  # a recomputation ends at the last tensor that backward needs
-    interval: int = 2  # interval: every k-th layer is recomputed
-    segment_layers: int = 2  # uniform: layers per segment, of which only the input is kept
-    block_layers: int = 1  # block: how many of the first layers are recomputed
+    policy: Policy = Policy.full  # which layers keep what; the choices of the group `checkpointing`
+    # another policy for a range of layers: {0-7: none, 31: full}
+    layers: dict[Any, Policy] = field(default_factory=dict)
+    reentrant: bool | None = None  # torch's variant; null: chosen (reentrant for segments under ZeRO-3)
+    preserve_rng_state: bool = True  # recompute with the random numbers of the forward, as dropout needs
+    determinism_check: DeterminismCheck = DeterminismCheck.default  # what a recomputation is compared with
+    early_stop: bool = True  # end a recomputation at the last tensor that backward needs
+    interval: int = 2  # [layers] policy interval recomputes one in so many
+    segment_layers: int = 2  # [layers] length of a segment of policy uniform, of which only the input is kept
+    block_layers: int = 1  # [layers] so many of the first are recomputed by policy block
     selective_ops: SelectiveOpsConfig = field(default_factory=SelectiveOpsConfig)
-    recompute_modules: list[str] = field(default_factory=lambda: ["mlp"])  # selective_modules: roles
-    discard_modules: list[str] = field(default_factory=lambda: ["norm", "activation"])  # discard_output: roles
+    # roles of the modules that policy selective_modules runs again
+    recompute_modules: list[str] = field(default_factory=lambda: ["mlp"])
+    # roles of the modules whose outputs policy discard_output drops
+    discard_modules: list[str] = field(default_factory=lambda: ["norm", "activation"])
     deepspeed: DeepSpeedCheckpointingConfig = field(default_factory=DeepSpeedCheckpointingConfig)
-    budget_gib: str = (
-        "auto"  # budget: GiB of each GPU for all of the run; auto: what the GPU has, less a margin
-    )
-    table: str | None = None  # budget: a checkpointing_table.json to carry out as it is
+    # [GiB of each GPU] what the whole run may take under policy budget; auto: what the GPU has, less 2 %
+    budget_gib: str = "auto"
+    table: str | None = None  # a checkpointing_table.json that policy budget carries out; null: it is chosen
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
@@ -346,24 +421,25 @@ class CheckpointingConfig:
 class PeftConfig:
     """Parameter-efficient fine-tuning with the peft library: the base model is frozen, adapters are trained."""
 
-    method: PeftMethod = PeftMethod.none
-    r: int = 16
-    alpha: int = 32
+    method: PeftMethod = PeftMethod.none  # what is trained
+    r: int = 16  # rank of the adapters
+    alpha: int = 32  # scale of the adapters: their output is multiplied by alpha / r
     lr: float | None = None  # what optim.lr becomes where the command line chooses peft, and not optim.lr
-    dropout: float = 0.0
-    target_modules: list[str] = field(default_factory=list)  # []: every Linear of the decoder layers
-    modules_to_save: list[str] = field(
-        default_factory=list
-    )  # outside the layers, trained whole: embed_tokens, lm_head
-    rslora: bool = False  # adapters are scaled by alpha / sqrt(r), not alpha / r (Kalajdzievski 2023)
-    dora: bool = False  # magnitudes beside directions (Liu et al. 2024); not under ZeRO-3, not in 4 bits
+    dropout: float = 0.0  # probability, on the adapters' input
+    # modules that get adapters; an empty list: every Linear of the decoder layers
+    target_modules: list[str] = field(default_factory=list)
+    # modules outside the layers that are trained whole: embed_tokens, lm_head
+    modules_to_save: list[str] = field(default_factory=list)
+    rslora: bool = False  # scale adapters by alpha / sqrt(r), not alpha / r (Kalajdzievski 2023)
+    dora: bool = False  # train magnitudes beside directions (Liu et al. 2024); not under ZeRO-3, not in 4 bits
 
 
 @dataclass(kw_only=True)
 class DeepSpeedConfig:
     """A memory strategy from `ds_configs/` (or a path to any JSON) and changes to it."""
 
-    config: str = "zero2"
+    config: str = "zero2"  # a file of `ds_configs/` by its name, or a path to any JSON
+    # keys of DeepSpeed's config that replace the file's
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
@@ -371,24 +447,27 @@ class DeepSpeedConfig:
 class HardwareConfig:
     """The machine a recipe is meant for. `this_machine` (all None) means: whatever is found at launch."""
 
-    name: str = "this_machine"
-    gpu: str | None = None
-    gpu_memory_gib: float | None = None
-    gpus_per_node: int | None = None
-    num_nodes: int = 1
-    host_memory_gib: float | None = None
+    name: str = "this_machine"  # name of the machine in plans
+    gpu: str | None = None  # name of the GPU as torch.cuda.get_device_name() reports it
+    gpu_memory_gib: float | None = None  # memory of one GPU
+    gpus_per_node: int | None = None  # number of GPUs in a node
+    num_nodes: int = 1  # number of nodes
+    host_memory_gib: float | None = None  # host memory of a node
     nvme_path: str | None = None  # folder on a fast local disk, for zero3_nvme
-    pcie_h2d_gbs: float | None = None  # host to one GPU, pinned memory; GB = 1e9 bytes, None: unknown
-    pcie_d2h_gbs: float | None = None
-    gpus_per_pcie_link: int = 1  # GPUs that share such a link
+    # copies from pinned host memory to one GPU; GB = 1e9 bytes, null: unknown
+    pcie_h2d_gbs: float | None = None
+    pcie_d2h_gbs: float | None = None  # copies from one GPU to pinned host memory
+    gpus_per_pcie_link: int = 1  # number of GPUs that share such a link
     gpu_link_gbs: float | None = None  # bus bandwidth of collectives inside a node, per GPU and direction
     nic_gbs: float | None = None  # all network ports of a node together, one direction
-    dram_gbs: float | None = None  # host memory of a node
-    cpu_adam_gparams_s: float | None = None  # 1e9 parameters per second, all ranks of a node together
-    nvme_read_gbs: float | None = None
-    nvme_write_gbs: float | None = None
-    nvme_gib: float | None = None
-    gpu_rates: dict[str, float] = field(default_factory=dict)  # measured ones, instead of remat.hardware's
+    dram_gbs: float | None = None  # bandwidth of a node's host memory
+    # how fast Adam on the CPU updates parameters, all ranks of a node together
+    cpu_adam_gparams_s: float | None = None
+    nvme_read_gbs: float | None = None  # reading from all disks of a node together
+    nvme_write_gbs: float | None = None  # writing to all disks of a node together
+    nvme_gib: float | None = None  # room on the disks of a node
+    # measured rates of the GPU in place of those in conf/hardware/gpus/gpus.yaml
+    gpu_rates: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # where each figure above is from
 
     @property
@@ -401,48 +480,48 @@ class HardwareConfig:
 class ProfileConfig:
     """Memory and time of a few steps, in detail, under RUN_DIR/profile. What is profiled is slower."""
 
-    memory: bool = False  # the allocator's history; also when memory runs out. Needs a GPU
+    memory: bool = False  # the allocator's history, also when memory runs out; needs a GPU
     trace: bool = False  # a Chrome trace, each phase a range
     summary: bool = False  # tables by operation, and the allocator's summary
-    after: int = (
-        4  # steps of this launch before it begins: the first, and the fourth of ZeRO-3, are watched op by op
-    )
-    steps: int = 2
-    nvml_interval_s: float = 0.0  # seconds between samples of the driver's figures, over the whole run; 0: none
+    after: int = 4  # [steps] how many pass first: the first, and the fourth of ZeRO-3, are watched op by op
+    steps: int = 2  # [steps] how many are profiled
+    nvml_interval_s: float = 0.0  # time between samples of the GPU driver's figures; 0: none
 
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Weights & Biases beside `metrics.jsonl`, which is always written."""
+    """Weights & Biases and TensorBoard beside `metrics.jsonl`, which is always written."""
 
-    wandb: WandbMode = WandbMode.offline
-    project: str = "remat"
-    entity: str | None = None
-    tags: list[str] = field(default_factory=list)
+    wandb: WandbMode = WandbMode.offline  # whether Weights & Biases gets the metrics
+    project: str = "remat"  # name of the W&B project
+    entity: str | None = None  # W&B user or team; null: your default
+    tags: list[str] = field(default_factory=list)  # tags of the W&B run
+    tensorboard: bool = False  # write the same metrics as events to RUN_DIR/tensorboard too
 
 
 @dataclass(kw_only=True)
 class SaveConfig:
     """When training state is saved, how many states stay, and whether the model is exported at the end."""
 
-    every: int = 0  # steps between saves; 0: only at the end
-    at_end: bool = True
-    keep: int = 2
-    on_error: SaveFailure = SaveFailure.stop
-    rehearse: bool | None = (
-        None  # save, export and read back after the first step; None: if above 1e9 parameters
-    )
+    every: int = 0  # [steps] how far saves are apart; 0: only at the end
+    at_end: bool = True  # save after the last step
+    keep: int = 2  # [saved states] how many stay; older ones are deleted
+    on_error: SaveFailure = SaveFailure.stop  # what a save that fails does to the run
+    # save, export and read back after the first step; null: if above 1e9 parameters
+    rehearse: bool | None = None
     in_background: bool = False  # flush, hash and name a state while training goes on
     best: bool = False  # export the model of the lowest held-out loss, to RUN_DIR/best
-    export: bool = False  # Hugging Face safetensors after the last step
-    max_shard_size: str = "5GB"
+    export: bool = False  # write Hugging Face safetensors after the last step
+    # write adapters merged into their base, as a plain model, to RUN_DIR/merged after the last step
+    merge: bool = False
+    max_shard_size: str = "5GB"  # largest file of an export, 5GB for example
 
 
 @dataclass(kw_only=True)
 class RunConfig:
     """One run. Only the modules above level 2 receive it whole; every other part takes its own slice."""
 
-    name: str = ""  # "": the name of the recipe; the run directory is outputs/<name>/<run_id>
+    name: str = ""  # the run's folder is outputs/NAME/RUN_ID; empty: the name of the recipe
     meta: MetaConfig = field(default_factory=MetaConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -451,16 +530,17 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    strategy: StrategyChoice = StrategyChoice.given  # auto: what the command line does not set of it is chosen
+    strategy: StrategyChoice = (
+        StrategyChoice.given
+    )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
-    output_dir: str = "outputs"
-    run_id: str | None = None  # None: the launch time
-    resume: str = (
-        "none"  # none | auto (newest complete state of this recipe) | auto_or_start | a run or saved state
-    )
-    reshard: Reshard = Reshard.auto  # of a state that another number of ranks saved
+    output_dir: str = "outputs"  # folder of all runs
+    run_id: str | None = None  # name of the run's folder; null: the launch time
+    # where to go on: none, auto (newest complete state of this recipe), auto_or_start, or a folder of a run or state
+    resume: str = "none"
+    reshard: Reshard = Reshard.auto  # what becomes of a state saved with a different number of ranks
     force: bool = False  # start although preflight says it does not fit
-    log_level: LogLevel = LogLevel.info
+    log_level: LogLevel = LogLevel.info  # how much the terminal shows

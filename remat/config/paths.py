@@ -59,13 +59,13 @@ def weight_problems(model: ModelConfig) -> list[str]:
 
 
 def data_problems(cfg: RunConfig) -> list[str]:
-    """Return which of data.path and data.eval_path names nothing on this disk."""
-    if cfg.data.source is not DataSource.files:
-        return []
-    asked = {"data.path": cfg.data.path, "data.eval_path": cfg.data.eval_path}
+    """Return which of data.path and data.eval_path, also those of data.mix, name nothing on this disk."""
     return [
-        f"{option}={path} does not exist: name a file, a folder or a glob"
-        for option, paths in asked.items()
+        f"{section}.{option}={path} does not exist: name a file, a folder or a glob"
+        for name, data in cfg.data.sources().items()
+        if data.source is DataSource.files
+        for section in ["data" if not name else f"data.mix.{name}"]
+        for option, paths in (("path", data.path), ("eval_path", data.eval_path))
         for path in (paths if isinstance(paths, list) else [paths])
         if path and _is_local(str(path)) and not _exists(str(path))
     ]

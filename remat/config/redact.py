@@ -222,15 +222,20 @@ def redact(content: Any) -> Any:
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
     """The same for text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
-    for value in _from_environment(tuple(env.items())):
-        text = text.replace(value, HIDDEN)
-    text = FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
+    text = redact_forms(text, env)
     text = QUERY.sub(_in_query, IN_URL.sub(rf"\1{HIDDEN}@", WEBHOOK.sub(rf"\1{HIDDEN}", text)))
     text = BEARER.sub(rf"\1{HIDDEN}", HEADER.sub(rf"\1\2\3{HIDDEN}", text))
     text = _yaml(text)
     for pattern in (QUOTED_NAME, ASSIGNED, FLAG, INLINE):
         text = _by_name(pattern, text)
     return text
+
+
+def redact_forms(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """The same for what is known by its form or from `env`: names around it say nothing, as in a vocabulary."""
+    for value in _from_environment(tuple(env.items())):
+        text = text.replace(value, HIDDEN)
+    return FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
 
 
 def _redact_value(name: str, value: Any) -> Any:

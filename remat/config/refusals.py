@@ -80,8 +80,13 @@ def refusal(
 
 def quoted(key: str, value: str) -> str:
     """Return key=value for a shell, with the value in quotes, as Hydra needs it for anything but plain words."""
+    return shlex.quote(override(key, value))
+
+
+def override(key: str, value: str) -> str:
+    """Return key=value with the value in quotes: an override for any text."""
     inner = value.replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{key}="{inner}"')
+    return f'{key}="{inner}"'
 
 
 def _is_free_form(key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from remat.config.options import (
     DataFormat,
     DataSource,
     FileType,
+    MixedSource,
     ModelConfig,
     ModelInit,
     OptimConfig,
@@ -50,8 +52,9 @@ def problems(cfg: RunConfig) -> list[str]:
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
-        *_save(cfg.save),
+        *_save(cfg.save, cfg.peft),
         *_held_out(cfg),
+        *_streamed_length(cfg),
         *_profile(cfg.profile),
         *_top(cfg),
     ]
@@ -76,15 +79,24 @@ def check_launch(cfg: RunConfig) -> None:
         *paths.data_problems(cfg),
         *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
     ]
-    if cfg.data.source not in WITHOUT_PATH and not cfg.data.path:
-        found.append(
-            f"data.path is missing: data.source={cfg.data.source} needs data.path=FILE_FOLDER_OR_NAME "
-            "(or data=python_stdlib, which needs none)"
+    found += [
+        of_source(
+            name,
+            f"data.path is missing: data.source={data.source} needs data.path=FILE_FOLDER_OR_NAME "
+            "(or data=python_stdlib, which needs none)",
         )
+        for name, data in cfg.data.sources().items()
+        if data.source not in WITHOUT_PATH and not data.path
+    ]
     if cfg.train.steps is None and cfg.train.epochs is None:
         found.append(
             "train.steps and train.epochs are both empty: give one of them, for example train.epochs=3, from which the "
             "steps follow once the data is read, or train.steps=1000"
+        )
+    if cfg.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        found.append(
+            "tracking.tensorboard=true needs the package tensorboard, which is not installed: type `pip install "
+            "tensorboard`, or leave the option out"
         )
     if found:
         raise ConfigError("\n".join(found))
@@ -154,6 +166,15 @@ def _length(train: TrainConfig) -> list[str]:
     return [] if train.steps is None else _at_least(1, train__steps=train.steps)
 
 
+def _streamed_length(cfg: RunConfig) -> list[str]:
+    if not cfg.data.streaming or cfg.train.epochs is None:
+        return []
+    return [
+        f"train.epochs={cfg.train.epochs:g} with data.streaming=true: how long an epoch is, is known only at its end; "
+        "set train.steps"
+    ]
+
+
 def stop_problems(train: TrainConfig) -> list[str]:
     """Return what is wrong with `stop_at` once the steps are known; with train.epochs only the data tells them."""
     if train.stop_at < 0:
@@ -180,12 +201,75 @@ def _model(model: ModelConfig) -> list[str]:
     return []
 
 
+def of_source(name: str, text: str) -> str:
+    """Return what is said of `data` with the options of source `name` of data.mix; "": data is not mixed."""
+    options = "|".join(item.name for item in fields(MixedSource))
+    return re.sub(rf"\bdata\.({options})\b", rf"data.mix.{name}.\1", text) if name else text
+
+
 def data_problems(data: DataConfig) -> list[str]:
     """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
+    found = _at_least(1, data__synthetic_blocks=data.synthetic_blocks) + _mix(data)
+    found += _at_least(0, data__processes=data.processes, data__eval_rows=data.eval_rows) + _streaming(data)
+    for name, each in data.sources().items():
+        found += [of_source(name, problem) for problem in _source_problems(each)]
+    return found
+
+
+def _mix(data: DataConfig) -> list[str]:
+    found = []
+    for option, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if data.mix and value is not None:
+            found.append(
+                f"{option}={value} with data.mix: a mixture names the paths of its sources; leave {option} out, or "
+                f"make it a source: data.mix.NAME.{option[5:]}={value}"
+            )
+    for name, given in data.mix.items():
+        if not re.fullmatch(r"[\w-]+", str(name)):
+            found.append(f"data.mix names a source {name!r}: use letters, digits, _ and -")
+        if not 0 < given.weight < math.inf:
+            found.append(
+                f"data.mix.{name}.weight={given.weight:g} must be above 0: leave out what is not wanted"
+            )
+    if len(data.mix) == 1:
+        found.append(
+            f"data.mix has the one source {next(iter(data.mix))}: name another, or use data.path alone"
+        )
+    if any(each.source is DataSource.synthetic for each in data.sources().values()) and data.mix:
+        found.append("data.mix: random tokens (data.source=synthetic) cannot be mixed; leave that source out")
+    return found
+
+
+def _streaming(data: DataConfig) -> list[str]:
+    default, found = DataConfig(), list[str]()
+    if not data.streaming:
+        if data.eval_rows != default.eval_rows:
+            found.append(
+                f"data.eval_rows={data.eval_rows} has no effect without data.streaming=true: use data.eval_fraction"
+            )
+        return found
+    if data.mix:
+        found.append(
+            "data.streaming=true with data.mix: the sources' sizes, which weights need, are not known; leave out one"
+        )
+    if data.source is DataSource.synthetic:
+        found.append(
+            "data.streaming=true has no meaning with data.source=synthetic, which is not read: leave it out"
+        )
+    if data.processes:
+        found.append(f"data.processes={data.processes} has no effect with data.streaming=true: leave it out")
+    if data.eval_fraction not in (0, default.eval_fraction):
+        found.append(
+            f"data.eval_fraction={data.eval_fraction:g} with data.streaming=true: a fraction of what is not known yet; "
+            "set data.eval_rows, the number of first rows that are held out, or data.eval_path"
+        )
+    return found
+
+
+def _source_problems(data: DataConfig) -> list[str]:
     found = []
     if not 0 <= data.eval_fraction < 1:
         found.append(f"data.eval_fraction={data.eval_fraction:g} must be at least 0 and below 1")
-    found += _at_least(1, data__synthetic_blocks=data.synthetic_blocks)
     found += _at_least(0, data__eval_tokens=data.eval_tokens)
     found += _paths(data)
     found += _rows(data)
@@ -253,7 +337,7 @@ def _without_effect(data: DataConfig) -> list[str]:
     if data.format is DataFormat.plain:
         found += [
             f"data.{name}={getattr(data, name)}"
-            for name in ("train_on_roles", "train_on_end_token")
+            for name in ("train_on_roles", "train_on_end_token", "rewritten_turns")
             if getattr(data, name) != getattr(default, name)
         ]
         found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name != "text"]
@@ -427,8 +511,12 @@ def _profile(cfg: ProfileConfig) -> list[str]:
     return found
 
 
-def _save(save: SaveConfig) -> list[str]:
+def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:
     found = _at_least(0, save__every=save.every) + _at_least(1, save__keep=save.keep)
+    if save.merge and peft.method is PeftMethod.none:
+        found.append(
+            "save.merge=true with peft.method=none: there are no adapters to merge; save.export=true writes the model"
+        )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", save.max_shard_size):
         found.append(f"save.max_shard_size={save.max_shard_size} is not a size: write for example 5GB")
     return found
@@ -443,7 +531,7 @@ def _held_out(cfg: RunConfig) -> list[str]:
     lacking = []
     if cfg.train.eval_every == 0:
         lacking.append("train.eval_every=STEPS")
-    if cfg.data.eval_fraction == 0 and cfg.data.eval_path is None:
+    if all(each.holds_nothing_out() for each in cfg.data.sources().values()):
         lacking.append("data.eval_fraction or data.eval_path")
     return [
         f"{option} compares evaluations on the way: set {' and '.join(lacking)} too"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ class StepBatch:
     apart. The width is seq_len, or that of the longest row where each has its own. Labels are not shifted (Hugging
     Face's convention); -100 carries no loss. `sample_ids` int64 [global batch]: block indices of all ranks, in order.
     `trained_tokens`: targets that carry loss; `seen_tokens`: tokens without padding; `positions`: with padding; all
-    over the global batch. `epoch`: the epoch of the first sample.
+    over the global batch. `epoch`: the epoch of the first sample. `seen_of`: tokens without padding of each source
+    of a mixture; {} where nothing is mixed.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -33,6 +35,7 @@ class StepBatch:
     seen_tokens: int
     positions: int
     epoch: int
+    seen_of: dict[str, int] = field(default_factory=dict)
 
 
 class GlobalBatches:
@@ -80,22 +83,26 @@ class GlobalBatches:
 
     def read(self, position: int) -> StepBatch:
         """Return the step that begins after `position` samples; the stream does not move."""
-        epoch = position // len(self._blocks)
         ids = self._sample_ids(position, self._global_batch_size)
+        return self._step(self._blocks, ids, ids, position // self._blocks.epoch_length)
+
+    def _step(self, blocks: Blocks, ids: np.ndarray, sample_ids: np.ndarray, epoch: int) -> StepBatch:
+        """Return the step of the blocks `ids` of `blocks`, which are recorded as `sample_ids`."""
         micro_batches = ids.reshape(-1, self._micro_batch_size)
         mine = micro_batches[self._rank :: self._world_size]
         return StepBatch(
-            micro_batches=[micro_batch(self._blocks, micro_ids) for micro_ids in mine],
-            sample_ids=ids,
-            trained_tokens=int(self._blocks.trained_tokens[ids].sum(dtype=np.int64)),
-            seen_tokens=int(self._blocks.lengths[ids].sum(dtype=np.int64)),
-            positions=int(self._blocks.widths(micro_batches).sum()) * self._micro_batch_size,
+            micro_batches=[micro_batch(blocks, micro_ids) for micro_ids in mine],
+            sample_ids=sample_ids,
+            trained_tokens=int(blocks.trained_tokens[ids].sum(dtype=np.int64)),
+            seen_tokens=int(blocks.lengths[ids].sum(dtype=np.int64)),
+            positions=int(blocks.widths(micro_batches).sum()) * self._micro_batch_size,
             epoch=epoch,
+            seen_of=blocks.seen_of(ids),
         )
 
     def padding_share(self) -> float:
         """Return the share of padding in the positions of the first epoch, as far as LOOKED_AHEAD samples go."""
-        steps = min(len(self._blocks), LOOKED_AHEAD) // self._global_batch_size or 1
+        steps = min(self._blocks.epoch_length, LOOKED_AHEAD) // self._global_batch_size or 1
         seen = positions = 0
         for step in range(steps):
             ids = self._sample_ids(step * self._global_batch_size, self._global_batch_size)
@@ -104,27 +111,31 @@ class GlobalBatches:
             positions += int(widths.sum()) * self._micro_batch_size
         return 1 - seen / positions
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the stream's state for a saved state.
 
         `position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
         Epoch and index say the same to a human reader.
         """
-        epoch, index = divmod(self.position, len(self._blocks))
+        epoch, index = divmod(self.position, self._blocks.epoch_length)
         return {
             "epoch": epoch,
             "index": index,
             "position": self.position,
-            "num_blocks": len(self._blocks),
+            "num_blocks": self._blocks.epoch_length,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "documents_apart": self._blocks.apart,
         }
 
+    def lost(self) -> dict[str, int]:
+        """Return the rows cut, left out, dropped or unusable since the start of training: known before of a cache."""
+        return {}
+
     def _sample_ids(self, position: int, count: int) -> np.ndarray:
         parts = []
         while count:
-            epoch, index = divmod(position, len(self._blocks))
+            epoch, index = divmod(position, self._blocks.epoch_length)
             part = self._permutation(epoch)[index : index + count]
             parts.append(part)
             position += len(part)
@@ -136,11 +147,11 @@ class GlobalBatches:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(len(self._blocks), self._seed, epoch, self._shuffle))
+            self._order = (epoch, self._blocks.order(self._seed, epoch, self._shuffle))
         return self._order[1]
 
 
-def check_same_order(saved: dict[str, int], batches: GlobalBatches) -> list[str]:
+def check_same_order(saved: dict[str, Any], batches: GlobalBatches) -> list[str]:
     """Return why the position in `saved`, an earlier `GlobalBatches.state()`, would mean other samples now.
 
     Each problem names the option, its values now and at the save, and the remedy; [] when there is none. The world
@@ -177,17 +188,6 @@ def steps_of(epochs: float, blocks: int, global_batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * blocks, 6) / global_batch_size))
 
 
-def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Return the order of the blocks in an epoch, int64 [count].
-
-    It sorts raw bits, because NumPy never changes their stream (NEP 19) but may change that of `permutation`: a run
-    resumed under another NumPy must see the same order.
-    """
-    if not shuffle:
-        return np.arange(count, dtype=np.int64)
-    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(count), kind="stable").astype(np.int64)
-
-
 def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
     """Return {"input_ids", "labels"} int64 [len(ids), blocks.width(ids)], labels unshifted.
 
@@ -221,9 +221,10 @@ def eval_micro_batches(
     count = eval_micro_batch_count(
         blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
     )
+    order = blocks.order(0, 0, shuffle=False)
     for step in range(count):
         start = (step * world_size + rank) * micro_batch_size
         ids = np.arange(start, start + micro_batch_size)
-        batch = micro_batch(blocks, np.minimum(ids, len(blocks) - 1))
+        batch = micro_batch(blocks, order[np.minimum(ids, len(blocks) - 1)])
         batch["labels"][torch.from_numpy(ids >= len(blocks))] = NO_LOSS
         yield batch

@@ -8,20 +8,24 @@ shape as the tokens), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from remat.data.best_fit import best_fit
+from remat.data.formats import Example
 
 WINDOW_TOKENS = (
     4 * 1024**2
 )  # of rows that are packed together: 20 MB, and the part left empty at its end is small
 WINDOW_BLOCKS = 128  # the same for long blocks
 FIRST_LONG_ROWS = 5  # kept in the cache's report
+PER_BLOCK = ("trained_tokens", "lengths", "restarts")  # parts with one number a block, which are kept in memory
 STEP_OF_WIDTHS = 8  # tokens; matrix products are slow at odd sizes
 
 
@@ -70,27 +74,44 @@ class Blocks:
     def open(cls, folder: Path, name: str, seq_len: int) -> Blocks:
         """Open the split that a writer wrote to `folder` under `name`."""
 
-        def mapped(part: str, dtype: type) -> np.ndarray | None:
-            path = folder / f"{name}.{part}.bin"
-            return np.memmap(path, dtype=dtype, mode="r") if path.exists() else None
+        def part(each: str, dtype: type) -> np.ndarray | None:
+            path = folder / f"{name}.{each}.bin"
+            if not path.exists():
+                return None
+            in_memory = each in PER_BLOCK
+            return np.fromfile(path, dtype=dtype) if in_memory else np.memmap(path, dtype=dtype, mode="r")
 
-        def read(part: str) -> np.ndarray | None:
-            path = folder / f"{name}.{part}.bin"
-            return np.fromfile(path, dtype=np.int32) if path.exists() else None
+        return cls._of_parts(part, seq_len)
 
-        tokens = np.memmap(folder / f"{name}.tokens.bin", dtype=np.int32, mode="r").reshape(-1, seq_len)
-        trained, starts = mapped("trained", np.bool_), mapped("starts", np.uint8)
+    @classmethod
+    def _of_parts(cls, part: Callable[[str, type], np.ndarray | None], seq_len: int) -> Blocks:
+        """Return the blocks of a writer's parts, each a flat array by its name; None where it was not written."""
+        tokens, trained, starts = part("tokens", np.int32), part("trained", np.bool_), part("starts", np.uint8)
+        assert tokens is not None
+        tokens = tokens.reshape(-1, seq_len)
+        own = {name: part(name, np.int32) for name in PER_BLOCK}
         return cls(
             tokens,
             None if trained is None else trained.reshape(-1, seq_len),
-            trained_tokens=read("trained_tokens"),
-            lengths=read("lengths"),
-            starts=None if starts is None else starts.reshape(len(tokens), -1),
-            restarts=read("restarts"),
+            starts=None if starts is None else starts.reshape(len(tokens), -(-seq_len // 8)),
+            **own,
         )
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def epoch_length(self) -> int:
+        """Return how many blocks one epoch takes."""
+        return len(self)
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Return the blocks of an epoch in their order, int64 [epoch_length]."""
+        return epoch_order(len(self), seed, epoch, shuffle)
+
+    def seen_of(self, indices: np.ndarray) -> dict[str, int]:
+        """Return the tokens of the blocks `indices` by the source of a mixture; {} where nothing is mixed."""
+        return {}
 
     def width(self, indices: np.ndarray) -> int:
         """Return how many positions a batch of the blocks `indices` needs: seq_len, or its longest row rounded up."""
@@ -154,11 +175,25 @@ class Blocks:
         return (~self.starts(indices) | (np.arange(self.seq_len) == 0))[:, :width]
 
 
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool, *more: int) -> np.ndarray:
+    """Return an order of `count` blocks, int64 [count], which follows from the seed, the epoch and `more`.
+
+    It sorts raw bits, because NumPy never changes their stream (NEP 19) but may change that of `permutation`: a run
+    resumed under another NumPy must see the same order.
+    """
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    bits = np.random.PCG64([seed, epoch, *more]).random_raw(count)
+    return np.argsort(bits, kind="stable").astype(np.int64)
+
+
 @dataclass
 class BlockCounts:
     """Counts of the documents, blocks and tokens of one split."""
 
     documents: int = 0  # counted where they end, so a text in pieces counts once; cut and dropped ones included
+    rows_more: int = 0  # than documents: chats whose template rewrites earlier turns are several
+    turns_left_out: int = 0  # of such chats, not trained: data.rewritten_turns=last
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss; for packed text, as if documents were not kept apart
@@ -191,12 +226,17 @@ class LongRowLog:
 
 
 class BlockWriter:
-    """Writer that appends to the files of one split: the part that text and rows share."""
+    """Writer that appends to the files of one split, or to memory: the part that text and rows share."""
 
-    def __init__(self, folder: Path, name: str, parts: tuple[str, ...], *, seq_len: int) -> None:
-        self._files: dict[str, BinaryIO] = {part: (folder / f"{name}.{part}.bin").open("wb") for part in parts}
+    def __init__(self, folder: Path | None, name: str, parts: tuple[str, ...], *, seq_len: int) -> None:
+        """Write to `folder`; None: to memory, for `in_memory`."""
+        self._files: dict[str, BinaryIO] = {
+            part: io.BytesIO() if folder is None else (folder / f"{name}.{part}.bin").open("wb")
+            for part in parts
+        }
         self.seq_len = seq_len
         self.counts, self.long_rows = BlockCounts(), LongRowLog()
+        self.added = 0  # tokens, with those that do not fill a block yet
 
     def begin(self) -> None:
         """Mark the next token that is added as the first of a document."""
@@ -209,6 +249,13 @@ class BlockWriter:
         `ends`: they complete a document, which is then counted. `origin` names it.
         """
         raise NotImplementedError
+
+    def add_all(self, examples: Sequence[Example], ends: bool, origin: str) -> None:
+        """Add the examples of one document, or of a piece that `ends` it or does not."""
+        for place, example in enumerate(examples, 1):
+            self.add(example.ids, example.trained, ends=ends and place == len(examples), origin=origin)
+            self.counts.turns_left_out += example.turns_left_out
+        self.counts.rows_more += max(0, len(examples) - 1)
 
     def flush(self) -> None:
         """Write what fills whole blocks; keep the rest for the next flush."""
@@ -227,6 +274,16 @@ class BlockWriter:
             file.close()
         return self.counts
 
+    def in_memory(self) -> Blocks:
+        """Return the blocks that were written to memory. The writer is done."""
+        self.finish()
+
+        def part(name: str, dtype: type) -> np.ndarray | None:
+            file = self._files.get(name)
+            return None if file is None else np.frombuffer(cast(io.BytesIO, file).getvalue(), dtype=dtype)
+
+        return Blocks._of_parts(part, self.seq_len)
+
     def abandon(self) -> None:
         for file in self._files.values():
             file.close()
@@ -242,7 +299,7 @@ class BlockWriter:
 class TextWriter(BlockWriter):
     """Writer of plain text: documents follow one another, and a block ends wherever it is full."""
 
-    def __init__(self, folder: Path, name: str, *, seq_len: int) -> None:
+    def __init__(self, folder: Path | None, name: str, *, seq_len: int) -> None:
         super().__init__(folder, name, ("tokens", "starts", "restarts"), seq_len=seq_len)
         self._waiting: list[np.ndarray] = []
         self._waiting_starts: list[np.ndarray] = []
@@ -262,6 +319,7 @@ class TextWriter(BlockWriter):
 
     def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
         """Add tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each document."""
+        self.added += len(ids)
         self._waiting.append(ids)
         self._waiting_starts.append(starts)
 
@@ -292,7 +350,14 @@ class RowWriter(BlockWriter):
     """
 
     def __init__(
-        self, folder: Path, name: str, *, seq_len: int, packed: bool, pad_id: int, drop_long: bool = False
+        self,
+        folder: Path | None,
+        name: str,
+        *,
+        seq_len: int,
+        packed: bool,
+        pad_id: int,
+        drop_long: bool = False,
     ) -> None:
         parts = ("tokens", "trained", "trained_tokens", "lengths")
         super().__init__(folder, name, (*parts, "starts", "restarts") if packed else parts, seq_len=seq_len)
@@ -323,6 +388,7 @@ class RowWriter(BlockWriter):
             return
         self._waiting.append((ids, trained))
         self._waiting_tokens += len(ids)
+        self.added += len(ids)
 
     def flush(self) -> None:
         if not self._packed or self._waiting_tokens >= max(WINDOW_TOKENS, WINDOW_BLOCKS * self.seq_len):

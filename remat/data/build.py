@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
@@ -32,15 +39,19 @@ from remat.data.blocks import (
     divide,
 )
 from remat.data.files import Hashes
-from remat.data.formats import describe, encode, what_is_read
+from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
+from remat.data.shards import Batch, encoded
 from remat.data.sources import Corpus, open_corpus, synthetic_blocks
 
-CACHE_VERSION = 3  # raise it when the same data and settings would give other blocks
+CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks, or another report
 BATCH_CHARACTERS = 1024**2  # a tokenizer needs about 100 bytes per token while it works
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
+SHARDED_FROM = 16 * 1024**2  # bytes of shards: about 4 M tokens, some seconds of one core
+SHARD_BYTES_PER_TOKEN = 4.2
+TOLD_EVERY_S = 15.0
 SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are
 SURE = 0.8  # of what they let expect on the disk: the others may be shorter
 HALVES = ("train", "held_out")
@@ -97,7 +108,7 @@ def make_plan(
     if cfg.has_rows:
         settings["packed"] = cfg.packing is Packing.documents
         settings["drops_long_rows"] = cfg.long_rows is LongRows.drop
-    settings["tokenizer"] = _tokenizer_identity(tokenizer)
+    settings["tokenizer"] = tokenizer_identity(tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Plan(cfg, tokenizer, seq_len, seed, corpus, held_out, hashes, key)
 
@@ -117,14 +128,17 @@ class _Written:
     long_rows: LongRowLog
 
 
-def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
+def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool) -> None:
     """Write both halves and report.json into `folder` and sync them. Memory use does not grow with the data.
 
-    Raises ConfigError when the data has changed since the plan's key was computed.
+    Much data is encoded by several processes, and what they have done stays in `shards` for another try. Raises
+    ConfigError when the data has changed since the plan's key was computed, or when the disk has no room.
     """
     started = time.perf_counter()
-    _check_room(plan, folder)
-    written = _write_halves(plan, folder, show_progress)
+    blocks_bytes, shards_bytes = _estimate(plan)
+    sharded = shards_bytes >= SHARDED_FROM
+    _check_room(plan, folder, blocks_bytes + shards_bytes * sharded)
+    written = _write_halves(plan, folder, show_progress, shards if sharded else None)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)
     plan.hashes.refuse_changed()
@@ -136,7 +150,7 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         "path": redact(plan.cfg.path),
         "format": str(plan.cfg.format),
         "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
-        "found": _found(plan),
+        "found": found_in_words(plan.corpus, plan.cfg, plan.tokenizer),
         "seq_len": plan.seq_len,
         "train": counts["train"],
         "held_out": counts.get("held_out"),
@@ -152,13 +166,13 @@ def write_blocks(plan: Plan, folder: Path, *, show_progress: bool) -> None:
         os.fsync(file.fileno())
 
 
-def _found(plan: Plan) -> str:
+def found_in_words(corpus: Corpus | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say what the data is and how its rows become text, for the header and the report."""
-    parts = [plan.corpus.found, describe(plan.cfg, plan.tokenizer)] if plan.corpus else []
+    parts = [corpus.found, describe(cfg, tokenizer)] if corpus else []
     return "; ".join(part for part in parts if part)
 
 
-def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
+def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | None) -> _Written:
     names = HALVES if plan.evaluates else HALVES[:1]
     held_out_by = "documents" if plan.divides else "data.eval_path" if plan.held_out else None
     bad_rows, empty = BadRowLog(plan.cfg.on_bad_row), 0
@@ -173,7 +187,7 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool) -> _Written:
         if plan.corpus is None:
             _write_synthetic(plan, writers)
         else:
-            empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress)
+            empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress, shards)
         counts = {name: writer.close() for name, writer in writers.items()}
         return _Written(counts, empty, bad_rows, held_out_by, _long_rows(writers))
 
@@ -190,23 +204,30 @@ def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
         if characters >= SAMPLE_CHARACTERS:
             break
     examples = encode(first, plan.cfg, plan.tokenizer, bad_rows)
-    return [(d, 0 if e is None else len(e.ids)) for d, e in zip(first, examples, strict=True)]
+    return [(d, sum(len(one.ids) for one in each)) for d, each in zip(first, examples, strict=True)]
 
 
-def _check_room(plan: Plan, folder: Path) -> None:
-    """Raise ConfigError when the disk of `folder` has far too little room for the blocks, judged by first documents."""
-    needed = 0.0
+def _estimate(plan: Plan) -> tuple[float, float]:
+    """Return the bytes that the blocks and the shards will take on the disk, judged by first documents."""
+    blocks = shards = 0.0
     for corpus in filter(None, (plan.corpus, plan.held_out)):
         sample = _sample(plan, corpus)
         size = sum(document.size for document, _ in sample)
         if size:
-            needed += corpus.total / size * sum(_bytes_of(plan, length) for _, length in sample)
+            times = corpus.total / size
+            blocks += times * sum(_bytes_of(plan, length) for _, length in sample)
+            shards += times * SHARD_BYTES_PER_TOKEN * sum(length for _, length in sample)
+    return blocks, shards
+
+
+def _check_room(plan: Plan, folder: Path, needed: float) -> None:
+    """Raise ConfigError when the disk of `folder` has far too little room."""
     free = shutil.disk_usage(folder).free
     if SURE * needed > free:
         raise ConfigError(
             f"data.cache_dir={plan.cfg.cache_dir} has {format_size(free)} free, and the blocks of "
-            f"data.path={redact(plan.cfg.path)} need about {format_size(needed)}: free some, or name a cache folder on "
-            "a disk with more room"
+            f"data.path={redact(plan.cfg.path)} need about {format_size(needed)} while they are written: free some, or "
+            "name a cache folder on a disk with more room"
         )
 
 
@@ -295,31 +316,74 @@ def _write_documents(
     writers: dict[str, BlockWriter],
     bad_rows: BadRowLog,
     show_progress: bool,
+    shards: Path | None = None,
 ) -> int:
-    """Encode and write all documents; return how many were empty."""
+    """Encode and write all documents; return how many were empty. `shards`: where several processes leave theirs."""
     empty = 0
     total = corpus.total + (plan.held_out.total if plan.held_out else 0)
-    with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-        task = progress.add_task("tokenising", total=total)
-        from_corpus = _from_corpus(corpus, is_held_out, bad_rows)
-        for batch in _batches(chain(from_corpus, _from_held_out(plan, bad_rows))):
-            filled = [document for _, document in batch if document.content]
-            empty += len(batch) - len(filled)
-            examples = iter(encode(filled, plan.cfg, plan.tokenizer, bad_rows))
+    with _Progress(total, in_bytes=corpus.kind != "hub", shown=show_progress) as progress:
+        batches = _batches(chain(_from_corpus(corpus, is_held_out, bad_rows), _from_held_out(plan, bad_rows)))
+        for batch, found in (
+            _encoded(batches, plan, bad_rows)
+            if shards is None
+            else encoded(batches, plan.cfg, plan.tokenizer, shards, bad_rows)
+        ):
+            empty += sum(not document.content for _, document in batch)
+            examples = iter(found)
             for half, document in batch:
                 if document.starts:  # an empty piece too: the next one is not of the document before
                     writers[half].begin()
-                example = next(examples) if document.content else None
-                if example is not None:
-                    ends = document.ends and not document.goes_on
-                    writers[half].add(example.ids, example.trained, ends=ends, origin=document.origin)
+                ends = document.ends and not document.goes_on
+                writers[half].add_all(next(examples) if document.content else [], ends, document.origin)
             for writer in writers.values():
                 writer.flush()
             plan.hashes.advance()
-            progress.advance(task, sum(document.size for _, document in batch))
+            progress.advance(sum(document.size for _, document in batch))
         bad_rows.check()
-        progress.update(task, completed=total)
     return empty
+
+
+def _encoded(
+    batches: Iterator[Batch], plan: Plan, bad_rows: BadRowLog
+) -> Iterator[tuple[Batch, list[list[Example]]]]:
+    """Yield each batch with the examples of its documents, encoded here."""
+    for batch in batches:
+        filled = [document for _, document in batch if document.content]
+        yield batch, encode(filled, plan.cfg, plan.tokenizer, bad_rows)
+
+
+class _Progress:
+    """A bar with rate and time left; where nobody watches a terminal, a line every TOLD_EVERY_S."""
+
+    def __init__(self, total: int, *, in_bytes: bool, shown: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._shown, self._total, self._in_bytes = shown, total, in_bytes
+        rate = TransferSpeedColumn() if in_bytes else TextColumn("{task.completed:,.0f} rows")
+        left = (TextColumn("left:"), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rate, *left)
+        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        self._task = self._bar.add_task("tokenising", total=total)
+        self._started = self._told = time.monotonic()
+        self._done = 0
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._bar.update(self._task, completed=self._total)
+        self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        self._bar.advance(self._task, count)
+        now = time.monotonic()
+        if self._shown and not self._console.is_terminal and now - self._told >= TOLD_EVERY_S and self._done:
+            self._told, rate = now, self._done / (now - self._started)
+            speed = f"{format_size(rate)}/s" if self._in_bytes else f"{rate:,.0f} rows/s"
+            left = (self._total - self._done) / rate
+            self._console.print(f"tokenising: {self._done / self._total:.0%}, {speed}, {left:,.0f} s left")
 
 
 def _advancing(documents: Iterator[Document], plan: Plan) -> Iterator[Document]:
@@ -354,8 +418,8 @@ def _from_held_out(plan: Plan, bad_rows: BadRowLog) -> Iterator[tuple[str, Docum
         yield from (("held_out", document) for document in plan.held_out.read(bad_rows))
 
 
-def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    batch: list[tuple[str, Document]] = []
+def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[Batch]:
+    batch: Batch = []
     characters = 0
     for item in items:
         batch.append(item)
@@ -388,7 +452,7 @@ def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
             start += count
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     identity: dict[str, Any] = {"ids": ids, "chat_template": tokenizer.chat_template}
     if tokenizer.is_fast:

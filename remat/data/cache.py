@@ -10,6 +10,7 @@ lock: then both use what the first one has built.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -25,10 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact_text
+from remat.config.validation import of_source
 from remat.data.blocks import Blocks
 from remat.data.build import Plan, make_plan, write_blocks
 from remat.data.files import Hashes
+from remat.data.mixture import Mixture, mixed_report
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
+from remat.data.streaming import open_stream
 from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, labelled
 
@@ -40,6 +44,11 @@ class Splits(NamedTuple):
     train: Blocks
     held_out: Blocks | None
     report: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Return the name of the data, the tokenizer and the block length, which changes with each of them."""
+        return str(self.report["key"])
 
     @property
     def context(self) -> int:
@@ -76,6 +85,70 @@ def open_blocks(
     that cannot be used, rows that are refused as too long, a cache that cannot be written, and nodes with other data
     than rank 0's. Collective.
     """
+    options: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
+    options |= {"show_progress": show_progress, "on_progress": on_progress}
+    if cfg.streaming:
+        return _open_stream(cfg, tokenizer, seq_len, seed, on_progress)
+    return _open_mixture(cfg, options) if cfg.mix else _open_source(cfg, **options)
+
+
+def _open_stream(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    seed: int,
+    on_progress: Callable[[], None],
+) -> Splits:
+    """Open a stream on every rank; raise ConfigError on all of them where one sees other data. Collective."""
+    found: list[Splits] = []
+
+    def prepare(advance: Callable[[], None]) -> str:
+        found.append(Splits(*open_stream(cfg, tokenizer=tokenizer, seq_len=seq_len, seed=seed)))
+        return found[0].key
+
+    keys = distributed.while_some_work(prepare, on_progress)
+    if len(set(keys)) > 1:
+        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        raise ConfigError(
+            f"data.path={cfg.path} is other data on rank {other} than on rank 0: give every node the same"
+        )
+    _refuse_long(found[0].report, cfg)
+    return found[0]
+
+
+def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
+    """Open the sources one after another, each with a cache of its own, and mix them."""
+    found: dict[str, Splits] = {}
+    for name, source in cfg.sources().items():
+        try:
+            found[name] = _open_source(source, **options)
+        except ConfigError as error:
+            raise ConfigError(of_source(name, f"data.mix.{name}: {error}")) from error
+    weights = {name: given.weight for name, given in cfg.mix.items()}
+    try:
+        train = Mixture({name: splits.train for name, splits in found.items()}, weights)
+    except ValueError as error:
+        raise ConfigError(
+            "data.mix joins plain text and rows, whose blocks only data.packing=documents makes alike, and this model "
+            "cannot keep documents apart: mix sources of one kind, or choose another model"
+        ) from error
+    halves = {name: splits.held_out for name, splits in found.items() if splits.held_out is not None}
+    held_out = Mixture(halves) if halves else None
+    parts = {name: [splits.key, weights[name]] for name, splits in found.items()}
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    report = mixed_report({name: splits.report for name, splits in found.items()}, train)
+    return Splits(train, held_out, report | {"key": key})
+
+
+def _open_source(
+    cfg: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    seed: int,
+    show_progress: bool,
+    on_progress: Callable[[], None],
+) -> Splits:
     root = Path(cfg.cache_dir).expanduser()
 
     def prepare(advance: Callable[[], None]) -> tuple[str, str]:
@@ -131,6 +204,8 @@ def _looks(root: Path) -> bool:
 
 def summary(report: dict[str, Any]) -> str:
     """Describe the documents of a `Splits.report`: "40 documents, 3 cut at train.seq_len (...), 1 dropped (...)"."""
+    if sources := report.get("sources"):
+        return "; ".join(f"{name}: {summary(source)}" for name, source in sources.items())
     total = _total(report)
     documents, cut, dropped = (
         total[name] for name in ("documents", "truncated_documents", "dropped_documents")
@@ -139,7 +214,12 @@ def summary(report: dict[str, Any]) -> str:
     synthetic = report["source"] == DataSource.synthetic  # blocks of nothing but tokens
     by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
     parts = [
+        "of the first window and what is held out:" * report.get("streamed", False),
         f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
+        f"{total['rows_more']} rows more, because the chat template rewrites earlier turns: each turn that it rewrites "
+        "is trained in a row of its own (data.rewritten_turns=each)" * bool(total["rows_more"]),
+        f"{total['turns_left_out']} turns not trained, which the chat template rewrites (data.rewritten_turns=last)"
+        * bool(total["turns_left_out"]),
         f"{cut} cut at train.seq_len" * bool(cut),
         f"{total['long_documents']} left out as longer than train.seq_len" * bool(total["long_documents"]),
         f"{dropped} dropped (no trained token left)" * bool(dropped),
@@ -152,6 +232,9 @@ def summary(report: dict[str, Any]) -> str:
 
 def loss_of_tokens(report: dict[str, Any]) -> str:
     """Say how many rows of a `Splits.report` were too long and what of them is not trained; "" when none was."""
+    if sources := report.get("sources"):
+        lost = {name: loss_of_tokens(source) for name, source in sources.items()}
+        return "\n".join(of_source(name, f"data.mix.{name}: {text}") for name, text in lost.items() if text)
     total = _total(report)
     cut, left_out = total["truncated_documents"], total["long_documents"]
     if not cut + left_out:
@@ -172,19 +255,25 @@ def _total(report: dict[str, Any]) -> dict[str, int]:
 
 def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     report = json.loads((folder / "report.json").read_text())
-    bad_rows, too_long = report["bad_rows"], report["long_rows"]
+    bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
+    _refuse_long(report, cfg)
+    held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
+    train = Blocks.open(folder, "train", seq_len)
+    found = Splits(train, held_out, {**report, "folder": str(folder), "key": folder.name})
+    return found.documents_apart() if cfg.packing is Packing.documents else found
+
+
+def _refuse_long(report: dict[str, Any], cfg: DataConfig) -> None:
+    too_long = report["long_rows"]
     if too_long["first"] and cfg.long_rows is LongRows.refuse:
         listed = "\n".join(f"  {row}" for row in too_long["first"])
         raise ConfigError(
             f"data.long_rows=refuse, and {_total(report)['truncated_documents']} rows are longer than "
-            f"train.seq_len={seq_len}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
+            f"train.seq_len={report['seq_len']}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
             "data.long_rows=cut or drop, which count and show what is lost"
         )
-    held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
-    found = Splits(Blocks.open(folder, "train", seq_len), held_out, {**report, "folder": str(folder)})
-    return found.documents_apart() if cfg.packing is Packing.documents else found
 
 
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
@@ -212,10 +301,13 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
         _remove_dead(folder)
         temporary = folder.with_name(f"{folder.name}.tmp-{current_process().label()}-{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
+        shards = folder.with_name(f"{folder.name}.shards")
         try:
-            write_blocks(plan, temporary, show_progress=show_progress)
+            write_blocks(plan, temporary, shards, show_progress=show_progress)
             _publish(temporary, folder)
+            shutil.rmtree(shards, ignore_errors=True)
         except ConfigError as error:
+            shutil.rmtree(shards, ignore_errors=True)  # the data will be other data
             # The random id tells this failure from the same one in an earlier run.
             failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
             raise

@@ -30,6 +30,7 @@ FOLDER = "hashes"  # in the cache
 VERSION = 1
 READ_BYTES = 8 * 1024**2
 READERS = 4
+SKETCHED_BYTES = 64 * 1024  # of the beginning and of the end of a file
 SETTLED_S = (
     2.0  # a file changed less than this ago may change again in the same tick of its file system's clock
 )
@@ -273,6 +274,19 @@ class Hashes:
         assert self._memory is not None
         name = hashlib.sha256(str(Path(named).expanduser().absolute()).encode()).hexdigest()
         return self._memory / FOLDER / f"{name[:32]}.json"
+
+
+class Sketches(Hashes):
+    """Identity of files that are too large to read twice: name, size, and a hash of their first and last bytes."""
+
+    def of(self, files: list[SourceFile], named: str) -> list[str]:
+        return [f"{file.name} {file.size_bytes} {self._sketch(file)}" for file in files]
+
+    def _sketch(self, file: SourceFile) -> str:
+        with file.path.open("rb") as stream:
+            ends = stream.read(SKETCHED_BYTES)
+            stream.seek(max(0, file.size_bytes - SKETCHED_BYTES))
+            return hashlib.blake2b(ends + stream.read(SKETCHED_BYTES), digest_size=32).hexdigest()
 
 
 def _signs(status: os.stat_result) -> Signs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -10,36 +11,67 @@ from transformers import PreTrainedTokenizerBase
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
 from remat.data.formats import check_template, needs_template
-from remat.data.sources import find_format
+from remat.data.sources import find_format, local_files
 from remat.data.tokenizer import load_tokenizer
 
 
 class FirstLook(NamedTuple):
-    """The format of the rows, every problem, each with option, value and remedy, and the tokenizer if it loads."""
+    """The data with the format of its rows, every problem with option, value and remedy, and the tokenizer if any."""
 
-    data_format: DataFormat
+    data: DataConfig
     problems: list[str]
     tokenizer: PreTrainedTokenizerBase | None
 
 
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
     """Look for the files of `data` and at their first rows, and load the tokenizer. Reads no more than that."""
-    problems: list[str] = []
-    data_format, tokenizer = data.format, None
-    try:
-        data_format = _format_of(data)
-        problems += validation.data_problems(replace(data, format=data_format))
-    except ConfigError as error:
-        problems.append(str(error))
-    except OSError as error:
-        problems.append(f"data.path={data.path} cannot be read: {error}")
+    problems, tokenizer = list[str](), None
+    formats: dict[str, DataFormat] = {}
+    for name, source in data.sources().items():
+        try:
+            formats[name] = _format_of(source)
+        except ConfigError as error:
+            problems.append(_of(name, error))
+        except OSError as error:
+            problems.append(_of(name, f"data.path={source.path} cannot be read: {error}"))
+    data = _with_formats(data, formats)
+    if not problems:
+        problems += validation.data_problems(data) + _named_twice(data)
     try:
         tokenizer = load_run_tokenizer(data, model)
-        if needs_template(replace(data, format=data_format)):
+        if any(map(needs_template, data.sources().values())):
             check_template(tokenizer)
     except ConfigError as error:
         problems.append(str(error))
-    return FirstLook(data_format, problems, tokenizer)
+    return FirstLook(data, problems, tokenizer)
+
+
+def _of(name: str, told: object) -> str:
+    return validation.of_source(name, f"data.mix.{name}: {told}" if name else str(told))
+
+
+def _with_formats(data: DataConfig, formats: dict[str, DataFormat]) -> DataConfig:
+    if not data.mix:
+        return replace(data, format=formats.get("", data.format))
+    return replace(
+        data, mix={name: replace(given, format=formats.get(name)) for name, given in data.mix.items()}
+    )
+
+
+def _named_twice(data: DataConfig) -> list[str]:
+    """Return which files two sources of a mixture have in common: what one holds out the other could train."""
+    owners: dict[Path, str] = {}
+    found = []
+    for name, source in data.sources().items() if data.mix else ():
+        for option in ("path", "eval_path"):
+            mine = f"data.mix.{name}.{option}"
+            found += [
+                f"{mine} and {owners[file]} both name {file}: one may hold out what the other trains; name it in one "
+                "source, with a larger weight"
+                for file in sorted(local_files(source, getattr(source, option), mine))
+                if owners.setdefault(file, mine) != mine
+            ]
+    return found[:5]
 
 
 def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:

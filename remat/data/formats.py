@@ -9,7 +9,8 @@ In a rendered chat what is trained is found as spans of characters, which the to
 are two ways to find the spans:
 1. the template marks the assistant's with {% generation %} ... {% endgeneration %};
 2. the conversation is rendered up to each turn and with it. This holds only if each of these texts is a prefix of the
-   whole; a template that rewrites earlier turns breaks it, and then nothing is trained at all.
+   whole. A template that rewrites earlier turns, as Qwen3's drops what they thought, breaks it: then a turn is trained
+   in a row of its own, the conversation up to it, which is what the model sees when it answers there.
 
 transformers' `apply_chat_template(return_assistant_tokens_mask=True)` is not used: in 5.23 it drops every later turn,
 or trains to the end of the chat, when a span begins or ends with a space that the tokenizer strips.
@@ -25,7 +26,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat
+from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.chats import Chat
 from remat.data.rows import BadRowLog, Document, Instruction, Pair
 
@@ -50,39 +51,43 @@ ALPACA_WITHOUT_INPUT = (
 
 
 class Example(NamedTuple):
-    """Tokens of one document: `ids` int32 [length], and `trained` bool [length] or None for all."""
+    """Tokens of one row of training: `ids` int32 [length], and `trained` bool [length] or None for all.
+
+    `turns_left_out` are those of its chat that data.rewritten_turns=last leaves untrained.
+    """
 
     ids: np.ndarray
     trained: np.ndarray | None = None
+    turns_left_out: int = 0
+
+
+class Rendered(NamedTuple):
+    """A chat, or its beginning, as text; the spans of characters that are trained; and `Example.turns_left_out`."""
+
+    text: str
+    spans: Spans
+    turns_left_out: int = 0
 
 
 def encode(
     documents: list[Document], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
-) -> list[Example | None]:
-    """Return one Example per document; None for a chat that the template refuses, which is then in `bad_rows`.
+) -> list[list[Example]]:
+    """Return the examples of each document: none for a chat that the template refuses, which is then in `bad_rows`.
 
-    Raises ConfigError when the chat template makes it impossible to tell what is trained from the rest.
+    A chat is several where the template rewrites earlier turns. Raises ConfigError when the chat template makes it
+    impossible to tell what is trained from the rest.
     """
     if cfg.format == DataFormat.plain:
-        return _plain(documents, tokenizer)
+        return [[example] for example in _plain(documents, tokenizer)]
     forms = [_form(document, cfg, tokenizer) for document in documents]
     chats = [
         (form, document.origin)
         for form, document in zip(forms, documents, strict=True)
         if isinstance(form, Chat)
     ]
-    from_chats = iter(
-        encode_chats(chats, tokenizer, bad_rows, with_end=cfg.train_on_end_token) if chats else []
-    )
+    from_chats = iter(encode_chats(chats, tokenizer, bad_rows, cfg) if chats else [])
     from_pairs = iter(_pairs([form for form in forms if isinstance(form, Pair)], cfg, tokenizer))
-    found: list[Example | None] = []
-    for form in forms:
-        if isinstance(form, Pair):
-            found.append(next(from_pairs))
-        else:
-            chat = next(from_chats)
-            found.append(None if chat is None else Example(*chat))
-    return found
+    return [[next(from_pairs)] if isinstance(form, Pair) else next(from_chats) for form in forms]
 
 
 def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -99,6 +104,8 @@ def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
         found["train_on_roles"] = "all" if roles is None else sorted(roles)
     if not cfg.train_on_end_token:
         found["train_on_end_token"] = False
+    if cfg.rewritten_turns is not RewrittenTurns.each:
+        found["rewritten_turns"] = str(cfg.rewritten_turns)
     return found
 
 
@@ -178,7 +185,7 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] if bos is not None and dressed[:1] == [bos] and bare[:1] != [bos] else []
 
 
-def _plain(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Example | None]:
+def _plain(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     opening, end = opening_ids(tokenizer), [tokenizer.eos_token_id]
     texts = [str(document.content) for document in documents]
     return [
@@ -212,25 +219,22 @@ def encode_chats(
     chats: list[tuple[Chat, str]],
     tokenizer: PreTrainedTokenizerBase,
     bad_rows: BadRowLog,
-    *,
-    with_end: bool = True,
-) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """Return (int32 ids, bool trained) of each (chat, origin); None for a chat the template refuses.
+    cfg: DataConfig,
+) -> list[list[Example]]:
+    """Return the examples of each (chat, origin); none for a chat the template refuses.
 
-    `with_end`: the tokens that end a trained turn are trained too. Raises ConfigError when the tokenizer has no chat
-    template or no offsets, or breaks the prefix property.
+    Raises ConfigError when the tokenizer has no chat template or no offsets, or when turns cannot be told apart.
     """
     check_template(tokenizer)
-    found: list[tuple[str, Spans] | None] = []
+    found: list[list[Rendered]] = []
     for chat, origin in chats:
         try:
-            found.append(_rendered(chat, origin, tokenizer))
+            found.append(_rendered(chat, origin, tokenizer, cfg.rewritten_turns))
         except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
-            found.append(None)
-    usable = [item for item in found if item is not None]
-    encoded = iter(_tokens(usable, tokenizer, with_end))
-    return [None if item is None else next(encoded) for item in found]
+            found.append([])
+    encoded = iter(_tokens([one for each in found for one in each], tokenizer, cfg.train_on_end_token))
+    return [[next(encoded) for _ in each] for each in found]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -254,77 +258,123 @@ def needs_template(cfg: DataConfig) -> bool:
     return by_name or (cfg.format is DataFormat.alpaca and cfg.alpaca_prompt is AlpacaPrompt.template)
 
 
-def _rendered(chat: Chat, origin: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans]:
-    """Return the whole text, and the spans of characters in it that are trained."""
+def _rendered(
+    chat: Chat, origin: str, tokenizer: PreTrainedTokenizerBase, rewritten: RewrittenTurns
+) -> list[Rendered]:
+    """Return the texts that the turns of `chat` are trained in: one, unless the template rewrites earlier turns."""
     template = tokenizer.get_chat_template(tools=chat.tools)
     if not GENERATION.search(template):
-        return _by_prefixes(chat, chat.trained, origin, tokenizer)
+        return _by_prefixes(chat, chat.trained, origin, tokenizer, rewritten)
     variables: dict[str, Any] = {"tools": chat.tools, "chat_template": template, **tokenizer.special_tokens_map}
     rendered: Any = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **variables)
     (text,), (marked,) = rendered
     said = [message["role"] == "assistant" for message in chat.messages]
     if chat.trained == said:
-        return text, marked
+        return [Rendered(text, marked)]
     if len(marked) != sum(said):  # a turn may have several marked spans, or none: which is whose is not known
-        return _by_prefixes(chat, chat.trained, origin, tokenizer)
+        return _by_prefixes(chat, chat.trained, origin, tokenizer, rewritten)
     owners = [place for place, is_said in enumerate(said) if is_said]
     spans = [span for span, place in zip(marked, owners, strict=True) if chat.trained[place]]
     others = [trained and not is_said for trained, is_said in zip(chat.trained, said, strict=True)]
-    return text, [*spans, *(_by_prefixes(chat, others, origin, tokenizer)[1] if any(others) else [])]
+    if not any(others):
+        return [Rendered(text, spans)]
+    *more, last = _by_prefixes(chat, others, origin, tokenizer, rewritten)
+    if last.text == text:
+        return [*more, last._replace(spans=[*spans, *last.spans])]
+    return [*more, last, Rendered(text, spans)]
 
 
 def _by_prefixes(
-    chat: Chat, trained: list[bool], origin: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, Spans]:
-    """Return the whole text and the spans of `trained` turns.
+    chat: Chat,
+    trained: list[bool],
+    origin: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rewritten: RewrittenTurns,
+) -> list[Rendered]:
+    """Return the whole chat and the spans of `trained` turns in it.
 
-    The assistant's begin behind its generation prompt; those of others, and a first turn, where another content in
-    their place would begin, or with the turn where the template does more with it. All go to the end of the turn.
+    A turn that the template renders otherwise once others follow is trained in the chat up to a turn where it still
+    is what the model said; or, with RewrittenTurns.last, not at all.
     """
-
-    def render(messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        if not messages:
-            return ""
-        text = tokenizer.apply_chat_template(
-            messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return str(text)
-
-    def find_content(place: int, earliest: int) -> int | None:
-        """Return where the content of a turn begins, by another content in its place; None if that changes more."""
-        probe = render([*chat.messages[:place], {**chat.messages[place], "content": PROBE}])
-        at = probe.find(PROBE, earliest)
-        return at if at >= 0 and whole.startswith(probe[:at]) else None
-
-    whole = render(chat.messages)
-    spans: Spans = []
-    for place, message in enumerate(chat.messages):
-        if not trained[place]:
-            continue
-        by_assistant = message["role"] == "assistant" and place > 0  # nothing comes before a first turn
-        before, after = render(chat.messages[:place], prompt=by_assistant), render(chat.messages[: place + 1])
-        if not after.startswith(before) or not whole.startswith(after):
+    places = [place for place, is_trained in enumerate(trained) if is_trained]
+    prefix = _Prefixes(chat, tokenizer)
+    found: list[Rendered] = []
+    last = len(chat.messages)
+    while places:
+        whole = prefix.render(last)
+        spans = {place: prefix.span(place, whole) for place in places}
+        if spans[places[-1]] is None and last == places[-1] + 1:
             raise ConfigError(
-                f"data.format: in {origin} the tokens of {message['role']} message {place + 1} cannot be told from the "
-                "others, because the tokenizer's chat template renders earlier turns differently once others "
-                f"follow, or opens the assistant's turn otherwise than its generation prompt. {REMEDY}"
+                f"data.format: in {origin} the tokens of {chat.messages[places[-1]]['role']} message {places[-1] + 1} "
+                "cannot be told from the others, because the tokenizer's chat template opens that turn otherwise than "
+                f"its generation prompt. {REMEDY}"
             )
-        begin = len(before) if by_assistant else find_content(place, len(before))
-        if begin is None and place == 0:
+        kept = [span for span in spans.values() if span is not None]
+        if kept:
+            found.append(Rendered(whole, kept))
+        places = [place for place, span in spans.items() if span is None]
+        if places and found and rewritten is RewrittenTurns.last:
+            found[0] = found[0]._replace(turns_left_out=len(places))
+            break
+        last = places[-1] + 1 if places else 0
+    return found[::-1]
+
+
+class _Prefixes:
+    """The beginnings of a chat as its template renders them."""
+
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._chat, self._tokenizer = chat, tokenizer
+        self._known: dict[tuple[int, bool], str] = {}
+
+    def render(self, count: int, prompt: bool = False) -> str:
+        """Return the first `count` messages as text, with the prompt for an answer behind them if asked."""
+        if (count, prompt) not in self._known:
+            self._known[count, prompt] = self._text(self._chat.messages[:count], prompt)
+        return self._known[count, prompt]
+
+    def span(self, place: int, whole: str) -> tuple[int, int] | None:
+        """Return the characters of `whole` that turn `place` is; None where it is not in it as it was said.
+
+        An assistant's turn begins behind its generation prompt; that of others, and a first turn, where another
+        content in its place would begin, or with the turn where the template does more with it. All go to the end of
+        the turn.
+        """
+        message = self._chat.messages[place]
+        by_assistant = message["role"] == "assistant" and place > 0  # nothing comes before a first turn
+        before, after = self.render(place, prompt=by_assistant), self.render(place + 1)
+        continues = after.startswith(before)
+        if not whole.startswith(after) or (by_assistant and not continues):
+            return None
+        if by_assistant:
+            return len(before), len(after)
+        probe = self._text([*self._chat.messages[:place], {**message, "content": PROBE}])
+        at = probe.find(PROBE, len(before) if continues else 0)
+        if at >= 0 and whole.startswith(probe[:at]):
+            return at, len(after)
+        if not continues:
+            return None
+        if place == 0:
             raise TemplateError(
                 f"its first turn is {message['role']}'s, whose content cannot be told from what the template adds"
             )
-        spans.append((len(before) if begin is None else begin, len(after)))
-    return whole, spans
+        return len(before), len(after)
+
+    def _text(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        if not messages:
+            return ""
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=self._chat.tools, tokenize=False, add_generation_prompt=prompt
+            )
+        )
 
 
-def _tokens(
-    rendered: list[tuple[str, Spans]], tokenizer: PreTrainedTokenizerBase, with_end: bool
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _tokens(rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, with_end: bool) -> list[Example]:
     if not rendered:
         return []
     encoded = tokenizer(
-        [text for text, _ in rendered],
+        [each.text for each in rendered],
         add_special_tokens=False,  # the template writes them
         return_offsets_mapping=True,
         return_attention_mask=False,
@@ -333,7 +383,7 @@ def _tokens(
     )
     special = np.array(sorted(_special_ids(tokenizer)))
     result = []
-    for (text, spans), ids, offsets in zip(
+    for (text, spans, left_out), ids, offsets in zip(
         rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         places, tokens = np.array(offsets).reshape(-1, 2), np.array(ids, dtype=np.int32)
@@ -344,7 +394,7 @@ def _tokens(
             mask = np.zeros(len(tokens), dtype=bool)
             for span in spans:
                 mask |= without_end(trained_mask(places, [span]), is_special, places, text)
-        result.append((tokens, mask))
+        result.append(Example(tokens, mask, left_out))
     return result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,8 +33,11 @@ class ReadAhead:
         """Samples consumed since the start; those only read ahead do not count."""
         return self._batches.position
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         return self._batches.state()
+
+    def lost(self) -> dict[str, int]:
+        return self._batches.lost()
 
     def next_step(self) -> StepBatch:
         """Return the step at `position`, and start to read the one after it."""

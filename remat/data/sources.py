@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -58,21 +60,29 @@ LONGEST_LINE_BYTES = 1024**2
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%+-]+)?")
 
 
+Part = Callable[[BadRowLog], Iterator[Document]]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Documents that can be read more than once. `total` is in bytes of files, or rows of a hub dataset.
 
     `kind` says what they are read from ("jsonl", "text", "hub"), `data_format` what their rows are, and `found` both
-    in words.
+    in words. `parts` are read one after another: a part is a file, or a piece of a hub dataset.
     """
 
-    read: Callable[[BadRowLog], Iterator[Document]]
+    parts: Sequence[Part]
     identity: Callable[[], list[str]]  # equal lists mean equal data
     total: int
     kind: str
     data_format: DataFormat
     found: str
     files: frozenset[Path] = field(default_factory=frozenset)
+
+    def read(self, bad_rows: BadRowLog) -> Iterator[Document]:
+        """Yield all documents; rows that cannot be used go to `bad_rows`."""
+        for part in self.parts:
+            yield from part(bad_rows)
 
 
 def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
@@ -110,6 +120,15 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     return _rows(cfg, files, path, option, hashes)
 
 
+def local_files(cfg: DataConfig, path: Any, option: str) -> frozenset[Path]:
+    """Return the files on this machine that `path` names; none for a dataset of the hub."""
+    if not path or cfg.source is not DataSource.files or _is_of_the_hub(cfg, path):
+        return frozenset()
+    return frozenset(
+        file.path.resolve() for file in find_files(path, option, file_type=cfg.file_type, split=cfg.split)
+    )
+
+
 def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
     if path:
         raise ConfigError(
@@ -143,13 +162,12 @@ def _is_of_the_hub(cfg: DataConfig, path: Any) -> bool:
 def _texts(files: list[SourceFile], named: Any, hashes: Hashes) -> Corpus:
     total_bytes = sum(file.size_bytes for file in files)
 
-    def read(bad_rows: BadRowLog) -> Iterator[Document]:
-        for file in files:
-            yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
+    def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
+        return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
     count = f"{len(files)} text file{'s' * (len(files) != 1)}"
     return Corpus(
-        read,
+        [partial(part, file) for file in files],
         lambda: hashes.of(files, str(named)),
         total_bytes,
         "python_stdlib" if named == "python_stdlib" else "text",
@@ -177,20 +195,17 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
         raise ConfigError(_text_has_no_rows(cfg, text))
     total_bytes = sum(file.size_bytes for file in files)
 
-    def read(bad_rows: BadRowLog) -> Iterator[Document]:
-        for file in files:
-            if file.kind.file_type is FileType.text:
-                yield from _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
-            else:
-                rows = read_rows(file, fields_read(cfg))
-                yield from _documents(rows, str(file.path), file.name, cfg, bad_rows)
+    def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
+        if file.kind.file_type is FileType.text:
+            return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
+        return _documents(read_rows(file, fields_read(cfg)), str(file.path), file.name, cfg, bad_rows)
 
     types = ", ".join(
         dict.fromkeys(" in ".join(filter(None, (file.kind.file_type, file.kind.compression))) for file in files)
     )
     count = f"{len(files)} {types} file{'s' * (len(files) != 1)}"
     return Corpus(
-        read,
+        [partial(part, file) for file in files],
         lambda: hashes.of(files, str(path)),
         total_bytes,
         "+".join(sorted({str(file.kind.file_type) for file in files})),
@@ -329,7 +344,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
 
     name, subset, split = _hub_name(cfg, path, option)
     try:
-        table = datasets.load_dataset(name, subset or None, split=split)
+        table = datasets.load_dataset(name, subset or None, split=split, streaming=cfg.streaming)
     except Exception as error:  # the library raises its own, fsspec's, the hub's and the network's errors
         local = (
             "" if cfg.source == DataSource.hub else f" There is no such file or folder in {Path.cwd()} either."
@@ -339,12 +354,14 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
             f"subset {subset or 'default'}, split {split}): {type(error).__name__}: {error}\n"
             f"Check the name, name the subset and split as NAME:SUBSET@SPLIT, or log in for a gated dataset.{local}"
         ) from error
-    if not len(table):
+    if not cfg.streaming and not len(table):
         raise ConfigError(f"{option}={path} is empty: choose another split or subset")
     where = f"{name}[{split}]"
     first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
     found = recognise_format(first, cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
+    if cfg.streaming:
+        return _streamed_hub(cfg, table, where, first, found.line)
     kept = table.select_columns([name for name in fields_read(cfg) if name in table.column_names])
 
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
@@ -357,4 +374,22 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
             return [which, *hashes.of(find_files(name, option, file_type=FileType.text), name)]
         return [f"{name}:{which} {kept._fingerprint}"]  # its own hash of the commit, the split and the columns
 
-    return Corpus(read, identity, len(kept), "hub", found.data_format, f"hub dataset, {found.line}")
+    return Corpus([read], identity, len(kept), "hub", found.data_format, f"hub dataset, {found.line}")
+
+
+def _streamed_hub(cfg: DataConfig, table: Any, where: str, first: list[tuple[str, Any]], found: str) -> Corpus:
+    """Return a hub dataset that is read while it is trained on; its files are the parts. Its size is not known."""
+
+    def part(index: int, bad_rows: BadRowLog) -> Iterator[Document]:
+        shard = table.shard(num_shards=table.num_shards, index=index) if table.num_shards > 1 else table
+        rows = (Row(f"{index}:{number}", number, without_nulls(row), 0) for number, row in enumerate(shard, 1))
+        return _documents(rows, where, f"row {index}", cfg, bad_rows)
+
+    return Corpus(
+        [partial(part, index) for index in range(table.num_shards)],
+        lambda: [where, str(table.num_shards), json.dumps(first, sort_keys=True, default=str)],
+        0,
+        "hub",
+        cfg.format,
+        f"hub dataset, {found}",
+    )

@@ -108,7 +108,7 @@ def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     height = 4.4 + max(2.4, bars) + 0.2 * len(legend) / columns
     figure = Figure(figsize=(1.35 * WIDTH_IN, height), layout="constrained")
     figure.suptitle(_heading(experiment), x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
-    (losses, trade), (memory, times) = figure.subplots(2, 2, height_ratios=(3.4, max(2.4, bars)))
+    (memory, times), (losses, trade) = figure.subplots(2, 2, height_ratios=(max(2.4, bars), 3.4))
     styles = {row.name: _line(place, theme) for place, row in enumerate(rows)}
     _losses(losses, rows, styles)
     _trade(trade, experiment, rows, styles, theme)
@@ -196,7 +196,7 @@ def _value(row: Row, of: str) -> float | None:
 
 def _beside(row: Row, size: float, of: str) -> str:
     if of == "memory":
-        return f"{size:,.4g}"
+        return f"{size:,.2f}" if size < 100 else f"{size:,.1f}"  # as in the table
     times = "" if row.ratio is None or row.baseline == row.name else f"  x {row.ratio.median:.2f}"
     return f"{size:.3g}{times}"
 
@@ -251,11 +251,12 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     best = [front for front in fronts(rows) if front]
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
     scale, unit = _scale(rows)
-    figure = Figure(figsize=(1.35 * WIDTH_IN, max(4.6, 1.6 + 0.52 * len(rows))), layout="constrained")
-    axes, words = figure.subplots(1, 2, width_ratios=(1.7, 1.0))
+    key, lines = _key(rows, {row.name for front in best for row in front}, scale, unit)
+    figure = Figure(figsize=(1.35 * WIDTH_IN, 4.6 + 0.175 * lines), layout="constrained")
+    axes, words = figure.subplots(2, 1, height_ratios=(4.6, 0.175 * lines))
     for front in best:
         across, up = zip(*((_cost(row)[0] / scale, _cost(row)[1]) for row in front), strict=True)
-        axes.plot(across, up, color=theme.green, drawstyle="steps-post", linewidth=1.4, zorder=1)
+        axes.plot(across, up, color=theme.text, alpha=0.55, drawstyle="steps-post", linewidth=1.2, zorder=1)
     numbers = {row.name: number for number, row in enumerate(rows, start=1)}
     places = {row.name: (_cost(row)[0] / scale, _cost(row)[1]) for row in timed}
     for row in timed:
@@ -273,11 +274,13 @@ def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
             linestyle="",
             zorder=3,
         )
-    axes.set_title("Memory and time; lines: what no point of the same baseline beats in both")
+    axes.set_title("Memory and time; the line joins the Pareto front")
     axes.set_xlabel(f"peak memory of a rank, {unit}")
     axes.set_ylabel("seconds per step, median and quartiles")
     axes.margins(0.12)
-    _key(words, rows, {row.name for front in best for row in front}, scale, unit, theme)
+    words.set_axis_off()
+    for place, text in zip((0.0, 0.5), key, strict=True):
+        words.text(place, 1, text, transform=words.transAxes, va="top", fontsize=8.5, color=theme.text)
     for name, offset in _free_spots(figure, axes, places).items():
         axes.annotate(
             str(numbers[name]),
@@ -313,15 +316,16 @@ def _free_spots(
     return found
 
 
-def _key(axes: Axes, rows: Sequence[Row], best: set[str], scale: int, unit: str, theme: Theme) -> None:
-    """List what the numbers stand for."""
-    axes.set_axis_off()
-    lines = []
+def _key(rows: Sequence[Row], best: set[str], scale: int, unit: str) -> tuple[list[str], int]:
+    """Return what the numbers stand for, in two columns of text, and the lines of the longer one."""
+    entries = []
     for number, row in enumerate(rows, start=1):
-        name = textwrap.fill(f"{number}  {row.name}", 44, subsequent_indent="    ")
+        name = textwrap.fill(f"{number}  {row.name}", 72, subsequent_indent="    ")
         if row.step is None or row.peak_bytes is None:
-            lines.append(f"{name}\n    {row.status}")
+            entries.append(f"{name}\n    {row.status}")
             continue
         mark = ", on the Pareto front" if row.name in best else ""
-        lines.append(f"{name}\n    {row.peak_bytes / scale:,.4g} {unit}, {row.step.median:.3g} s{mark}")
-    axes.text(0, 1, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=8.5, color=theme.text)
+        entries.append(f"{name}\n    {row.peak_bytes / scale:,.4g} {unit}, {row.step.median:.3g} s{mark}")
+    half = (len(entries) + 1) // 2
+    columns = ["\n".join(entries[:half]), "\n".join(entries[half:])]
+    return columns, max(text.count("\n") + 1 for text in columns)

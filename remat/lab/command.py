@@ -91,7 +91,7 @@ def write(
 
 def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Sequence[Path]) -> None:
     """Print the table, how many results are new, and where the files are."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     table.show(chosen, rows, console)
     known = sum(result.ran for result in outcome.results) - outcome.launched
     if known and not outcome.launched:
@@ -99,4 +99,4 @@ def tell(chosen: Experiment, outcome: Outcome, rows: Sequence[Row], paths: Seque
     elif known:
         console.print(f"{outcome.launched} launched now, {known} from before (--fresh runs them again)")
     for path in paths:
-        console.print(str(launch.from_here(path)), highlight=False, soft_wrap=True)
+        console.print(str(launch.from_here(path)), soft_wrap=True)

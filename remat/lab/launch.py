@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.config import compose
 from remat.lab import measure
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Point
@@ -120,8 +119,7 @@ def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
     ]
     options = ["--log-dir", str(slot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
-    script = str(compose.ROOT / "train.py")  # named, so that --config-dir is read as its option
-    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, script, *words], slot.logs, place)
+    code = _run([sys.executable, "-m", "remat.cli", "launch", *options, *words], slot.logs, place)
     text = "\n".join(path.read_text(errors="replace") for path in sorted(slot.logs.glob("*.log")))
     end, found = measure.ended(code, text), None
     if end.status == FINISHED:
@@ -139,7 +137,7 @@ def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
         words=end.words,
         exit_code=code,
         seconds=round(time.monotonic() - began, 1),
-        command=f"remat launch --num_gpus {ranks} train.py {' '.join(words)}",
+        command=f"remat launch --num_gpus {ranks} {' '.join(words)}",
         env=_env(slot.run) | place.hardware,
         measured=found,
     )

@@ -30,7 +30,7 @@ def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
     console.print(title(experiment), style="bold")
     for text in (experiment.question, experiment.reduction):
         if text:
-            console.print(text, highlight=False)
+            console.print(text)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for number, heading in enumerate(headings(rows)):
         table.add_column(heading, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
@@ -38,7 +38,7 @@ def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
         table.add_row(*cells(row, rows), style=None if row.step else "red")
     console.print(table)
     for text in notes(rows):
-        console.print(text, highlight=False)
+        console.print(text)
 
 
 def title(experiment: Experiment) -> str:

@@ -20,11 +20,18 @@ RUNNER_VALUES = {
 }  # fmt: skip
 KINDS = {"--module": "module", "--no_python": "program"}
 OWN = {"--log-dir", "--grace-s"}
+OF_TRAINING = {
+    "--config-dir",
+    "-cd",
+    "--cfg",
+    "-c",
+    "--version",
+}  # what the words of remat.train may begin with
 REFUSED = {
     "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
     "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",
 }
-OWN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
+OWN_MODULE, OWN_SCRIPT = "remat.train", Path(__file__).resolve().parents[2] / "train.py"
 USUAL_HOSTFILE = Path("/job/hostfile")  # which the deepspeed runner reads unasked
 GRACE_S = 600.0  # a save of a large state to a shared disk
 
@@ -52,7 +59,9 @@ class LaunchWords:
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks run this package's own train.py."""
+        """Whether the ranks run this package's own training."""
+        if self.kind == "module":
+            return self.target == OWN_MODULE
         return self.kind == "script" and Path(self.target).resolve() == OWN_SCRIPT
 
     @property
@@ -70,7 +79,7 @@ class LaunchWords:
 
 
 def parse(argv: list[str]) -> LaunchWords:
-    """Options stand before the script; without a script it is train.py. ConfigError for an option nobody knows."""
+    """Options stand before the script; without one it is remat.train. ConfigError for an option nobody knows."""
     runner: list[str] = []
     own: dict[str, str] = {}
     kind = "script"
@@ -78,6 +87,9 @@ def parse(argv: list[str]) -> LaunchWords:
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
         name, _, value = word.partition("=")
+        if name in OF_TRAINING:
+            rest.insert(0, word)
+            break
         if name in KINDS:
             kind = KINDS[name]
         elif name in RUNNER_FLAGS:
@@ -92,8 +104,8 @@ def parse(argv: list[str]) -> LaunchWords:
                 runner += [name, value]
         else:
             raise ConfigError(_unknown(name))
-    if kind == "script" and (not rest or ("=" in rest[0] and not Path(rest[0]).exists())):
-        rest.insert(0, str(_train_py()))
+    if kind == "script" and (not rest or rest[0][0] == "-" or ("=" in rest[0] and not Path(rest[0]).exists())):
+        kind, rest = "module", [OWN_MODULE, *rest]
     if not rest:
         raise ConfigError(f"remat launch: which {kind}? Say its name after the options")
     if kind == "script" and not Path(rest[0]).exists():
@@ -116,9 +128,3 @@ def _unknown(name: str) -> str:
     )
     hint = f": did you mean {close[0]}?" if close else "."
     return f"{name} is no option of remat launch or of the deepspeed runner{hint} The script's options follow its name"
-
-
-def _train_py() -> Path:
-    """train.py of this folder, or of the repository this package was installed from."""
-    here = Path("train.py")
-    return here if here.exists() else OWN_SCRIPT

@@ -27,7 +27,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
+from remat.config.options import OptimName
+
+BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "async_io": "AsyncIOBuilder",
+    "pin_memory": "PinMemoryBuilder",
+}
 LINKED_TO = {"async_io": ["pin_memory"]}  # op -> ops whose symbols it needs when it is loaded
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
@@ -57,11 +64,13 @@ def use_environment_folder() -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
-def needed(optimizer_device: str | None, param_device: str | None) -> list[str]:
+def needed(
+    optimizer_device: str | None, param_device: str | None, optimizer: OptimName = OptimName.adamw
+) -> list[str]:
     """Return the ops a memory strategy needs, given where it puts optimizer state and parameters (None, cpu, nvme)."""
     ops = []
     if optimizer_device:
-        ops.append("cpu_adam")
+        ops.append("cpu_lion" if optimizer is OptimName.lion else "cpu_adam")
     if "nvme" in (optimizer_device, param_device):
         ops.append("async_io")
     return ops
@@ -332,18 +341,17 @@ def try_op(name: str, folder: Path) -> str:
     """Run op `name` once on real data and return what it did; `folder` is where async_io writes its file."""
     import torch
 
-    if name == "cpu_adam":
+    if name in ("cpu_adam", "cpu_lion"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.lion import DeepSpeedCPULion
 
         weight = torch.nn.Parameter(torch.ones(64))
         weight.grad = torch.ones(64)
-        optimizer = DeepSpeedCPUAdam([weight], lr=0.5)
+        optimizer = (DeepSpeedCPUAdam if name == "cpu_adam" else DeepSpeedCPULion)([weight], lr=0.5)
         optimizer.step()
         if not torch.allclose(weight.detach(), torch.full((64,), 0.5), atol=1e-3):
-            raise OpError(
-                f"cpu_adam computed {weight[0].item():.4f}, expected 0.5: rebuild with `remat doctor`"
-            )
-        return "one AdamW step on 64 values"
+            raise OpError(f"{name} computed {weight[0].item():.4f}, expected 0.5: rebuild with `remat doctor`")
+        return f"one {'AdamW' if name == 'cpu_adam' else 'Lion'} step on 64 values"
     return _try_async_io(folder)
 
 

@@ -220,6 +220,12 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     return found
 
 
+def quantised_names(model: nn.Module, layers: Sequence[nn.Module]) -> set[str]:
+    """Return the names of the weights in the decoder `layers` of a plain model that QLoRA quantises."""
+    inside = {id(module) for layer in layers for module in _plain_linears(layer)}
+    return {f"{path}.weight" for path, module in model.named_modules() if id(module) in inside}
+
+
 def loading_quantised(
     skeleton: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -252,7 +258,7 @@ def quantise(model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device
     todo = [(path, module) for path, module in model.named_modules() if id(module) in inside]
     for path, module in todo:
         if _is_plain(module):
-            model.set_submodule(path, _quantised(module, bnb, dtype, device))
+            model.set_submodule(path, quantised(module, dtype, device))
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _set_up(module)
@@ -264,7 +270,9 @@ def describe_quantised(weights: Sequence[int]) -> str:
     return f"{sum(weights):,} parameters in {len(weights)} matrices as 4-bit NF4, the rest as trained"
 
 
-def _quantised(module: Any, bnb: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def quantised(module: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Return the linear module of bitsandbytes with the weight of `module` in 4 bits, on `device`."""
+    bnb = _bitsandbytes()
     weight = module.weight.T if isinstance(module, Conv1D) else module.weight
     rows, columns = weight.shape
     with torch.device("meta"):
@@ -281,6 +289,14 @@ def _quantised(module: Any, bnb: Any, dtype: torch.dtype, device: torch.device) 
     new.source_cls = type(module)  # as transformers does
     trained: nn.Module = new.train(module.training)
     return trained
+
+
+def dequantise(module: Any) -> torch.Tensor:
+    """Return the weight that the 4 bits of `module` stand for, in the layout of the class that it replaced."""
+    weight: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
+        module.weight.data, module.weight.quant_state
+    )
+    return weight.T if getattr(module, "source_cls", None) is Conv1D else weight
 
 
 def _set_up(module: Any) -> None:

@@ -40,6 +40,7 @@ class ModelFacts:
     num_embedding_params: int
     class_name: str
     quantised_weights: tuple[int, ...] = ()  # elements of each matrix held in 4 bits
+    trained_shapes: tuple[tuple[int, ...], ...] = ()  # in the model's order
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -161,6 +162,7 @@ def facts(model: Any) -> ModelFacts:
         largest_trainable_param=max(trained),
         num_embedding_params=embedding.numel(),
         class_name=type(model).__name__,
+        trained_shapes=tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad),
     )
 
 

@@ -7,6 +7,7 @@ calls them.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -265,21 +266,28 @@ def input_noise(module: nn.Module) -> str | None:
     Read from its code (`if self.training and self.jitter_noise > 0: hidden_states *= ...`), because no interface tells.
     What hides from this is found in the first forward.
     """
-    forward = inspect.unwrap(type(module).forward)
+    for named in _edits_of_its_input(inspect.unwrap(type(module).forward)):
+        values = {name: getattr(module, name, None) for name in named}
+        if all(values.values()):
+            return next(iter(values))
+    return None
+
+
+@functools.cache
+def _edits_of_its_input(forward: Callable[..., Any]) -> list[list[str]]:
+    """Return for each branch of `forward` that edits its first argument in place the attributes it depends on."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
         first = list(inspect.signature(forward).parameters)[1]
     except (OSError, TypeError, IndexError):
-        return None
+        return []
+    found = []
     for branch in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
         edited = [node.target for node in ast.walk(branch) if isinstance(node, ast.AugAssign)]
-        if not any(isinstance(target, ast.Name) and target.id == first for target in edited):
-            continue
-        named = [node.attr for node in ast.walk(branch.test) if isinstance(node, ast.Attribute)]
-        values = {name: getattr(module, name, None) for name in named if name != "training"}
-        if values and all(values.values()):
-            return next(iter(values))
-    return None
+        if any(isinstance(target, ast.Name) and target.id == first for target in edited):
+            attributes = [node.attr for node in ast.walk(branch.test) if isinstance(node, ast.Attribute)]
+            found.append([name for name in attributes if name != "training"])
+    return [named for named in found if named]
 
 
 def is_linear(module: nn.Module) -> bool:

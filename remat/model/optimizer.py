@@ -1,18 +1,31 @@
-"""Build AdamW for the place of its state, group parameters, and compute learning-rate schedules from the step alone."""
+"""Build the optimizer for the place of its state, group parameters, compute learning rates from the step alone."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat.config.options import OptimConfig, Schedule
+from remat.config import ds_config
+from remat.config.options import ConfigError, OptimConfig, OptimName, Schedule
 
+IN_8_BIT = (OptimName.adamw_8bit, OptimName.paged_adamw_8bit)
+FROM_BITSANDBYTES = (*IN_8_BIT, OptimName.lion)
+ON_HOST = (OptimName.adamw, OptimName.lion)  # those that DeepSpeed has a CPU kernel of
+KINDS = {  # class -> what its saved state holds, if it is not AdamW's; states of one kind can be exchanged
+    "AdamW8bit": "adamw_8bit",
+    "PagedAdamW8bit": "adamw_8bit",
+    "Lion32bit": "lion",
+    "DeepSpeedCPULion": "lion",
+    "Adafactor": "adafactor",
+}
+WRAPPED = "__bnb_optimizer_quant_state__"  # under it bitsandbytes saves its tensors
 KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what it computes
 
 
@@ -34,18 +47,95 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+def check(cfg: OptimConfig, ds: Mapping[str, Any], tensor_parallel_size: int = 1) -> None:
+    """Raise ConfigError where the rendered DeepSpeed dict `ds` asks for what this optimizer cannot do."""
+    stage, device = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
+    asked, found = f"optim.name={cfg.name}", []
+    if cfg.name is OptimName.adafactor and stage:
+        found.append(
+            f"{asked} with zero_optimization.stage={stage}: ZeRO trains flat pieces, and Adafactor's means of rows and "
+            "columns need whole matrices; choose deepspeed.config=zero1 "
+            "deepspeed.overrides.zero_optimization.stage=0, or optim.name=adamw_8bit"
+        )
+    section = ds["zero_optimization"].get("offload_optimizer") or {}
+    if device and cfg.name not in ON_HOST:
+        found.append(
+            f"{asked} with zero_optimization.offload_optimizer.device={device}: DeepSpeed steps on the host with "
+            "AdamW and Lion alone; choose a deepspeed.config without it (zero2, zero3), or optim.name=adamw"
+        )
+    elif cfg.name is OptimName.lion and (device == "nvme" or section.get("ratio", 1.0) < 1):
+        what = (
+            "device=nvme"
+            if device == "nvme"
+            else f"ratio={section['ratio']}, whose share on the GPU is AdamW's"
+        )
+        found.append(
+            f"{asked} with zero_optimization.offload_optimizer.{what}: Lion is offloaded to the CPU and whole; "
+            "choose device=cpu and ratio=1.0, or optim.name=adamw"
+        )
+    if cfg.name is not OptimName.adamw and tensor_parallel_size > 1:
+        found.append(
+            f"{asked} with train.tensor_parallel_size={tensor_parallel_size}: layers shared by ranks are trained by "
+            "AdamW alone; choose optim.name=adamw, or train.tensor_parallel_size=1"
+        )
+    missing = cfg.name in FROM_BITSANDBYTES and not (cfg.name is OptimName.lion and device)
+    if missing and importlib.util.find_spec("bitsandbytes") is None:
+        found.append(f"{asked} needs bitsandbytes, which is not installed: pip install 'remat[qlora]'")
+    if found:
+        raise ConfigError("\n".join(found))
+
+
 def build(
     model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build AdamW where its state lives: DeepSpeedCPUAdam in host memory, fused on CUDA, plain torch otherwise."""
+    """Build the optimizer where its state lives: DeepSpeed's CPU kernels in host memory, else that of `device`."""
     groups = parameter_groups(model, cfg.weight_decay)
-    settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    settings = {"lr": cfg.lr} | _group_options(cfg)
     if offloaded:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
         with _cpu_vendor_at_once():
-            return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+            return _on_host(groups, cfg, settings)
+    if cfg.name is OptimName.adafactor:
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, scale_parameter=False, relative_step=False, **settings)
+    if cfg.name in FROM_BITSANDBYTES:
+        from bitsandbytes import optim as bnb
+
+        of_bnb: dict[OptimName, Any] = {
+            OptimName.adamw_8bit: bnb.AdamW8bit,
+            OptimName.paged_adamw_8bit: bnb.PagedAdamW8bit,
+            OptimName.lion: bnb.Lion32bit,
+        }
+        built: torch.optim.Optimizer = of_bnb[cfg.name](groups, **settings)
+        return built
     return torch.optim.AdamW(groups, fused=device.type == "cuda", **settings)
+
+
+def _on_host(groups: list[dict[str, Any]], cfg: OptimConfig, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    if cfg.name is OptimName.lion:
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        return DeepSpeedCPULion(groups, **settings)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+
+
+def _group_options(cfg: OptimConfig) -> dict[str, Any]:
+    """Return the options of every group of this optimizer, besides its learning rate and weight decay."""
+    if cfg.name is OptimName.adafactor:
+        return {}
+    betas = {"betas": (cfg.beta1, cfg.beta2)}
+    return betas if cfg.name is OptimName.lion else betas | {"eps": cfg.eps}
+
+
+def kind_of(optimizer: Any) -> str:
+    """Return whose state this optimizer, or the one inside DeepSpeed's wrapper, keeps: adamw or a value of KINDS."""
+    return KINDS.get(type(getattr(optimizer, "optimizer", optimizer)).__name__, "adamw")
+
+
+def kind_named(name: OptimName) -> str:
+    return "adamw_8bit" if name in IN_8_BIT else str(name)
 
 
 @contextlib.contextmanager
@@ -110,9 +200,10 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
 
 def set_options(optimizer: Any, cfg: OptimConfig) -> None:
     """Apply this run's optimizer options after a resume, which restored the saved run's."""
-    _as_own(getattr(optimizer, "optimizer", optimizer))
+    own = getattr(optimizer, "optimizer", optimizer)
+    {"adamw": _adam_as_own, "adamw_8bit": _page_again, "lion": _lion_as_own}.get(kind_of(own), _keep)(own)
     for group in optimizer.param_groups:
-        group["betas"], group["eps"] = (cfg.beta1, cfg.beta2), cfg.eps
+        group |= _group_options(cfg)
         group["weight_decay"] = cfg.weight_decay if group["decayed"] else 0.0
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = cfg.gradient_clipping
@@ -124,7 +215,38 @@ def set_lr(optimizer: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _as_own(adam: Any) -> None:
+def _keep(optimizer: Any) -> None:
+    """Change nothing: every launch has this optimizer's state in one form."""
+
+
+def _page_again(adam: Any) -> None:
+    """Move the state back into memory that the driver pages: bitsandbytes loads it as plain tensors on the GPU."""
+    for weight, state in adam.state.items() if adam.is_paged else ():
+        for name in ("state1", "state2"):
+            if weight.device.type == "cuda" and not getattr(state[name], "is_paged", False):
+                paged = adam.get_state_buffer(weight, dtype=state[name].dtype)
+                torch.cuda.synchronize()  # the GPU writes zeros to it first
+                state[name] = paged.copy_(state[name])
+
+
+def _lion_as_own(lion: Any) -> None:
+    """Adapt a state that the other Lion saved, when offload was switched since.
+
+    DeepSpeed's keeps a second moment, which it never reads.
+    """
+    on_host = hasattr(lion, "ds_opt_lion")
+    for group in lion.param_groups if not on_host else ():
+        group.setdefault("eps", lion.defaults["eps"])  # bitsandbytes passes it to its kernel, which reads none
+    for state in lion.state.values():
+        if on_host and WRAPPED in state:
+            state["exp_avg"] = state.pop(WRAPPED)["state1"]
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        elif not on_host and "exp_avg" in state:
+            state["state1"] = state.pop("exp_avg")
+            state.pop("exp_avg_sq", None)
+
+
+def _adam_as_own(adam: Any) -> None:
     """Adapt a state that the other AdamW saved, when offload was switched since.
 
     Adds options that the saved groups lack and converts `step` to the kind that this optimizer keeps.

@@ -239,7 +239,11 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         ranks_per_node=world.local_size,
         save=cfg.save,
         steps=cfg.train.steps,
+        moments_bytes=strategy.saved_moments_bytes(
+            items, ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size)
+        ),
         rehearse=makes_trial_save(cfg, strategy),
+        num_merged_params=facts.num_params * cfg.save.merge,
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
             cfg,
@@ -357,7 +361,7 @@ def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple
     decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
     lines, reason = check_this_node(cfg, decided, world)
     devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
-    found = [*examine(ops.needed(*devices), say), cores_of(local)]
+    found = [*examine(ops.needed(*devices, cfg.optim.name), say), cores_of(local)]
     if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
         found.append(Finding("ranks", str(local), lacking))
     found += [

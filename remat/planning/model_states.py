@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
+from remat.config.options import OptimName
+from remat.model import optimizer_state
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
 PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
@@ -23,8 +25,8 @@ S3 = "runtime/zero/stage3.py"
 PARTITION = "runtime/zero/partition_parameters.py"
 PARAM_SWAPPER = "runtime/swap_tensor/partitioned_param_swapper.py"
 STATE_SWAPPER = "runtime/swap_tensor/partitioned_optimizer_swapper.py"
-CPU_ADAM = "ops/adam/cpu_adam.py:161"
-MODEL, AUTOGRAD, TORCH_ADAM = "the model", "torch.autograd", "torch.optim.AdamW"
+CPU_ADAM, CPU_LION = "ops/adam/cpu_adam.py:161", "ops/lion/cpu_lion.py:121"
+MODEL, AUTOGRAD, TORCH_ADAM = "the model", "torch.autograd", optimizer_state.SOURCE[OptimName.adamw]
 BNB, BNB_CUDA = "bitsandbytes/functional.py", "bitsandbytes/backends/cuda/ops.py"  # 0.50.2
 BLOCK, BLOCK_OF_CONSTANTS = (
     64,
@@ -62,39 +64,49 @@ def model_states(
     num_trainable_params: int | None = None,
     largest_trainable_param: int | None = None,
     quantised_weights: Sequence[int] = (),
+    optimizer: OptimName = OptimName.adamw,
+    trained_shapes: Sequence[optimizer_state.Shape] = (),
 ) -> list[Item]:
-    """Return the model states of each rank under the rendered DeepSpeed dict `ds`, trained by Adam.
+    """Return the model states of each rank under the rendered DeepSpeed dict `ds`.
 
     Frozen parameters have no gradient, master copy or moments. Both trainable counts are None when all
     parameters are trained. `quantised_weights` are the element counts of the frozen matrices held in 4 bits;
     each rank holds them whole. `gas` is the number of micro-batches per optimizer step. `can_pin` is false
     without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per parameter) is left
-    out.
+    out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's order.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param
     frozen = num_params - trained - sum(quantised_weights)
     sizes = _Sizes(trained, frozen, largest, ds, world_size, ranks_per_node, gas, can_pin)
+    sizes.optimizer, sizes.shapes = optimizer, trained_shapes
     build = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[sizes.stage]
     items = [*build(sizes), *_quantised(sizes, quantised_weights)]
     return [item for item in items if item.bytes_per_rank > 0]
 
 
 def update_bytes(
-    *, num_trainable_params: int, largest_trainable_param: int, ds: Mapping[str, Any], world_size: int
+    *,
+    num_trainable_params: int,
+    largest_trainable_param: int,
+    ds: Mapping[str, Any],
+    world_size: int,
+    optimizer: OptimName = OptimName.adamw,
 ) -> int:
-    """Return the peak bytes of gradient copies on the GPU during the optimizer's update.
+    """Return the peak bytes of copies on the GPU during the optimizer's update.
 
     The copies lie beside the model states: gradients are flattened, then converted to fp32. Under stages 1 and
     2 this is done for this rank's share (stage_1_and_2.py:3110-3119; not with gradients that are fp32 and flat
     already, :1259), under stage 3 for one sub-group after another (stage3.py:2686). Without ZeRO all gradients
-    are converted to fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy).
+    are converted to fp32 (runtime/fp16/unfused_optimizer.py:222; plain fp32 has no copy). Adafactor also has
+    two fp32 copies of the weight that it updates (transformers/optimization.py:1262).
     """
     s = _Sizes(num_trainable_params, 0, largest_trainable_param, ds, world_size, 1, 1, False)
     if s.optimizer_device:
         return 0
     if s.stage == 0:
-        return 0 if s.width == MASTER else MASTER * s.params
+        own = 2 * MASTER * s.largest if optimizer is OptimName.adafactor else 0
+        return own + (0 if s.width == MASTER else MASTER * s.params)
     flat = s.grad_width + (MASTER_GRADIENT if s.grad_width < MASTER_GRADIENT else 0)
     if s.stage == 3:
         return flat * max(_sub_groups(s))
@@ -131,6 +143,8 @@ class _Sizes:
         self.shard = math.ceil(num_params / world_size)
         self.largest_shard = math.ceil(largest_param / world_size)
         self.ranks_per_node, self.can_pin = ranks_per_node, can_pin
+        self.ranks, self.optimizer = world_size, OptimName.adamw
+        self.shapes: Sequence[optimizer_state.Shape] = ()
         self.ds, self.zero = ds, ds["zero_optimization"]
         self.stage = ds_config.zero_stage(ds)
         self.optimizer_device = ds_config.optimizer_offload_device(ds)
@@ -139,6 +153,11 @@ class _Sizes:
         self.width = ds_defaults.BYTES[self.dtype]
         self.grad_width = ds_defaults.BYTES[ds["data_types"]["grad_accum_dtype"]]
         self.pin_optimizer = bool(self.optimizer_device and self.zero["offload_optimizer"]["pin_memory"])
+
+    @property
+    def on_host(self) -> str:
+        """The line of DeepSpeed's kernel on the host. Its Lion has a second moment too, which it never reads."""
+        return CPU_LION if self.optimizer is OptimName.lion else CPU_ADAM
 
     def item(self, name: str, place: Place, size: int, source: str) -> Item:
         return Item(name, place, size, size * self.ranks_per_node, size, source)
@@ -178,12 +197,33 @@ def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
     ]
 
 
+def _moments(s: _Sizes, numel: int) -> list[Item]:
+    """Return the items of the optimizer's state where the model computes, of `numel` parameters on this rank.
+
+    What the driver pages counts as host memory: there it lies at the peak of a GPU that has no room for it.
+    """
+    if s.optimizer is OptimName.adamw:
+        return [s.item("moments", "gpu", MOMENTS * numel, TORCH_ADAM)]
+    size = s.zero.get("sub_group_size", 0)
+    tensors = optimizer_state.shard(s.shapes, zero_stage=s.stage, ranks=s.ranks, sub_group_size=size)
+    kept, source = (
+        optimizer_state.count_state(s.optimizer, tensors),
+        optimizer_state.SOURCE[s.optimizer],
+    )
+    if not s.can_pin:
+        return [s.item("moments", "gpu", kept.on_device + kept.paged, source)]
+    return [
+        s.item("moments", "gpu", kept.on_device, source),
+        s.item("paged moments", "host", kept.paged, source),
+    ]
+
+
 def _stage_0(s: _Sizes) -> list[Item]:
     items = [
         s.item("parameters", "gpu", s.width * s.params, MODEL),
         s.item("frozen parameters", "gpu", s.width * s.frozen, MODEL),
         s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
-        s.item("moments", "gpu", MOMENTS * s.params, TORCH_ADAM),
+        *_moments(s, s.params),
     ]
     if s.width < 4:  # plain fp32 is trained by the optimizer itself, without a wrapper
         items.append(
@@ -206,7 +246,7 @@ def _stage_1_2(s: _Sizes) -> list[Item]:
         return [
             *items,
             s.item("master parameters", "gpu", MASTER * s.shard, f"{S12}:560"),
-            s.item("moments", "gpu", MOMENTS * s.shard, TORCH_ADAM),
+            *_moments(s, s.shard),
         ]
     pin = s.pin_optimizer
     items += [
@@ -214,7 +254,7 @@ def _stage_1_2(s: _Sizes) -> list[Item]:
         s.pinned("master parameters", [MASTER * s.shard], pin, f"{S12}:560"),
         s.pinned("parameters on their way back", [s.width * s.shard], pin, f"{S12}:567"),
         s.pinned("master gradients", [MASTER_GRADIENT * s.shard], pin, f"{S12}:937"),
-        s.item("moments", "host", MOMENTS * s.shard, CPU_ADAM),
+        s.item("moments", "host", MOMENTS * s.shard, s.on_host),
         s.pinned("gradient staging", [s.width * s.largest], pin, f"{S12}:653"),
     ]
     if s.stage == 2 and s.gas > 1 and s.grad_width == s.width:
@@ -265,7 +305,7 @@ def _stage_3(s: _Sizes) -> list[Item]:
             *items,
             s.item("gradients", "gpu", flat, f"{S3}:791"),
             s.item("master parameters", "gpu", MASTER * s.shard, f"{S3}:1170"),
-            s.item("moments", "gpu", MOMENTS * s.shard, TORCH_ADAM),
+            *_moments(s, s.shard),
         ]
     items.append(s.pinned("gradients", [flat], s.pin_optimizer, f"{S3}:791"))
     groups = _sub_groups(s)
@@ -318,7 +358,7 @@ def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
         s.item("moments", "gpu", MOMENTS * kept, TORCH_ADAM),
         s.item("master parameters", "host", MASTER * sum(moved), f"{S3}:1158"),
         s.pinned("master gradients", [MASTER_GRADIENT * n for n in moved], s.pin_optimizer, f"{S3}:1338"),
-        s.item("moments", "host", MOMENTS * sum(moved), CPU_ADAM),
+        s.item("moments", "host", MOMENTS * sum(moved), s.on_host),
     ]
 
 

@@ -16,6 +16,7 @@ from remat.config.options import DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
+from remat.model import optimizer_state
 from remat.planning import budget, model_states, preflight, step_time, strategy
 from remat.planning.budget import Trial
 from remat.planning.model_states import Item
@@ -158,7 +159,7 @@ def assemble(
             _overhead_in_words(zero.world_size)
             if on_gpu
             else "there is no GPU: what would be on it is host memory",
-            f"{num_nodes} node(s) of {ranks_per_node} rank(s)",
+            f"{num_nodes} node{'s' * (num_nodes != 1)} of {ranks_per_node} rank{'s' * (ranks_per_node != 1)}",
         ],
     )
 
@@ -290,10 +291,13 @@ def estimate(
             largest_trainable_param=decided.facts.largest_trainable_param,
             ds=decided.ds,
             world_size=world_size,
+            optimizer=decided.optimizer,
         ),
         ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
-        saved_state_bytes=preflight.saved_state_bytes(trained, decided.ds)
+        saved_state_bytes=preflight.saved_state_bytes(
+            trained, decided.ds, decided.saved_moments_bytes(items, world_size)
+        )
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
         on_gpu=on_gpu,
@@ -333,6 +337,7 @@ def _time(
         tokens=cfg.train.micro_batch_size * cfg.train.seq_len,
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
+        optimizer_bytes=optimizer_state.STREAMED_BYTES[decided.optimizer],
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
     )
 
@@ -365,6 +370,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "name": planned.cfg.name,
         "machine": planned.cfg.hardware.name,
         "world_size": planned.world_size,
+        "optimizer": str(planned.strategy.optimizer),
         "fits": plan.fits,
         "gpu_bytes_at_peak": {str(name): size for name, size in plan.gpu.items()},
         "gpu_allocated_peak_bytes": plan.peak_bytes,

@@ -106,13 +106,17 @@ def required(
     save: SaveConfig,
     steps: int | None,
     rehearse: bool = False,
+    num_merged_params: int = 0,
     download_bytes: int = 0,
     reading_bytes: int = 0,
+    moments_bytes: int | None = None,
 ) -> Needs:
     """Return what a run with these model states needs of one node, and of the disk that all nodes share.
 
-    `num_params` counts the parameters that are saved and exported: the trained ones.
+    `num_params` counts the parameters that are saved and exported: the trained ones. `num_merged_params` counts those
+    of a model that adapters are merged into. `moments_bytes` is as in `saved_state_bytes`.
     """
+    saved_bytes = saved_state_bytes(num_params, ds, moments_bytes)
     width = ds_defaults.BYTES["bf16" if ds["bf16"]["enabled"] or ds["fp16"]["enabled"] else "fp32"]
     per_node = {
         place: sum(i.bytes_per_node for i in items if i.place == place) for place in ("host", "pinned", "nvme")
@@ -129,21 +133,26 @@ def required(
         gpu_bytes=sum(i.bytes_per_rank for i in items if i.place == "gpu"),
         mlocked_bytes=sum(i.bytes_per_rank for i in items if i.mlocked),
         nvme_bytes=per_node["nvme"],
-        saved_bytes=states_on_disk(save, steps) * saved_state_bytes(num_params, ds),
-        export_bytes=width
-        * num_params
-        * (save.export + 2 * save.best),  # a better model beside the one it replaces
-        rehearsal_bytes=saved_state_bytes(num_params, ds) + width * num_params if rehearse else 0,
+        saved_bytes=states_on_disk(save, steps) * saved_bytes,
+        export_bytes=width  # a better model beside the one it replaces
+        * (num_params * (save.export + 2 * save.best) + num_merged_params),
+        rehearsal_bytes=saved_bytes + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         reading_bytes=reading_bytes,
         gpu_remedy=_gpu_remedy(ds),
     )
 
 
-def saved_state_bytes(num_params: int, ds: Mapping[str, Any]) -> int:
-    """Return the size of one saved state of all ranks: master and moments, and below stage 3 the module once more."""
+def saved_state_bytes(num_params: int, ds: Mapping[str, Any], moments_bytes: int | None = None) -> int:
+    """Return the size of one saved state of all ranks: master and moments, and below stage 3 the module once more.
+
+    `moments_bytes` are those of all ranks; None: AdamW's.
+    """
     half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
-    return num_params * disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
+    each = disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
+    if moments_bytes is None:
+        return num_params * each
+    return num_params * (each - disk_space.MOMENTS) + moments_bytes
 
 
 def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:

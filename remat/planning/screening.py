@@ -18,6 +18,7 @@ from remat.planning import plan, strategy
 from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
+from remat.planning.strategy import Strategy
 
 FEW_LAYERS = 8  # a model of at most so many is simulated whole
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer")
@@ -30,12 +31,12 @@ class Screen:
     def __init__(self, recordings: Recordings) -> None:
         self._recordings = recordings
         self._facts: dict[str, ModelFacts] = {}
+        self._few: dict[str, Strategy] = {}  # what was decided for models of a few layers
 
-    def estimate(self, cfg: RunConfig, *, even_if_states_do_not_fit: bool = False) -> Planned:
+    def estimate(self, cfg: RunConfig) -> Planned:
         """Estimate the plan of `cfg`. Raises ConfigError.
 
-        When the model states alone do not fit, the plan contains only those (its simulation is NO_ACTIVATIONS),
-        unless `even_if_states_do_not_fit`.
+        When the model states alone do not fit, the plan contains only those: its simulation is NO_ACTIVATIONS.
         """
         low, high = _depths(cfg)
         ranks = cfg.hardware.ranks
@@ -46,10 +47,10 @@ class Screen:
                 facts = self._whole(cfg)
                 decided = replace(decided, facts=facts, held=facts)
             bound = plan.estimate(cfg, decided, NO_ACTIVATIONS, world_size=ranks)
-            if not bound.plan.fits and not even_if_states_do_not_fit:
+            if not bound.plan.fits:
                 return bound
             if high:
-                few, more = self._simulation(_with_depth(cfg, low), ranks), self._simulation(large, ranks)
+                few, more = (self._simulation(each, decided) for each in (_with_depth(cfg, low), large))
                 whole = _stretched(few, more, (_depth(cfg) - high) / (high - low))
                 return plan.estimate(cfg, decided, whole, world_size=ranks)
         except ConfigError:
@@ -57,9 +58,14 @@ class Screen:
                 raise  # else perhaps only the few layers are refused, because of layer ranges
         return plan.make_plan(cfg, recordings=self._recordings)
 
-    def _simulation(self, cfg: RunConfig, ranks: int) -> Simulation:
-        decided = strategy.decide(cfg, world_size=ranks, can_pin=True)
-        return self._recordings.get(cfg, decided).under(ZeroSettings.of(decided.ds, ranks))
+    def _simulation(self, cfg: RunConfig, decided: Strategy) -> Simulation:
+        """Simulate a model of a few layers, under the ZeRO settings of `decided`."""
+        ranks = cfg.hardware.ranks
+        depends_on = (cfg.model, cfg.peft, cfg.data, cfg.train, cfg.checkpointing, decided.zero_stage)
+        key = repr(depends_on)
+        if key not in self._few:
+            self._few[key] = strategy.decide(cfg, world_size=ranks, can_pin=True)
+        return self._recordings.get(cfg, self._few[key]).under(ZeroSettings.of(decided.ds, ranks))
 
     def _whole(self, cfg: RunConfig) -> ModelFacts:
         key = repr((cfg.model, cfg.peft))

@@ -86,13 +86,14 @@ def step_time(
     attention_share: float = CAUSAL,
     optimizer_on_nvme: bool = False,
     params_on_nvme: bool = False,
+    optimizer_bytes: int = ADAM_BYTES,
 ) -> StepTime:
     """Return the time of an optimizer step of `accumulation` micro-batches like the simulated one.
 
     Each micro-batch has `tokens` tokens a rank. `moved_bytes` is what activation offload takes to the host in
     one micro-batch (and brings back). `attention_share` is the part of the counted square that the attention
-    kernel computes. `num_params` may include frozen ones. The optimizer is Adam. Sources of the formulas stand
-    with the terms.
+    kernel computes. `num_params` may include frozen ones. `optimizer_bytes` is what the optimizer
+    reads and writes on a GPU for each trained parameter. Sources of the formulas stand with the terms.
     """
     terms = _Terms(machine, zero, precision, num_params, num_trained)
     times = dict.fromkeys(Phase, 0.0)
@@ -124,7 +125,7 @@ def step_time(
         compute_s=accumulation * (forward + times[Phase.backward]),
         recompute_s=accumulation * times[Phase.recompute],
         pcie_s=accumulation * exposed_copies + terms.weights_back(),
-        optimizer_s=terms.optimizer(),
+        optimizer_s=terms.optimizer(optimizer_bytes),
         collectives_s=accumulation * exposed_inside + boundary,
         nvme_s=nvme,
         tokens=tokens * accumulation * zero.world_size,
@@ -221,14 +222,14 @@ class _Terms:
             return 0.0
         return self._host_to_gpu(self.width * self.shard)
 
-    def optimizer(self) -> float:
-        """Return the time of Adam, which streams its state.
+    def optimizer(self, streamed_bytes: int) -> float:
+        """Return the time of the optimizer, which streams `streamed_bytes` for each parameter.
 
         On the CPU it runs at the node's rate, shared by its ranks; on the GPU at the rate of its memory.
         """
         if self.zero.offload_optimizer:
             return self._over(self.shard * self.per_node, "cpu_adam_gparams_s", GB)
-        return self._over(self.shard * (ADAM_BYTES + self.width), "memory_gbs", GB)
+        return self._over(self.shard * (streamed_bytes + self.width), "memory_gbs", GB)
 
     def nvme(self, gathered: int, optimizer: bool, params: bool, accumulation: int) -> float:
         """Return the time of NVMe traffic: state read and written once per step, weights read with every gather.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 from remat.activation_checkpointing import dry_run, policy, validation
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Setting
 from remat.config import compose, ds_config
-from remat.config.options import Attention, ConfigError, ModelInit, Packing, PeftMethod, RunConfig
-from remat.model import adapters, hf_model, layers, meta_kernels, noise, packing, positions
+from remat.config.options import (
+    Attention,
+    ConfigError,
+    ModelInit,
+    OptimName,
+    Packing,
+    PeftMethod,
+    RunConfig,
+)
+from remat.model import adapters, hf_model, layers, meta_kernels, noise, optimizer, packing, positions
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -36,6 +45,7 @@ class Strategy:
     stacks: str = ""  # the stacks of layers in words, where there is more than one
     length_warning: str = ""  # where train.seq_len is longer than the model was made for
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
+    optimizer: OptimName = OptimName.adamw
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Return the model states of one rank, sharded over `data_ranks` ranks."""
@@ -50,7 +60,16 @@ class Strategy:
             ranks_per_node=ranks_per_node,
             gas=self.ds["gradient_accumulation_steps"],
             can_pin=can_pin,
+            optimizer=self.optimizer,
+            trained_shapes=self.held.trained_shapes,
         )
+
+    def saved_moments_bytes(self, items: Sequence[states.Item], data_ranks: int) -> int | None:
+        """Return the bytes of the optimizer's state in a saved state of all ranks; None: those of AdamW."""
+        if self.optimizer is OptimName.adamw:
+            return None
+        moments = sum(item.bytes_per_rank for item in items if item.name.endswith("moments"))
+        return moments * (data_ranks if self.zero_stage else 1)
 
 
 def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
@@ -81,6 +100,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         ),
     )
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
+    optimizer.check(cfg.optim, rendered, cfg.train.tensor_parallel_size)
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
@@ -101,6 +121,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         stacks=stacks,
         length_warning=length_warning,
         decided_because=because,
+        optimizer=cfg.optim.name,
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,11 @@ DARK = Theme(
 )
 
 
-def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
-    """Return PNG bytes by name: loss, step_time, memory and throughput, as far as their metrics were logged."""
+def charts(rows: Rows, theme: Theme, resumed: Sequence[int] = ()) -> dict[str, bytes]:
+    """Return PNG bytes by name: loss, step_time, memory and throughput, as far as their metrics were logged.
+
+    Every panel marks the steps at which the run was `resumed`.
+    """
     makers: dict[str, Callable[[Rows, Theme], Figure | None]] = {
         "loss": _loss,
         "step_time": _step_time,
@@ -111,10 +114,23 @@ def charts(rows: Rows, theme: Theme) -> dict[str, bytes]:
         for name, make in makers.items():
             figure = make(rows, theme)
             if figure is not None:
+                _mark_resumes(figure, resumed, theme)
                 image = io.BytesIO()
                 figure.savefig(image, format="png", dpi=DPI)
                 images[name] = image.getvalue()
     return images
+
+
+def _mark_resumes(figure: Figure, steps: Sequence[int], theme: Theme) -> None:
+    """Draw a dashed line at each step of `steps`, named in the legend of the first panel."""
+    for place, axes in enumerate(figure.axes):
+        for number, step in enumerate(steps):
+            label = "resumed" if place == number == 0 else None
+            axes.axvline(
+                step, color=theme.text, alpha=0.6, linewidth=1.0, linestyle=(0, (2, 3)), label=label, zorder=1
+            )
+        if steps and place == 0:
+            _legend(axes)
 
 
 def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
@@ -323,10 +339,9 @@ def _memory(rows: Rows, theme: Theme) -> Figure | None:
         axes.set_title(title)
         axes.set_ylabel("GiB")
         axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], 1e-3))
-        if any(lowest(name) in row for row in rows for name, _, _ in lines):
-            axes.fill_between(
-                [], [], color=theme.text, alpha=0.22, linewidth=0, label="down to the lowest rank"
-            )
+        banded = [color for name, _, color in lines if any(lowest(name) in row for row in rows)]
+        if banded:
+            axes.fill_between([], [], color=banded[0], alpha=0.22, linewidth=0, label="down to the lowest rank")
         _legend(axes)
     return figure
 

@@ -32,12 +32,14 @@ from remat.config.metrics import (
     HOST_RSS_GIB,
     HOST_RSS_PEAK_GIB,
     LEARNING_RATE,
+    LOSS_EVAL,
     LOSS_TRAIN,
     MFU,
     STEP_S,
     TOKENS_PER_S,
     lowest,
     phase_s,
+    share_of,
 )
 from remat.config.redact import redact_text
 
@@ -124,7 +126,7 @@ class Console:
 
     def _print(self, text: Text) -> None:
         if self._rich:
-            self._rich.print(text, soft_wrap=True)
+            self._rich.print(text)  # wrapped between words
         else:
             print(text.plain.rstrip(), file=self._file, flush=True)
 
@@ -143,11 +145,13 @@ class Console:
 def final_rows(
     summary: Mapping[str, float], peaks: Mapping[str, float], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return rows for `final_table`: speed and step split, peaks of memory over the run, and files.
+    """Return rows for `final_table`: speed and step split, peaks of memory over the run, the mixture, and files.
 
-    `summary` comes from `Window.summary()`.
+    `summary` comes from `Window.summary()`; `peaks` has maxima of memory, and the last value of other metrics.
     """
     rows: dict[str, str] = {}
+    if LOSS_EVAL in peaks:
+        rows["held-out loss"] = f"{_loss(peaks[LOSS_EVAL])} (the last evaluation)"
     if TOKENS_PER_S in summary:
         rows["tokens/s"] = f"{summary[TOKENS_PER_S]:,.0f}"
         if MFU in summary:
@@ -166,6 +170,12 @@ def final_rows(
             low = peaks.get(lowest(name), peaks[name])
             spread = f"  ({low:.2f} on the lowest rank)" if f"{low:.2f}" != f"{peaks[name]:.2f}" else ""
             rows[label] = f"{peaks[name]:.2f} GiB per rank{spread}"
+    start = share_of("")
+    shares = [
+        f"{name.removeprefix(start)} {part:.1%}" for name, part in peaks.items() if name.startswith(start)
+    ]
+    if shares:
+        rows["mixture"] = f"{', '.join(shares)} of the tokens seen"
     return rows | dict(files)
 
 

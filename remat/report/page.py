@@ -78,6 +78,7 @@ body {
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
 }
 main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+main.broad { max-width: 82rem; }
 h1 { font-size: 1.75rem; line-height: 1.2; margin: 0; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 1.02rem; margin: 0 0 0.75rem; }
 .subtitle { color: var(--soft); margin: 0.3rem 0 0; font-variant-numeric: tabular-nums; }
@@ -106,6 +107,8 @@ h2 { font-size: 1.02rem; margin: 0 0 0.75rem; }
 .tables .card { display: inline-block; width: 100%; }
 .tables .wide { display: block; column-span: all; }
 .wide td:not(:first-child), .wide th:not(:first-child) { padding-left: 0.6rem; font-size: 0.88rem; }
+.wide thead th { white-space: normal; vertical-align: bottom; }
+.wide th[scope=row] { min-width: 9rem; overflow-wrap: anywhere; }
 td.long { white-space: normal; text-align: left; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -120,12 +123,29 @@ pre {
   background: var(--page); border: 1px solid var(--line); border-radius: 8px; padding: 0.8rem 1rem; margin: 0.6rem 0 0;
 }
 @media screen and (max-width: 48rem) {
-  .figures { --columns: 2 !important; }
   .facts { grid-template-columns: minmax(0, 1fr); }
+}
+@media screen and (max-width: 60rem) {
+  .figures { grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); }
+}
+@media screen and (max-width: 72rem) {
+  .wide thead { display: none; }
+  .wide tr { display: block; border-top: 1px solid var(--line); padding: 0.4rem 0; }
+  .wide th[scope=row] { display: block; font-weight: 600; border: 0; }
+  .wide td { display: grid; grid-template-columns: minmax(0, 1fr) auto; gap: 1rem; border: 0; padding: 0.1rem 0; }
+  .wide td:not(:first-child) { padding-left: 0; }
+  .wide td::before { content: attr(data-label); color: var(--soft); text-align: left; }
+  .wide td { white-space: normal; }
+  .wide td.long { display: block; }
+  .wide td:empty { display: none; }
 }
 @media screen and (max-width: 30rem) {
   main { padding: 1.5rem 0.75rem; }
   .tables { columns: 1; }
+  .card:not(.wide) td, .card:not(.wide) thead th { white-space: normal; padding-left: 0.5rem; }
+  th[scope=row] { overflow-wrap: anywhere; }
+  .facts div { grid-template-columns: minmax(0, 1fr); gap: 0; }
+  .figure .value { font-size: 1.2rem; }
 }
 @media print {
   :root { --page: #ffffff; --soft: #444c56; }
@@ -149,7 +169,7 @@ TEMPLATE = """<!doctype html>
 <style>{{ style }}</style>
 </head>
 <body>
-<main>
+<main{% if page.tables|selectattr("wide")|list %} class="broad"{% endif %}>
 <header>
 <h1>{{ page.title }}</h1>
 <p class="subtitle">{{ page.subtitle }}</p>
@@ -196,7 +216,7 @@ TEMPLATE = """<!doctype html>
 {% for row in table.rows %}
 <tr><th scope="row">{{ row[0] }}</th>
 {% for cell in row[1:] %}
-<td{% if cell|length > 60 %} class="long"{% endif %}>{{ cell }}</td>
+<td data-label="{{ table.head[loop.index] }}"{% if cell|length > 60 %} class="long"{% endif %}>{{ cell }}</td>
 {% endfor %}
 </tr>
 {% endfor %}

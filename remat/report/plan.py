@@ -22,8 +22,12 @@ def show(planned: Planned, console: Console) -> None:
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
-        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {planned.world_size} rank(s)", style="bold"
+        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, trained by "
+        f"{planned.strategy.optimizer}",
+        style="bold",
     )
+    for resource in plan.resources:
+        console.print(verdict(resource), style="green" if resource.fits else "red")
     gpu = {str(name): size for name, size in plan.gpu.items()}
     _table("GPU memory at its peak", gpu, plan.ranks_per_node, console)
     where = f"layer {plan.peak.layer}" if plan.peak.layer is not None else "outside the layers"
@@ -38,13 +42,15 @@ def show(planned: Planned, console: Console) -> None:
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
     _show_time(planned, console)
     if planned.strategy.length_warning:
-        console.print(planned.strategy.length_warning, style="yellow", highlight=False)
+        console.print(planned.strategy.length_warning, style="yellow")
     for text in [*plan.assumptions, *planned.time.assumptions]:
-        console.print(f"assumed: {text}", style="dim", highlight=False)
-    for resource in plan.resources:
-        console.print(verdict(resource), style="green" if resource.fits else "red")
+        console.print(f"assumed: {text}", style="dim")
     if plan.fits:
-        console.print("faster settings that fit: the same command with --best", style="dim", highlight=False)
+        console.print("faster settings that fit: the same command with --best", style="dim")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def verdict(resource: Resource) -> str:
@@ -86,7 +92,6 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
         f"fastest on {fastest.cfg.hardware.name} with a global batch of {fastest.cfg.train.global_batch_size}; add "
         "the line to the command",
         style="bold",
-        highlight=False,
     )
     for number, setting in enumerate(settings):
         if number == 1:
@@ -96,16 +101,16 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
 
 def _show_change(change: Change, planned: Planned, console: Console) -> None:
     words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
-    console.print(f"    {words}", style="cyan", highlight=False, soft_wrap=True)
+    console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
     seconds = f"{time.total_s:.3g} s" if not time.unknown else "time not known"
     if before.tokens_per_s and time.tokens_per_s and not (time.unknown or before.unknown):
         seconds += f", {time.tokens_per_s:,.0f} tokens/s ({time.tokens_per_s / before.tokens_per_s - 1:+.0%})"
     missing = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(change.planned).items()]
     needs = ", ".join(f"{r.name} {r.needed_bytes / GIB:.1f} GiB" for r in change.planned.plan.resources)
-    console.print(f"      step {seconds}; {needs}", highlight=False, soft_wrap=True)
+    console.print(f"      step {seconds}; {needs}", soft_wrap=True)
     if missing:
-        console.print(f"      {'; '.join(missing)}", style="red", highlight=False, soft_wrap=True)
+        console.print(f"      {'; '.join(missing)}", style="red", soft_wrap=True)
 
 
 def _moves(change: Change) -> bool:
@@ -140,7 +145,7 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
         )
     console.print(table)
     for number, reason in enumerate(reasons, start=1):
-        console.print(f"({number}) {reason}", highlight=False)
+        console.print(f"({number}) {reason}")
     console.print("Pareto front: nothing else that fits needs less GPU memory and less time for a token")
     unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
     if unknown:

@@ -89,7 +89,8 @@ def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
         figure = Figure(figsize=(WIDTH_IN, 0.6 + 1.1 * sum(heights)), layout="constrained")
         panels = figure.subplots(len(heights), 1, height_ratios=heights)
         figure.suptitle(
-            f"{planned.cfg.name} on {planned.cfg.hardware.name}, {planned.world_size} rank(s): planned, not measured",
+            f"{planned.cfg.name} on {planned.cfg.hardware.name}, "
+            f"{planned.world_size} rank{'s' * (planned.world_size != 1)}: planned, not measured",
             x=0.01,
             ha="left",
             fontsize=12,
@@ -179,21 +180,36 @@ def _color(name: str, place: int) -> str:
 
 
 def _draw_curve(axes: Axes, instants: list[Instant], planned: Planned) -> None:
+    """Draw what is allocated from moment to moment; forward gets a third of the width where few are recorded there."""
     gib = [instant.total_bytes / GIB for instant in instants]
     half = next((i for i, instant in enumerate(instants) if instant.phase is Phase.backward), len(instants))
+    across, border = _spread(len(gib), half)
     top = max(range(len(gib)), key=gib.__getitem__)
     states = planned.plan.states_bytes / GIB
-    axes.fill_between(range(len(gib)), states, gib, color=LIGHT.blue, alpha=0.25, linewidth=0)
-    axes.fill_between(range(len(gib)), 0, states, color=LIGHT.phases[-1], linewidth=0, label="model states")
-    axes.plot(gib, color=LIGHT.blue, linewidth=1.2, label="allocated")
-    axes.plot([top], [gib[top]], "o", color=LIGHT.red, markersize=5, label=f"highest: {gib[top]:.1f} GiB")
-    axes.axvline(half, color=LIGHT.text, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.fill_between(across, states, gib, color=LIGHT.blue, alpha=0.25, linewidth=0)
+    axes.fill_between(across, 0, states, color=LIGHT.phases[-1], linewidth=0, label="model states")
+    axes.plot(across, gib, color=LIGHT.blue, linewidth=1.2, label="allocated")
+    axes.plot(
+        [across[top]], [gib[top]], "o", color=LIGHT.red, markersize=5, label=f"highest: {gib[top]:.1f} GiB"
+    )
+    axes.axvline(border, color=LIGHT.text, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set_ylim(0, 1.12 * max(gib))
-    axes.set_xticks([half / 2, (half + len(gib)) / 2], ["forward", "backward"])
+    axes.set_xlim(0, 1)
+    axes.set_xticks([border / 2, (border + 1) / 2], ["forward", "backward"])
+    axes.tick_params(axis="x", pad=7)
+    axes.set_xlabel(f"recorded moments in their order: {half:,} in forward, {len(gib) - half:,} in backward")
     axes.grid(axis="x", visible=False)
-    axes.set_title("GPU memory over one micro-batch, one rank")
+    axes.set_title("Memory that tensors take over one micro-batch, one GPU (without allocator and context)")
     axes.set_ylabel("GiB")
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.09), ncols=3, borderaxespad=0.0)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=3, borderaxespad=0.0)
+
+
+def _spread(count: int, half: int) -> tuple[list[float], float]:
+    """Return where each of `count` instants lies from 0 to 1, and where backward begins: after `half` of them."""
+    border = min(max(half / count, 1 / 3), 2 / 3) if 0 < half < count else half / count
+    before = [border * place / max(1, half) for place in range(half)]
+    after = [border + (1 - border) * place / max(1, count - half - 1) for place in range(count - half)]
+    return before + after, border
 
 
 def _draw_times(axes: Axes, planned: Planned) -> None:

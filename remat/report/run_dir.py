@@ -183,10 +183,13 @@ def cpu_name() -> str:
 
 def commit() -> str | None:
     """Return the commit of this checkout, with -dirty when files differ; outside git REMAT_COMMIT or None."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # installed: a repository around it is another's
+        return os.environ.get("REMAT_COMMIT")
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=Path(__file__).resolve().parent,
+            cwd=root,
             capture_output=True,
             text=True,
             check=False,

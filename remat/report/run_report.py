@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from remat.config.metrics import (
     TRAINED_TOKENS_PER_S,
     lowest,
     phase_s,
+    share_of,
 )
 from remat.config.options import ConfigError
 from remat.config.redact import redact
@@ -65,7 +67,9 @@ def draw(run_dir: Path) -> list[Path]:
     no record or an empty one.
     """
     rows = _record(run_dir)
-    light, dark = (charts(rows, theme) | draw_snapshots(run_dir, theme) for theme in (LIGHT, DARK))
+    launches = _launches(run_dir)
+    resumed = [step for step in launches.values() if step and step <= rows[-1]["step"]]
+    light, dark = (charts(rows, theme, resumed) | draw_snapshots(run_dir, theme) for theme in (LIGHT, DARK))
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
     paths = []
@@ -75,8 +79,23 @@ def draw(run_dir: Path) -> list[Path]:
     alt = ALT | SNAPSHOT_ALT
     pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
     paths.append(folder / "index.html")
-    paths[-1].write_text(render(_page(run_dir, rows, pictures)), encoding="utf-8")
+    paths[-1].write_text(render(_page(run_dir, launches, rows, pictures)), encoding="utf-8")
     return paths
+
+
+def _launches(run_dir: Path) -> dict[Path, int]:
+    """Return the folder of each launch's records, the latest launch last, and the step it began at."""
+    found = {run_dir: 0}
+    for folder in run_dir.glob("resumed-at-*"):
+        if (folder / "config.yaml").is_file():
+            found[folder] = int(folder.name.rpartition("-")[2])
+    begun = {folder: str(read_record(folder / "env.json").get("started") or "") for folder in found}
+    return {folder: found[folder] for folder in sorted(found, key=lambda each: (begun[each], found[each]))}
+
+
+def _latest(launches: dict[Path, int], name: str) -> dict[str, Any]:
+    """Return the content of a record of the latest launch that has one; {} where none has."""
+    return next((content for folder in reversed(launches) if (content := read_record(folder / name))), {})
 
 
 def _record(run_dir: Path) -> Rows:
@@ -95,15 +114,14 @@ def _record(run_dir: Path) -> Rows:
     return rows
 
 
-def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
-    config = _read(run_dir / "config.yaml")
-    env = _read(run_dir / "env.json")
+def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[Picture]) -> Page:
+    config, env, data = (_latest(launches, name) for name in ("config.yaml", "env.json", "data.json"))
     totals = _totals(rows)
     return Page(
         title=str(config.get("name") or run_dir.resolve().parent.name),
-        subtitle=_subtitle(run_dir, rows, config),
-        summary=str(_at(config, "meta", "summary") or ""),
-        facts=_facts(config, env),
+        subtitle=_subtitle(run_dir, rows, config, data),
+        summary=_summary(config),
+        facts=_facts(config, env, data, [step for step in launches.values() if step]),
         figures=_figures(rows, totals),
         pictures=pictures,
         absent=_absent(rows),
@@ -112,18 +130,29 @@ def _page(run_dir: Path, rows: Rows, pictures: list[Picture]) -> Page:
             for table in (
                 _final_table(rows, totals),
                 _split_table(rows, totals),
-                _data_table(run_dir),
+                _data_table(data),
                 _memory_table(rows),
-                _ledger_table(run_dir),
+                _ledger_table(_latest(launches, "ledger.json")),
                 _saved_table(run_dir),
             )
             if table and table.rows
         ],
-        sources=_sources(run_dir),
+        sources=_sources(launches),
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def tables_of(config: dict[str, Any], env: dict[str, Any], run_dir: Path) -> list[Table]:
+    """Return what ran and what was measured so far, for a text beside the model."""
+    rows = read_metrics(run_dir) if (run_dir / RECORD).exists() else []
+    found = [Table("Training", ("", ""), _facts(config, env, read_record(run_dir / "data.json"), []))]
+    if not rows:
+        return found
+    final = _final_table(rows, _totals(rows))
+    final = replace(final, note=" ".join(filter(None, [final.note, *_absent(rows)])))
+    return [*found, final, _memory_table(rows)]
+
+
+def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON or YAML file as a dict; {} when it does not exist. Raises ConfigError when it cannot be parsed."""
     if not path.exists():
         return {}
@@ -142,15 +171,23 @@ def _at(tree: dict[str, Any], *names: str) -> Any:
     return value
 
 
-def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any]) -> str:
+def _summary(config: dict[str, Any]) -> str:
+    """Return the recipe's own summary; that of a starting point says nothing of the model."""
+    meta = config.get("meta") or {}
+    return "" if meta.get("status") == "starting_point" else str(meta.get("summary") or "")
+
+
+def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any], data: dict[str, Any]) -> str:
     last = int(rows[-1]["step"])
-    planned = _at(config, "train", "steps") or _read(run_dir / "data.json").get("steps")
+    planned = _at(config, "train", "steps") or data.get("steps")
     steps = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
     ended = datetime.datetime.fromtimestamp(rows[-1]["time_unix_s"], datetime.UTC)
     return f"run {run_dir.resolve().name}, {steps}, last row {ended:%Y-%m-%d %H:%M} UTC"
 
 
-def _facts(config: dict[str, Any], env: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(
+    config: dict[str, Any], env: dict[str, Any], data: dict[str, Any], resumed: list[int]
+) -> list[tuple[str, str]]:
     train = config.get("train") or {}
     architecture = _at(config, "model", "architecture") or {}
     shape = ", ".join(
@@ -177,23 +214,48 @@ def _facts(config: dict[str, Any], env: dict[str, Any]) -> list[tuple[str, str]]
     )
     facts = {
         "model": model,
+        "trained": _adapters(config.get("peft") or {}),
+        "data": _data_in_words(config.get("data") or {}, data),
         "ranks": f"{ranks} x {device}" if ranks and device else "",
         "memory strategy": _at(config, "deepspeed", "config"),
         "checkpointing": _at(config, "checkpointing", "policy"),
         "precision": train.get("precision"),
         "batch": batch,
         "optimizer": _join(
-            (_at(config, "optim", "lr"), "peak lr"), (_at(config, "optim", "schedule"), "schedule")
+            (_at(config, "optim", "name"), ""),
+            (_at(config, "optim", "lr"), "peak lr"),
+            (_at(config, "optim", "schedule"), "schedule"),
         ),
         "versions": versions,
         "commit": env.get("commit"),
         "started": env.get("started"),
+        "resumed": ", ".join(f"at step {step}" for step in resumed),
     }
     return [(label, str(value)) for label, value in facts.items() if value]
 
 
+def _adapters(peft: dict[str, Any]) -> str:
+    """Return what is trained where that is not every weight."""
+    if peft.get("method") in (None, "none"):
+        return ""
+    kind = {"lora": "DoRA" if peft.get("dora") else "LoRA", "qlora": "QLoRA"}.get(
+        peft["method"], peft["method"]
+    )
+    where = ", ".join(peft.get("target_modules") or []) or "every linear module of the decoder layers"
+    also = "".join(f", {name} whole" for name in peft.get("modules_to_save") or [])
+    return f"{kind} r={peft.get('r')} alpha={peft.get('alpha')} on {where}{also}"
+
+
+def _data_in_words(options: dict[str, Any], data: dict[str, Any]) -> str:
+    """Return where the data is from, and what was found there."""
+    paths = options.get("path") or []
+    named = ", ".join(map(str, paths)) if isinstance(paths, list) else str(paths)
+    found = _at(data, "cache", "found")
+    return f"{options.get('source') or ''} {named}".strip() + (f" ({found})" if found else "")
+
+
 def _join(*parts: tuple[Any, str]) -> str:
-    return ", ".join(f"{value} {label}" for value, label in parts if value is not None)
+    return ", ".join(f"{value} {label}".strip() for value, label in parts if value is not None)
 
 
 def _totals(rows: Rows) -> dict[str, float]:
@@ -252,6 +314,15 @@ def _absent(rows: Rows) -> list[str]:
     return texts
 
 
+def _shares(rows: Rows) -> dict[str, str]:
+    """Return the share of each source of a mixture in the tokens seen, by its label."""
+    start = share_of("")
+    last = {name: value for row in rows for name, value in row.items() if name.startswith(start)}
+    return {
+        f"tokens of {name.removeprefix(start)}, of those seen": f"{value:.1%}" for name, value in last.items()
+    }
+
+
 def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
     def last(name: str, form: str = ",.0f") -> str:
         values = series(rows, name)[1]
@@ -267,6 +338,7 @@ def _final_table(rows: Rows, totals: dict[str, float]) -> Table:
         "tokens seen": last(TOKENS_SEEN),
         "tokens trained on": last(TOKENS_TRAINED),
         "padding, of all positions": last(PADDING_SHARE, ".1%"),
+        **_shares(rows),
         "tokens/s, all ranks": _form(totals, TOKENS_PER_S, ",.0f"),
         "tokens/s per rank": _form(totals, TOKENS_PER_S_PER_GPU, ",.0f"),
         "trained tokens/s": _form(totals, TRAINED_TOKENS_PER_S, ",.0f"),
@@ -323,6 +395,8 @@ def _memory_table(rows: Rows) -> Table:
 
 DATA_ROWS = {
     "documents": "documents or rows",
+    "rows_more": "rows more, because the chat template rewrites earlier turns",
+    "turns_left_out": "turns not trained, which the chat template rewrites",
     "blocks": "blocks",
     "tokens": "tokens",
     "trained_tokens": "tokens that carry the loss",
@@ -337,9 +411,8 @@ DATA_ROWS = {
 }
 
 
-def _data_table(run_dir: Path) -> Table | None:
+def _data_table(data: dict[str, Any]) -> Table | None:
     """Make the table of `data.json`: what became of the data. Counts of 0 are left out."""
-    data = _read(run_dir / "data.json")
     cache = data.get("cache")
     if not cache:
         return None
@@ -356,13 +429,13 @@ def _data_table(run_dir: Path) -> Table | None:
     return Table("Data", ("", "training", "held out"), cells, note)
 
 
-def _ledger_table(run_dir: Path) -> Table | None:
+def _ledger_table(ledger: dict[str, Any]) -> Table | None:
     """Make the table of `ledger.json`, planned against measured.
 
     The file has {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}. A
     figure may be null.
     """
-    cells, ledger = [], _read(run_dir / "ledger.json")
+    cells = []
     for row in ledger.get("rows", []):
         planned, measured, unit = row.get("planned"), row.get("measured"), row.get("unit", "GiB")
         bound = row.get("planned_is", "")
@@ -384,15 +457,15 @@ def _saved_table(run_dir: Path) -> Table:
     for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
         files = [path for path in manifest.parent.rglob("*") if path.is_file()]
         size_gib = sum(path.stat().st_size for path in files) / 1024**3
-        ranks = _read(manifest).get("world_size", "")
+        ranks = read_record(manifest).get("world_size", "")
         cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
 
 
-def _sources(run_dir: Path) -> list[tuple[str, str]]:
+def _sources(launches: dict[Path, int]) -> list[tuple[str, str]]:
     sources = []
     for name in ("config.yaml", "ds_config.json", "env.json", "data.json", "proof.json", "plan.json"):
-        content = redact(_read(run_dir / name))
+        content = redact(_latest(launches, name))
         if content:
             as_yaml = name.endswith(".yaml")
             sources.append(

@@ -41,12 +41,15 @@ def rows(run: Described) -> dict[str, str]:
     accumulation = ds["gradient_accumulation_steps"]
     steps = train.steps or 0
     counts = splits.report["train"]
+    streamed = splits.train.epoch_length == 0
+    epochs = 0.0 if streamed else steps * train.global_batch_size / splits.train.epoch_length
+    count = "streamed," if streamed else f"{splits.train.epoch_length}"
     seen = steps * train.global_batch_size * counts["tokens"] / counts["blocks"]
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
         "model": f"{facts.class_name}, {_count(facts.num_params)} parameters, {train.precision}, {cfg.model.attention}",
-        "data": _data(run) + f", {len(splits.train)} blocks of {train.seq_len} tokens{held_out}{notes}",
+        "data": _data(run) + f", {count} blocks of {train.seq_len} tokens{held_out}{notes}",
         "packing": run.strategy.packed.line() + _filling(run),
         "ranks": _ranks(run.world),
         "ZeRO": f"stage {run.strategy.zero_stage} ({cfg.deepspeed.config}), {_offload(ds)}",
@@ -56,13 +59,17 @@ def rows(run: Described) -> dict[str, str]:
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
         f"x {run.world.data_size} {'ranks' if run.world.tensor_parallel_size == 1 else 'groups of ranks'}",
-        "steps": f"{steps}, {_count(seen)} tokens, {_epochs(steps * train.global_batch_size / len(splits.train))}",
+        "steps": f"{steps}, {'about ' * streamed}{_count(seen)} tokens, "
+        + ("an epoch ends where the data does, which is not known before" if streamed else _epochs(epochs)),
         "plan": run.plan.line(),
         "run": str(run.folder),
     }
+    if cfg.data.mix:
+        found["mixture"] = _mixture(splits.report["sources"], epochs)
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     optim = cfg.optim
+    found["optimizer"] = str(optim.name)
     found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
         optim.warmup_steps > 0
     )
@@ -93,9 +100,23 @@ def _epochs(count: float) -> str:
 
 def _data(run: Described) -> str:
     """Return where the data is from and what was found there."""
+    if sources := run.splits.report.get("sources"):
+        return "; ".join(
+            f"{name}: {source['source']} {source['path'] or ''} ({source['found']})"
+            for name, source in sources.items()
+        )
     paths = run.cfg.data.path if isinstance(run.cfg.data.path, list) else [run.cfg.data.path or ""]
     named = f"{run.cfg.data.source} {', '.join(map(str, paths))}".strip()
     return f"{named} ({found})" if (found := run.splits.report.get("found")) else named
+
+
+def _mixture(sources: dict[str, Any], epochs: float) -> str:
+    """Say the share of each source in the tokens of an epoch, and how often the run has each of its blocks."""
+    parts = [
+        f"{name} {source['share']:.1%} of tokens ({source['passes_per_epoch'] * epochs:.3g} times in this run)"
+        for name, source in sources.items()
+    ]
+    return ", ".join(parts) + "; an epoch ends when one source has been seen once"
 
 
 def seconds_since_launch() -> float:
@@ -117,6 +138,8 @@ def files(folder: Path) -> dict[str, str]:
         found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
     if (folder / "export").is_dir():
         found["exported model"] = "export/"
+    if (folder / "merged").is_dir():
+        found["merged model"] = "merged/"
     if (folder / "best").is_dir():
         found["best model"] = "best/"
     found["look at it"] = f"remat report {folder}"

@@ -1,8 +1,8 @@
-"""Write the record of a run, `metrics.jsonl`, and pass it to Weights & Biases. The only importer of wandb.
+"""Write the record of a run, `metrics.jsonl`, and pass it to Weights & Biases and TensorBoard. Only wandb's importer.
 
-Rank 0 alone writes the record, and writes it first. W&B then gets the same numbers in a thread of its own. That thread
-may fail, hang or be absent: training neither stops nor waits for it. The mode is chosen before `wandb.init`, so an
-offline run opens no connection.
+Rank 0 alone writes the record, and writes it first. Each of the two then gets the same numbers in a thread of its own.
+That thread may fail, hang or be absent: training neither stops nor waits for it. The mode of W&B is chosen before
+`wandb.init`, so an offline run opens no connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from remat.config.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B
 LAST_WAIT_S = 1.0  # time for W&B to notice that its helper process has ended
-QUEUE_ROWS = 4096  # rows kept while W&B is slow; when the queue is full, rows reach metrics.jsonl only
+QUEUE_ROWS = 4096  # rows kept while a view is slow; when the queue is full, rows reach metrics.jsonl only
+TENSORBOARD = "tensorboard"  # the folder of its events in the run directory
 RECORD = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Tracker:
     """A writer of rows to `run_dir/metrics.jsonl` and to W&B. On ranks other than 0 every method does nothing.
 
     `wandb_run_id` continues a W&B run across resumes (offline too: `wandb sync` joins the parts). `warn` receives at
-    most one line about W&B and one about the record.
+    most one line about W&B, one about TensorBoard and one about the record.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Tracker:
         self._is_main = is_main
         self._warn: Callable[[str], None] | None = warn
         self._wandb: _WandbThread | None = None
+        self._tensorboard: _TensorBoardThread | None = None
         if not is_main:
             return
         self._file = self._path.open("a", encoding="utf-8")
@@ -74,6 +76,9 @@ class Tracker:
             }
             self._wandb = _WandbThread({**redact(init), "dir": str(run_dir)}, warn)
             self._wandb.start()
+        if cfg.tensorboard:
+            self._tensorboard = _TensorBoardThread(run_dir / TENSORBOARD, warn)
+            self._tensorboard.start()
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -91,8 +96,8 @@ class Tracker:
             self._file.flush()
         except OSError as error:
             self._warn_once(f"{self._path} cannot be written ({error}); rows are lost until it can be")
-        if self._wandb:
-            self._wandb.put(step, dict(metrics))
+        for view in filter(None, (self._wandb, self._tensorboard)):
+            view.put(step, dict(metrics))
 
     def summarise(self, figures: dict[str, float]) -> None:
         """Put figures of the whole run into W&B's summary. The record does not get them."""
@@ -103,6 +108,8 @@ class Tracker:
         """Drop rows after `step`, because a run resumed there writes them again. Also drop a row torn by a crash."""
         if not self._is_main:
             return
+        if self._tensorboard:
+            self._tensorboard.purge_step = step + 1
         self._file.close()
         rows = [row for row in _rows(self._path) if row["step"] <= step]
         part = self._path.with_suffix(".part")
@@ -123,8 +130,8 @@ class Tracker:
         if not self._is_main:
             return
         self._file.close()
-        if self._wandb:
-            self._wandb.finish(exit_code)
+        for view in filter(None, (self._wandb, self._tensorboard)):
+            view.finish(exit_code)
 
     def _warn_once(self, text: str) -> None:
         if self._warn is not None:
@@ -176,13 +183,16 @@ def _jsonable(value: float) -> float | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-class _WandbThread(threading.Thread):
-    """Everything W&B does, in a daemon thread behind a bounded queue."""
+class _View(threading.Thread):
+    """Everything that shows the rows elsewhere does, in a daemon thread behind a bounded queue.
 
-    def __init__(self, init: dict[str, Any], warn: Callable[[str], None]) -> None:
-        super().__init__(name="remat-wandb", daemon=True)
-        self.run_id: str = init["id"]
-        self._init = init
+    `label` is its name in a warning, which ends with `remedy`.
+    """
+
+    def __init__(self, label: str, remedy: str, warn: Callable[[str], None]) -> None:
+        super().__init__(name=f"remat-{label}", daemon=True)
+        self._label = label
+        self._remedy = remedy
         self._warn = warn
         self._warned = threading.Lock()
         self._failed = False
@@ -215,8 +225,40 @@ class _WandbThread(threading.Thread):
             self.join(FINISH_TIMEOUT_S)
         if self.is_alive():
             self._give_up(f"it did not finish within {FINISH_TIMEOUT_S:.0f} s")
-            _stop_service()
+            self._abandon()
             self.join(LAST_WAIT_S)
+
+    def _abandon(self) -> None:
+        """End what else is still at work."""
+
+    def _next(self) -> tuple[int | None, dict[str, float]] | None:
+        """Return the next item; None ends the thread.
+
+        After the view was given up no new item comes, so only the waiting ones are returned.
+        """
+        try:
+            return self._rows.get(block=not self._failed)
+        except queue.Empty:
+            return None
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        if self._warned.acquire(blocking=False):
+            first_line = redact_text(reason.splitlines()[0])
+            self._warn(
+                f"{self._label} is off for the rest of this run ({first_line}); {RECORD} has every row{self._remedy}"
+            )
+
+
+class _WandbThread(_View):
+    def __init__(self, init: dict[str, Any], warn: Callable[[str], None]) -> None:
+        remedy = f", and what W&B wrote is uploaded by: wandb sync {init['dir']}/wandb/*run-*"
+        super().__init__("W&B", remedy, warn)
+        self.run_id: str = init["id"]
+        self._init = init
+
+    def _abandon(self) -> None:
+        _stop_service()
 
     def run(self) -> None:
         wandb: Any = None
@@ -235,16 +277,6 @@ class _WandbThread(threading.Thread):
         with contextlib.suppress(BaseException):  # here: W&B's exit hook would do it and block the interpreter
             wandb.teardown(self._exit_code)
 
-    def _next(self) -> tuple[int | None, dict[str, float]] | None:
-        """Return the next item; None ends the thread.
-
-        After W&B was given up no new item comes, so only the waiting ones are returned.
-        """
-        try:
-            return self._rows.get(block=not self._failed)
-        except queue.Empty:
-            return None
-
     def _open(self, wandb: Any) -> Any:
         settings = wandb.Settings(
             silent=True,  # also: never prompt for a key
@@ -260,11 +292,28 @@ class _WandbThread(threading.Thread):
         wandb.setup(settings=settings)  # without it, W&B's login would print a line
         return wandb.init(**self._init, settings=settings)
 
-    def _give_up(self, reason: str) -> None:
-        self._failed = True
-        if self._warned.acquire(blocking=False):
-            first_line = redact_text(reason.splitlines()[0])
-            self._warn(
-                f"W&B is off for the rest of this run ({first_line}); {RECORD} has every row, and what W&B wrote "
-                f"is uploaded by: wandb sync {self._init['dir']}/wandb/*run-*"
-            )
+
+class _TensorBoardThread(_View):
+    """Opens its file with the first row, so that a resume can first say which older events count no more."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        super().__init__("TensorBoard", "", warn)
+        self.purge_step: int | None = None  # events of this step and later, of former launches, are hidden
+        self._folder = folder
+
+    def run(self) -> None:
+        writer: Any = None
+        try:
+            while (item := self._next()) is not None:
+                if writer is None:
+                    from torch.utils.tensorboard import SummaryWriter
+
+                    writer = SummaryWriter(str(self._folder), purge_step=self.purge_step)
+                step, metrics = item
+                for name, value in metrics.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):
+            writer.close()

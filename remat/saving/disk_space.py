@@ -2,7 +2,7 @@
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
 moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
-separate master: 12.0.
+separate master: 12.0. Another optimizer's state is counted in its tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from remat.model import optimizer
+from remat.saving import manifest
 from remat.saving.manifest import SaveError
 
 MASTER, MOMENTS = 4, 8
@@ -32,7 +36,13 @@ def needed_bytes(engine: Any) -> int:
         half=bool(engine.bfloat16_enabled() or engine.fp16_enabled()),
     )
     trained = (p for p in engine.module.parameters() if p.requires_grad)
-    return each * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    if optimizer.kind_of(engine.optimizer) == "adamw":
+        return each * numel
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    tensors = {id(t): t for state in base.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
+    ranks = manifest.place()[1] if engine.zero_optimization_stage() else 1
+    return (each - MOMENTS) * numel + ranks * sum(t.nbytes for t in tensors.values())
 
 
 def free_bytes(folder: Path) -> int:

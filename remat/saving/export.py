@@ -9,24 +9,27 @@ folder appears complete or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from remat.config.options import ConfigError, Precision
+from remat.model import adapters
 from remat.saving import hf_files, manifest, safe_load
 from remat.saving.manifest import ENGINE, SaveError
 from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
+README = "README.md"
 DTYPES = {
     str(Precision.fp32): torch.float32,
     str(Precision.bf16): torch.bfloat16,
@@ -46,13 +49,20 @@ class ExportResult:
 
 
 def export(
-    engine: Any, folder: Path, *, tokenizer: Any, dtype: torch.dtype | None = None, max_shard_size: str
+    engine: Any,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str,
+    readme: Callable[[], str] | None = None,
 ) -> ExportResult:
     """Export the live model to `folder`. Call it on every rank, between steps, at any ZeRO stage.
 
     `dtype` None keeps the dtype of the weights. Another dtype is converted from the fp32 master copy where there is
-    one. A former export at `folder` is replaced; raises ConfigError if anything else is there. Raises SaveError on
-    every rank when writing fails, or when the weights are not those of a plain model of this config.
+    one. `readme`, called on rank 0, returns the model card that goes with the model. A former export at `folder` is
+    replaced; raises ConfigError if anything else is there. Raises SaveError on every rank when writing fails, or when
+    the weights are not those of a plain model of this config.
     """
     module = engine.module
     dtype = dtype or dtype_of(module)
@@ -61,23 +71,36 @@ def export(
         _check_same_weights(module, plan)
 
     def describe(target: Path) -> None:
-        if adapter is not None:
-            hf_files.write_adapter_config(target, adapter)
-            return _write_extras(target, tokenizer, None)
-        if module.is_remote_code():
-            config: Any = plan.skeleton.config  # upstream annotates a dict, but takes a config too
-            custom_object_save(module, target, config=config)
-        generation = module.generation_config if module.can_generate() else None
-        return _write_description(target, plan.skeleton, tokenizer, generation)
+        if adapter is None:
+            return describe_plain(target, module, plan, tokenizer, readme)
+        hf_files.write_adapter_config(target, adapter)
+        return _write_extras(target, tokenizer, None, readme)
 
-    optimizer = engine.optimizer
+    with gathering(engine.optimizer):
+        return write(plan, engine_reader(engine, dtype), folder, describe)
+
+
+@contextlib.contextmanager
+def gathering(optimizer: Any) -> Iterator[None]:
+    """Let ZeRO-3's small, persistent parameters be shards meanwhile, as DeepSpeed does while it saves."""
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     try:
-        return _write(plan, _engine_reader(engine, dtype), folder, describe)
+        yield
     finally:
         if hasattr(optimizer, "checkpoint_event_epilogue"):
-            optimizer.checkpoint_event_epilogue()  # gathers ZeRO-3's small, persistent parameters again
+            optimizer.checkpoint_event_epilogue()  # gathers them again
+
+
+def describe_plain(
+    target: Path, module: Any, plan: hf_files.Plan, tokenizer: Any, readme: Callable[[], str] | None
+) -> None:
+    """Write what goes with the weights of the plain model `module`: config, code, tokenizer, model card."""
+    config: Any = plan.skeleton.config  # upstream annotates a dict, but takes a config too
+    if module.is_remote_code():
+        custom_object_save(module, target, config=config)
+    config.save_pretrained(target)
+    _write_extras(target, tokenizer, module.generation_config if module.can_generate() else None, readme)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -115,6 +138,7 @@ def export_saved_state(
     dtype: torch.dtype | None = None,
     max_shard_size: str,
     verified: bool = False,
+    readme: Callable[[], str] | None = None,
 ) -> ExportResult:
     """Export a saved state without GPU or engine, in one process. `dtype` None: the precision of the run.
 
@@ -128,19 +152,30 @@ def export_saved_state(
         raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
     card = run_dir / MODEL_FOLDER
     plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
-    unsafe = safe_load.problem(safe_load.pickled(state_dir))  # including files that an export does not read
-    if unsafe is not None:
-        raise safe_load.UnsafeFile(unsafe)
+    refuse_code(state_dir)
     adapted = (card / hf_files.ADAPTER_CONFIG).exists()
 
     def describe(target: Path) -> None:
         if not adapted:
-            _write_description(target, plan.skeleton, None, None)
-        for extra in card.iterdir():
-            if extra.name not in ("config.json", *(["generation_config.json"] if adapted else [])):
-                shutil.copy2(extra, target / extra.name)
+            plan.skeleton.config.save_pretrained(target)
+        copy_extras(card, target, but=["config.json", *(["generation_config.json"] if adapted else [])])
+        _write_extras(target, None, None, readme)
 
-    return _write(plan, read, folder, describe)
+    return write(plan, read, folder, describe)
+
+
+def refuse_code(state_dir: Path) -> None:
+    """Raise UnsafeFile when a file of a state asks to run code, including files that an export does not read."""
+    unsafe = safe_load.problem(safe_load.pickled(state_dir))
+    if unsafe is not None:
+        raise safe_load.UnsafeFile(unsafe)
+
+
+def copy_extras(card: Path, target: Path, *, but: Collection[str]) -> None:
+    """Copy what `write_model_card` wrote, except the files named."""
+    for extra in card.iterdir():
+        if extra.name not in but:
+            shutil.copy2(extra, target / extra.name)
 
 
 def open_saved_state(
@@ -204,7 +239,7 @@ def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
             raise SaveError(f"export: config.json ties {name} to {kept}, but the trained model holds both")
 
 
-def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor | None]:
+def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor | None]:
     """Return a collective function from name to value: in `dtype` on the CPU of rank 0, None on other ranks."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -219,6 +254,8 @@ def _engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Ten
 
     def read(name: str) -> torch.Tensor | None:
         value = held[name]
+        if hasattr(value, "quant_state"):  # in 4 bits, which ZeRO never shards
+            return copy_out(adapters.dequantise(module.get_submodule(name.rpartition(".")[0])))
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
             if master is not None:
@@ -262,7 +299,7 @@ def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype)
     return SavedWeights(state_dir / ENGINE, info.zero_stage)
 
 
-def _write(
+def write(
     plan: hf_files.Plan,
     read: Callable[[str], torch.Tensor | None],
     folder: Path,
@@ -314,12 +351,9 @@ def _finish(shards: hf_files.Shards, tmp: Path, folder: Path, describe: Callable
     manifest.publish(tmp, folder)
 
 
-def _write_description(folder: Path, skeleton: PreTrainedModel, tokenizer: Any, generation: Any) -> None:
-    skeleton.config.save_pretrained(folder)
-    _write_extras(folder, tokenizer, generation)
-
-
-def _write_extras(folder: Path, tokenizer: Any, generation: Any) -> None:
+def _write_extras(
+    folder: Path, tokenizer: Any, generation: Any, readme: Callable[[], str] | None = None
+) -> None:
     if generation is not None:
         # save_pretrained refuses contradictory sampling settings, which some published models have.
         generation.to_json_file(
@@ -327,3 +361,5 @@ def _write_extras(folder: Path, tokenizer: Any, generation: Any) -> None:
         )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if readme is not None:
+        (folder / README).write_text(readme(), encoding="utf-8")

@@ -200,16 +200,23 @@ def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
 
 def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftModel:
     """Build the adapted model without storage, from the base's configuration and `card`/adapter_config.json."""
-    from peft import LoraConfig, PeftModelForCausalLM
+    from peft import LoraConfig
 
+    adapter = LoraConfig.from_pretrained(str(card))
+    if adapter.megatron_config is not None:  # it names a module, which would be imported
+        raise ConfigError(
+            f"{card / ADAPTER_CONFIG}: megatron_config is refused: adapters of this program have none"
+        )
+    return adapter_skeleton(model_class, config, adapter)
+
+
+def adapter_skeleton(model_class: Any, config: Any, adapter: PeftConfig) -> PeftModel:
+    """Build the adapted model without storage. `adapter` becomes its own."""
+    from peft import PeftModelForCausalLM
+
+    adapter.inference_mode = False
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         base = model_class(inference_config(config))
-        adapter = LoraConfig.from_pretrained(str(card))
-        if adapter.megatron_config is not None:  # it names a module, which would be imported
-            raise ConfigError(
-                f"{card / ADAPTER_CONFIG}: megatron_config is refused: adapters of this program have none"
-            )
-        adapter.inference_mode = False
         return PeftModelForCausalLM(base, adapter, autocast_adapter_dtype=False)
 
 

@@ -112,11 +112,17 @@ def resolve_resume(
 
 
 def check_compatible(
-    state: SavedState, *, zero_stage: int, precision: Precision | None = None, also: Sequence[str] = ()
+    state: SavedState,
+    *,
+    zero_stage: int,
+    precision: Precision | None = None,
+    optimizer: str | None = None,
+    also: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
 
-    The layout of a saved state depends on its ZeRO stage and precision. `also` are problems with its world size.
+    The layout of a saved state depends on its ZeRO stage, precision and `optimizer` (`model.optimizer.kind_of`). `also`
+    are problems with its world size.
     """
     info, problems = state.info, [*also]
     if info.zero_stage != zero_stage:
@@ -128,6 +134,11 @@ def check_compatible(
         problems.append(
             f"it was saved in {info.precision} and train.precision={precision}: "
             f"set train.precision={info.precision}"
+        )
+    if optimizer is not None and info.optimizer != optimizer:
+        problems.append(
+            f"it holds the optimizer state of {info.optimizer} and optim.name asks for {optimizer}: "
+            f"set optim.name={info.optimizer}"
         )
     if problems:
         raise ConfigError(

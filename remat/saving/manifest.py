@@ -65,6 +65,7 @@ class Manifest:
     versions: dict[str, str]
     client_state: dict[str, Any]
     files: dict[str, FileEntry]
+    optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
 
     @property
     def size_bytes(self) -> int:

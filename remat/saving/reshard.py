@@ -47,6 +47,10 @@ def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: M
     if wanted is Reshard.refuse:
         return [f"{ranks}: {start}, or set reshard=auto"]
     found, zero = [], rendered["zero_optimization"]
+    if info.optimizer != "adamw" and info.zero_stage:
+        found.append(
+            f"{ranks}, and only the state of adamw can be cut anew, not that of {info.optimizer}: {start}"
+        )
     devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
     if any("/offloaded_tensors/" in name for name in info.files):
         found.append(

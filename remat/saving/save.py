@@ -27,6 +27,7 @@ from torch import nn
 from remat import __version__
 from remat.config.options import ConfigError, Precision
 from remat.machine import distributed, rng
+from remat.model import optimizer
 from remat.saving import disk_space, frozen, manifest
 from remat.saving.manifest import ENGINE, SAVED, STEP, Manifest, SaveError
 
@@ -238,6 +239,7 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         versions=_versions(),
         client_state=client_state,
         files={},
+        optimizer=optimizer.kind_of(engine.optimizer),
     )
 
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from remat.config.metrics import LOSS_EVAL
 from remat.config.units import format_size
 from remat.report import run_dir
-from remat.saving import export
-from remat.training import out_of_memory
+from remat.training import out_of_memory, saves
 from remat.training.run import Progress, Run
 
 FOLDER, RECORD = "best", "best.json"  # in the run directory: the exported model, and its step and loss
@@ -54,12 +53,7 @@ def _export(run: Run, progress: Progress) -> None:
     run.console.progress(progress.step, run.steps, doing="exporting the best model")
     run.watchdog.enter("export", progress.step)
     with run.window.excluded(), out_of_memory.named("export", run.plan):
-        result = export.export(
-            run.engine,
-            run.folder / FOLDER,
-            tokenizer=run.tokenizer,
-            max_shard_size=run.cfg.save.max_shard_size,
-        )
+        result = saves.write_model(run, run.folder / FOLDER)
     if run.world.is_main:
         run_dir.write_json(run.folder / RECORD, {"step": progress.step, LOSS_EVAL: progress.best_loss})
     run.take_memory_peaks()

@@ -20,7 +20,6 @@ from remat.config.compose import Composed
 from remat.config.options import (
     NOT_FOLDERS,
     ConfigError,
-    DataFormat,
     LossKind,
     PeftMethod,
     Precision,
@@ -33,6 +32,7 @@ from remat.data.blocks import Blocks
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.read_ahead import ReadAhead
+from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
@@ -79,7 +79,11 @@ def find_resume_point(
     if found is not None:
         also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
         load.check_compatible(
-            found.state, zero_stage=strategy.zero_stage, precision=cfg.train.precision, also=also
+            found.state,
+            zero_stage=strategy.zero_stage,
+            precision=cfg.train.precision,
+            optimizer=optim.kind_named(cfg.optim.name),
+            also=also,
         )
         load.refuse_code(found.state)
         for note in found.notes:
@@ -108,7 +112,7 @@ def _check_shared(cfg: RunConfig) -> None:
 
 def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
     """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
-    now = Path(splits.report["folder"]).name
+    now = splits.key
     found = check_same_order(saved["data"], batches)
     if saved["data_key"] != now:
         found.append(
@@ -183,7 +187,7 @@ def _build(
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
-    cfg = with_steps(cfg, len(splits.train))
+    cfg = with_steps(cfg, splits.train.epoch_length)
     if lost := cache.loss_of_tokens(splits.report):
         console.warning(lost)
     batches = _batches(cfg, splits.train, world, point)
@@ -275,12 +279,11 @@ def _with_settings(
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
     """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
-    data_format, problems = distributed.broadcast(looked and (looked.data_format, looked.problems))
+    data, problems = distributed.broadcast(looked and (looked.data, looked.problems))
     if problems:
         raise ConfigError("\n".join(problems))
-    found = replace(cfg, data=replace(cfg.data, format=data_format))
-    same = data_format in (cfg.data.format, DataFormat.plain)
-    return found, strategy if same else pack_again(found, strategy)
+    found = replace(cfg, data=data)
+    return found, strategy if data.has_rows == cfg.data.has_rows else pack_again(found, strategy)
 
 
 def _instruments(
@@ -378,16 +381,19 @@ def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
-    return GlobalBatches(
-        blocks,
-        global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=cfg.train.micro_batch_size,
-        rank=world.data_rank,
-        world_size=world.data_size,
-        seed=cfg.train.seed,
-        shuffle=cfg.data.shuffle,
-        position=point.state.client_state["data"]["position"] if point else 0,
-    )
+    saved = point.state.client_state["data"] if point else {}
+    options: dict[str, Any] = {
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "rank": world.data_rank,
+        "world_size": world.data_size,
+        "seed": cfg.train.seed,
+        "shuffle": cfg.data.shuffle,
+        "position": saved.get("position", 0),
+    }
+    if isinstance(blocks, FirstWindow):
+        return StreamedBatches(blocks, place=saved.get("place"), **options)
+    return GlobalBatches(blocks, **options)
 
 
 def _engine(
@@ -410,7 +416,7 @@ def _engine(
     import deepspeed
 
     optimizer_device = ds_config.optimizer_offload_device(strategy.ds)
-    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds)):
+    for op in ops.needed(optimizer_device, ds_config.param_offload_device(strategy.ds), cfg.optim.name):
         ops.ensure(op, console.note)
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
@@ -524,9 +530,9 @@ def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits
     """Write data.json: what became of the data's rows, and how full the batches are."""
     found = {
         "steps": cfg.train.steps,
-        "blocks": len(splits.train),
-        "epochs": cfg.train.steps * cfg.train.global_batch_size / len(splits.train)
-        if cfg.train.steps
+        "blocks": splits.train.epoch_length or None,
+        "epochs": cfg.train.steps * cfg.train.global_batch_size / splits.train.epoch_length
+        if cfg.train.steps and splits.train.epoch_length
         else None,
         "packing": strategy.packed.line(),
         "padding_share": padding_share,

@@ -15,7 +15,7 @@ import torch
 from remat.config import ds_config
 from remat.config.units import format_size
 
-NVME = "nvme"
+NVME, PAGED = "nvme", "paged"
 
 Held = dict[str, dict[str, int]]  # category -> kind of device (cpu, cuda) -> bytes
 DEPTH = 4  # of lists and dicts inside the optimizer's attributes
@@ -114,7 +114,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def shard_placement(engine: Any) -> dict[str, Any]:
-    """Return this rank's bytes by device kind (cpu, cuda, nvme). Call it after a step was applied.
+    """Return this rank's bytes by device kind (cpu, cuda, nvme, paged). Call it after a step was applied.
 
     `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped
     tensors.
@@ -123,7 +123,7 @@ def shard_placement(engine: Any) -> dict[str, Any]:
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     held = [p.ds_tensor if hasattr(p, "ds_id") else p for p in parameters]
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    moments = [t for state in base.state.values() for t in state.values() if _is_moment(t)]
+    moments = [t for state in base.state.values() for name, t in state.items() if _is_moment(name, t)]
     swapped = _swapped_numel(engine)
     return {
         "parameters": {
@@ -156,7 +156,9 @@ def unmet_expectations(
             f"zero_optimization.stage=3 is not in effect: {parameters['count'] - parameters['sharded']} of "
             f"{parameters['count']} parameters are whole on every rank"
         )
-    share = 2 * parameters["trained_elements"] / (ranks if stage else 1)  # Adam's two moments
+    share = (
+        2 * parameters["trained_elements"] / (ranks if stage else 1)
+    )  # no optimizer keeps more than AdamW's two moments
     padding = 2 * 2 * ranks * max(1, parameters["count"])
     if not 0 < state["elements"] <= share + padding:
         problems.append(
@@ -172,6 +174,8 @@ def unmet_expectations(
         allowed = {wanted or device_type} | ({"cpu"} if wanted == NVME else set())
         if section == "offload_optimizer" and _keeps_part_on_device(ds):
             allowed.add(device_type)
+        if section == "offload_optimizer" and not wanted:
+            allowed.add(PAGED)
         elsewhere = {place: size for place, size in bytes_on.items() if place not in allowed and size}
         if elsewhere:
             problems.append(
@@ -201,8 +205,9 @@ def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
     return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
 
 
-def _is_moment(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 1
+def _is_moment(name: str, value: Any) -> bool:
+    """Return whether it is state of the weights; constants and tables of 8-bit values are not."""
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith(("absmax", "qmap"))
 
 
 def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -210,7 +215,8 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     for tensor in tensors:
         on_nvme = getattr(getattr(tensor, "final_location", None), "value", None) == NVME
         numel = getattr(tensor, "ds_numel", tensor.numel())
-        sizes[NVME if on_nvme else tensor.device.type] += numel * tensor.element_size()
+        paged = getattr(tensor, "is_paged", False)  # torch takes it for host memory
+        sizes[NVME if on_nvme else PAGED if paged else tensor.device.type] += numel * tensor.element_size()
     return dict(sizes)
 
 

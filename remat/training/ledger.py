@@ -6,6 +6,7 @@ anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from remat.training.run import Run
 OFF_GPU = {  # the names of planning/model_states.py that a GPU never holds, by category; the rest are buffers
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,
+    "paged moments": Category.optimizer_state,
     "master parameters, moments, gradients": Category.optimizer_state,
 }
 ON_GPU = "GPU, allocated at the peak"
@@ -91,13 +93,18 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
 
 
 def metrics(lines: list[Row]) -> dict[str, float]:
-    """Return the rows for W&B, under names like `ledger/weights, GiB/planned`."""
+    """Return the rows for W&B, under names like `ledger/weights_gib/planned`."""
     return {
-        f"ledger/{line.category}, {line.unit}/{side}": value
+        f"ledger/{_name(line)}/{side}": value
         for line in lines
         for side, value in (("planned", line.planned), ("measured", line.measured))
         if value is not None
     }
+
+
+def _name(line: Row) -> str:
+    """Return the row's name in words of small letters, the unit last: `kept_activations_all_layers_mib`."""
+    return "_".join(re.findall(r"[a-z0-9]+", f"{line.category} {line.unit}".lower()))
 
 
 def in_words(lines: list[Row]) -> dict[str, str]:

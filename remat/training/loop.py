@@ -26,6 +26,8 @@ from remat.config.metrics import (
     TOKENS_SEEN,
     TOKENS_TRAINED,
     StepMetrics,
+    lost_rows,
+    share_of,
 )
 from remat.config.units import format_size
 from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
@@ -34,7 +36,7 @@ from remat.machine.peers import LostPeer
 from remat.model import optimizer
 from remat.report import run_dir, summary
 from remat.report.console import final_rows
-from remat.saving import export, nvme
+from remat.saving import merge, nvme
 from remat.saving.manifest import SaveError
 from remat.training import best, ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep
@@ -44,7 +46,7 @@ from remat.training.run import Progress, Run
 def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], *, finished: bool) -> None:
     """Export if the run reached its end, write the ledger, close the record, print the table. Collective."""
     run.watchdog.enter("export", step)
-    if finished and run.cfg.save.export:
+    if finished and (run.cfg.save.export or run.cfg.save.merge):
         _export(run, step)
     distributed.barrier()  # no rank still reads its swap files when they are removed
     whole = distributed.max_min(run.window.summary(), run.world.device)
@@ -77,14 +79,12 @@ def failed(run: Run, first: FirstStep, error: BaseException) -> None:
 def _export(run: Run, step: int) -> None:
     run.console.progress(step, run.steps, doing="exporting")
     with out_of_memory.named("export", run.plan):
-        result = export.export(
-            run.engine,
-            run.folder / "export",
-            tokenizer=run.tokenizer,
-            max_shard_size=run.cfg.save.max_shard_size,
-        )
+        results = [saves.write_model(run, run.folder / "export")] if run.cfg.save.export else []
+        if run.cfg.save.merge:
+            results.append(saves.write_model(run, run.folder / merge.FOLDER, merged=True))
     run.take_memory_peaks()
-    run.console.note(f"exported {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s)")
+    for result in results:
+        run.console.note(f"exported {result.path} ({format_size(result.bytes)}, {result.seconds:.1f} s)")
 
 
 def _write_ledger(
@@ -400,6 +400,8 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens
     progress.positions += batch.positions
+    for name, seen in batch.seen_of.items():
+        progress.seen_of[name] = progress.seen_of.get(name, 0) + seen
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
     run.console.progress(progress.step, run.steps)
     if not first.verified and progress.skipped_in_a_row == 0:
@@ -424,6 +426,8 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
         TOKENS_TRAINED: progress.tokens_trained,
         PADDING_SHARE: 1 - progress.tokens_seen / max(1, progress.positions),
     }
+    metrics |= {share_of(name): seen / max(1, progress.tokens_seen) for name, seen in progress.seen_of.items()}
+    metrics |= {lost_rows(name): count for name, count in run.batches.lost().items()}
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
     run.console.line(progress.step, run.steps, metrics)

@@ -54,6 +54,7 @@ class Progress:
     tokens_seen: int = 0
     tokens_trained: int = 0
     positions: int = 0  # tokens seen, and padding
+    seen_of: dict[str, int] = field(default_factory=dict)  # tokens seen of each source of a mixture
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best_loss: float | None = None  # the lowest held-out loss after a step
@@ -112,7 +113,7 @@ class Run:
     @property
     def data_key(self) -> str:
         """Return a key that changes with the data, the tokenizer and the block length."""
-        return Path(self.splits.report["folder"]).name
+        return self.splits.key
 
     def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return a micro-batch on the device, with what this model needs to keep its documents apart."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from remat.config.metrics import SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
-from remat.config.options import ConfigError, SaveFailure
+from remat.config.options import ConfigError, PeftMethod, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import makes_trial_save
-from remat.saving import export, load, manifest, read_back, save
+from remat.release import model_card
+from remat.saving import export, load, manifest, merge, read_back, save
+from remat.saving.export import ExportResult
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
@@ -53,6 +56,19 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
     run.take_memory_peaks()
     if result is not None:
         _tell(run, step, result)
+
+
+def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
+    """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
+    adapter = run.cfg.peft.method is not PeftMethod.none and not merged
+    write = merge.export_merged if merged else export.export
+    return write(
+        run.engine,
+        folder,
+        tokenizer=run.tokenizer,
+        max_shard_size=run.cfg.save.max_shard_size,
+        readme=lambda: model_card.compose(run.folder, run.record_folder, adapter=adapter),
+    )
 
 
 def complete_save(run: Run, step: int) -> None:
@@ -160,7 +176,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
         saved = save.save(run.engine, folder, step=step, client_state=state, keep=1)
     run.watchdog.enter("export", step)
     with out_of_memory.named("export", run.plan):
-        exported = export.export(run.engine, folder / "export", tokenizer=run.tokenizer, max_shard_size=size)
+        exported = write_model(run, folder / "export")
     run.watchdog.enter("load", step)
     found = load.find_newest(folder, lambda: run.watchdog.enter("load", step))  # reads and hashes every file
     if found.state is None or found.notes:

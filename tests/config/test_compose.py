@@ -112,6 +112,24 @@ def test_precedence_default_group_train_yaml_recipe_command_line(tmp_path: Path)
     assert run(*search, "recipe=mine", "checkpointing=full").checkpointing.policy is Policy.full
 
 
+def test_a_users_own_defaults_are_weaker_than_a_recipe(tmp_path: Path) -> None:
+    """local/default.yaml of a folder that is searched, or of conf/ itself, where git ignores it."""
+    (tmp_path / "local").mkdir()
+    own = tmp_path / "local" / "default.yaml"
+    own.write_text("output_dir: /mine\ntracking:\n  tags: [ann]\ntrain:\n  seq_len: 77\n")
+    tiny = "recipe=tiny_zero3_offload"
+    for way in (f"--config-dir={tmp_path}", f"hydra.searchpath=[file://{tmp_path}]"):
+        found = run(way, tiny)
+        assert (found.output_dir, found.tracking.tags) == ("/mine", ["ann"])
+        assert found.train.seq_len == run(tiny).train.seq_len != 77
+        assert run(way, tiny, "output_dir=/other").output_dir == "/other"
+    own.write_text("trainz: 3\n")
+    text = message(f"--config-dir={tmp_path}", tiny)
+    assert "local/default.yaml, your own defaults: Key 'trainz' not in 'RunConfig'; correct that file" in text
+    ignored = (compose.ROOT / ".gitignore").read_text().splitlines()
+    assert "conf/local/" in ignored and "local" not in compose.group_choices()
+
+
 def test_a_typo_in_a_users_recipe_names_the_file_and_the_key(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "bad.yaml").write_text("# @package _global_\ntrain:\n  micro_bach: 7\n")
@@ -282,6 +300,11 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_flag_is_refused() -> None:
     assert "--fast is not an option" in message("--fast")
+
+
+def test_what_follows_info_is_not_taken_for_an_override() -> None:
+    text = message("--info", "searchpath", "recipe=tiny_zero3_offload")
+    assert text.startswith("--info searchpath is not an option here: --cfg prints") and "override" not in text
 
 
 def test_free_form_sections_take_new_keys() -> None:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from remat.config import compose, flags, hints, refusals
+from remat.config.options import ConfigError
 
 OPTIONS = compose.option_names()
 TO_COME = {"train.epochs", "save.best", "train.early_stopping_evals"} - {*OPTIONS}
@@ -46,6 +47,8 @@ GROUPS = {*compose.group_choices(), "recipe"}
         ("eval_steps", "train.eval_every"),
         ("logging_steps", "train.log_every"),
         ("warmup_ratio", "optim.warmup_steps"),
+        ("optimizer", "optim.name"),
+        ("train.optim", "optim.name"),
         ("optim.warmup", "optim.warmup_steps"),
         ("train.weight_decay", "optim.weight_decay"),
         ("max_grad_norm", "optim.gradient_clipping"),
@@ -192,3 +195,34 @@ def test_the_value_of_a_flag_is_not_told_as_a_word_of_its_own() -> None:
 def test_cfg_may_be_followed_by_job(words: list[str]) -> None:
     taken = flags.take_apart([*words, "train.steps=3"], OPTIONS)
     assert taken.show_config and taken.overrides == ["train.steps=3"] and not taken.problems
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("optim.name=adamw_torch_fused", "adamw"),
+        ("optim.name=adamw_bnb_8bit", "adamw_8bit"),
+        ("optim.name=PagedAdamW8bit", "paged_adamw_8bit"),
+        ("optim.name=lion_32bit", "lion"),
+        ("optim=adafactor", "adafactor"),
+        ("optim=adamw_8bit", "adamw_8bit"),
+    ],
+)
+def test_an_optimizer_of_another_tool_is_refused_with_ours(word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"(did you mean optim.name={meant}?)")):
+        compose.compose_run([word])
+
+
+@pytest.mark.parametrize("word", ["optim.name=muon", "optim=Muon"])
+def test_muon_is_refused_with_the_reason(word: str) -> None:
+    with pytest.raises(
+        ConfigError, match="because DeepSpeed clips its update and not the gradient: choose adamw"
+    ):
+        compose.compose_run([word])
+
+
+def test_an_unknown_optimizer_lists_the_known() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected one of \[adamw, adamw_8bit, paged_adamw_8bit, lion, adafactor"
+    ):
+        compose.compose_run(["optim.name=sgd"])

@@ -66,7 +66,7 @@ REFUSED_BY_RANKS = {  # of three ranks
 }
 WATCH = """
 import contextlib, io, json, subprocess, sys
-import train
+from remat import train
 from remat import cli
 
 class NothingStarts:

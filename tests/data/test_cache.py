@@ -48,9 +48,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of the caches that were built, not only opened."""
     built: list[str] = []
 
-    def write_blocks(plan: build.Plan, folder: Path, *, show_progress: bool) -> None:
+    def write_blocks(plan: build.Plan, folder: Path, shards: Path, *, show_progress: bool) -> None:
         built.append(plan.key)
-        build.write_blocks(plan, folder, show_progress=show_progress)
+        build.write_blocks(plan, folder, shards, show_progress=show_progress)
 
     monkeypatch.setattr(cache, "write_blocks", write_blocks)
     return built
@@ -77,6 +77,8 @@ def test_blocks_hold_every_document_in_order(cfg: DataConfig) -> None:
         "squared_lengths": sum(
             (b - a) ** 2 for a, b in pairwise(sorted({*starts, *range(0, len(ids) // 16 * 16 + 1, 16)}))
         ),
+        "rows_more": 0,
+        "turns_left_out": 0,
         "truncated_documents": 0,
         "truncated_tokens": 0,
         "truncated_trained_tokens": 0,

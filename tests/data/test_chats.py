@@ -82,8 +82,8 @@ def trained(cfg: DataConfig, path: str, made: PreTrainedTokenizerFast) -> list[t
     found = encode(list(documents(cfg, path)), cfg, made, log)
     log.check()
     texts = []
-    for example in found:
-        assert example is not None and example.trained is not None
+    for (example,) in found:
+        assert example.trained is not None
         texts.append((str(made.decode(example.ids)), str(made.decode(example.ids[example.trained]))))
     return texts
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat
+from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.blocks import Blocks, RowWriter, TextWriter
 from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
 from remat.data.rows import BadRowLog, Document, content_of
@@ -26,13 +26,22 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# As templates of reasoning models do: only the last answer keeps its thoughts.
+# As templates of reasoning models do: answers before the last question lose their thoughts; those after it have some.
 REWRITING_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' and loop.last %}<think>{{ m.content }}"
-    "{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.index0 > ns.asked %}"
+    "<think>{{ parts[0].removeprefix('<think>') if parts | length > 1 }}</think>{% endif %}{{ parts[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+THOUGHTS = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "<think>hm</think>1"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "<think>look</think>call"},
+    {"role": "tool", "content": "found"},
+    {"role": "assistant", "content": "2"},
+]
 
 
 STANFORD = {"alpaca_prompt": AlpacaPrompt.stanford}
@@ -46,8 +55,7 @@ def log() -> BadRowLog:
 def encode_one(row: Any, data_format: DataFormat, tokenizer: PreTrainedTokenizerFast, **more: Any) -> Example:
     cfg = DataConfig(format=data_format, **more)
     documents = [Document(content_of(row, cfg), "f.jsonl:7", "f.jsonl:7")]
-    (example,) = encode(documents, cfg, tokenizer, log())
-    assert example is not None
+    ((example,),) = encode(documents, cfg, tokenizer, log())
     return example
 
 
@@ -71,8 +79,8 @@ def test_plain_ends_documents_and_only_whole_ones() -> None:
         Document("c", "f:2", "f:2", starts=False),
         Document("<|end|>d", "g:1", "g:1"),
     ]
-    examples = encode(documents, PLAIN, byte_tokenizer(), log())
-    assert [e and e.ids.tolist() for e in examples] == [[97, 98], [99, 256], [256, 100, 256]]
+    examples = [one for (one,) in encode(documents, PLAIN, byte_tokenizer(), log())]
+    assert [e.ids.tolist() for e in examples] == [[97, 98], [99, 256], [256, 100, 256]]
 
 
 def test_plain_opens_documents_where_the_tokenizer_does() -> None:
@@ -82,8 +90,8 @@ def test_plain_opens_documents_where_the_tokenizer_does() -> None:
         single="<s> $A", special_tokens=[("<s>", 258)]
     )
     documents = [Document("a", "f:1", "u", ends=False), Document("b", "f:2", "u", starts=False)]
-    examples = encode(documents, PLAIN, tokenizer, log())
-    assert [e and e.ids.tolist() for e in examples] == [[258, 97], [98, 256]]
+    examples = [one for (one,) in encode(documents, PLAIN, tokenizer, log())]
+    assert [e.ids.tolist() for e in examples] == [[258, 97], [98, 256]]
     alpaca = encode_one(
         {"instruction": "i", "input": "", "output": "o"}, DataFormat.alpaca, tokenizer, **STANFORD
     )
@@ -149,13 +157,48 @@ def test_a_token_over_the_border_of_prompt_and_answer_is_not_trained() -> None:
     assert example.trained.tolist() == [False, False, False, False, True]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def rows_of(messages: list[dict[str, str]], template: str, **more: Any) -> list[tuple[str, str]]:
+    """(whole text, trained text) of each row that a chat becomes."""
+    tokenizer, cfg = chat_tokenizer(template), DataConfig(format=DataFormat.chat, **more)
+    documents = [Document(content_of({"messages": messages}, cfg), "f.jsonl:7", "f.jsonl:7")]
+    (found,) = encode(documents, cfg, tokenizer, log())
+    return [(str(tokenizer.decode(one.ids)), trained_text(tokenizer, one)) for one in found]
+
+
+def test_turns_that_the_template_rewrites_are_trained_as_they_are_said() -> None:
+    """What a row trains is what the model sees when it answers there, and each turn is trained once."""
     tokenizer = chat_tokenizer(REWRITING_TEMPLATE)
-    with pytest.raises(ConfigError, match=r"f\.jsonl:7 .*assistant message 3 .*generation"):
-        encode_one({"messages": CHAT, "tools": None}, DataFormat.chat, tokenizer)
-    # With one answer, and that the last message, nothing is rewritten.
-    example = encode_one({"messages": CHAT[:3], "tools": None}, DataFormat.chat, tokenizer)
-    assert trained_text(tokenizer, example) == "<think>1 \U0001f600</s>\n"
+    asked = tokenizer.apply_chat_template(THOUGHTS[:1], tokenize=False, add_generation_prompt=True)
+    first, second = rows_of(THOUGHTS, REWRITING_TEMPLATE)
+    assert first == (f"{asked}<think>hm</think>1</s>\n", "<think>hm</think>1</s>\n")
+    assert second[0] == "<user>one?</s>\n<assistant>1</s>\n<user>two?</s>\n" + (
+        "<assistant><think>look</think>call</s>\n<tool>found</s>\n<assistant><think></think>2</s>\n"
+    )
+    assert second[1] == "<think>look</think>call</s>\n<think></think>2</s>\n", "both follow the last question"
+    # After the last question nothing is rewritten; a chat that ends with a question trains the turns before it.
+    assert rows_of(THOUGHTS[2:], REWRITING_TEMPLATE) == [(second[0].partition("1</s>\n")[2], second[1])]
+    assert rows_of(THOUGHTS[:3], REWRITING_TEMPLATE) == [first]
+    everything = [text for _, text in rows_of(THOUGHTS, REWRITING_TEMPLATE, train_on_roles="all")]
+    assert everything == [
+        first[1],
+        "one?</s>\ntwo?</s>\n<think>look</think>call</s>\nfound</s>\n<think></think>2</s>\n",
+    ]
+
+
+def test_only_the_turns_that_stay_as_they_were_said_are_trained_where_asked() -> None:
+    last: dict[str, Any] = {"rewritten_turns": RewrittenTurns.last}
+    assert rows_of(THOUGHTS, REWRITING_TEMPLATE, **last) == rows_of(THOUGHTS, REWRITING_TEMPLATE)[1:]
+    assert rows_of(CHAT, PLAIN_TEMPLATE, **last) == rows_of(CHAT, PLAIN_TEMPLATE)
+    cfg = DataConfig(format=DataFormat.chat, **last)
+    documents = [Document(content_of({"messages": THOUGHTS}, cfg), "f.jsonl:7", "f.jsonl:7")]
+    ((example,),) = encode(documents, cfg, chat_tokenizer(REWRITING_TEMPLATE), log())
+    assert example.turns_left_out == 1
+
+
+def test_a_turn_that_opens_otherwise_than_its_generation_prompt_is_refused() -> None:
+    template = PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+    with pytest.raises(ConfigError, match=r"f\.jsonl:7 .*assistant message 5 .*generation"):
+        rows_of(CHAT, template)
 
 
 def test_what_the_template_refuses_is_a_broken_row() -> None:
@@ -163,9 +206,8 @@ def test_what_the_template_refuses_is_a_broken_row() -> None:
     bad_rows = log()
     cfg = DataConfig(format=DataFormat.chat)
     chats = [Document(content_of({"messages": CHAT[n:]}, cfg), f"f.jsonl:{n + 1}", "u") for n in (0, 1)]
-    first, second = encode(chats, cfg, tokenizer, bad_rows)
-    assert first is None
-    assert second is not None
+    first, (second,) = encode(chats, cfg, tokenizer, bad_rows)
+    assert first == []
     assert trained_text(tokenizer, second) == ""  # this template leaves out what the assistant said
     assert bad_rows.first[0] == "f.jsonl:1: the chat template refuses it: no system role"
 

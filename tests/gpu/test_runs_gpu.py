@@ -22,6 +22,8 @@ RUNS = {
     "bf16_zero3_offload_none": ["deepspeed.config=zero3_offload", "train.precision=bf16", "checkpointing=none"],
     "bf16_zero3_full_logits": ["deepspeed.config=zero3", "train.precision=bf16", "train.loss=full"],
     "fp16_zero3": ["deepspeed.config=zero3", "train.precision=fp16"],
+    "bf16_zero2_adamw_8bit": ["deepspeed.config=zero2", "train.precision=bf16", "optim.name=adamw_8bit"],
+    "bf16_zero3_paged": ["deepspeed.config=zero3", "train.precision=bf16", "optim.name=paged_adamw_8bit"],
     "fp32_zero2": ["deepspeed.config=zero2", "train.precision=fp32"],
 }
 

@@ -513,9 +513,6 @@ def test_a_gpu_has_the_allocators_peak(tmp_path: Path) -> None:
 
 def stand_in(folder: Path) -> Callable[..., int]:
     def run(command: list[str], logs: Path, place: Place) -> int:
-        assert command[command.index("--num_gpus") + 2].endswith("train.py"), (
-            "or --config-dir is not its option"
-        )
         leave_files(folder, 1, items=ON_GPU)
         (logs / "launch.log").write_text("well")
         return 0

@@ -49,11 +49,13 @@ def test_options_stand_before_the_script_and_its_words_are_its_own() -> None:
     assert (words.words, words.log_dir, words.grace_s) == (["--log-dir", "recipe=a"], Path("/x/logs"), 9.0)
 
 
-def test_without_a_script_it_is_train_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = arguments.parse(["recipe=tiny", "train.steps=3"])
-    assert Path(words.target).name == "train.py" and Path(words.target).exists()
+    assert (words.kind, words.target, words.trains) == ("module", "remat.train", True)
     assert words.words == ["recipe=tiny", "train.steps=3"]
+    words = arguments.parse(["--num_gpus", "2", "--config-dir", "own", "recipe=mine"])
+    assert (words.target, words.words) == ("remat.train", ["--config-dir", "own", "recipe=mine"])
     assert words.log_dir.parent == tmp_path / "outputs" / "logs"
 
 

@@ -10,7 +10,8 @@ import cpuinfo
 import pytest
 import torch
 
-from remat.config.options import OptimConfig, Schedule
+from remat.config.options import ConfigError, OptimConfig, OptimName, Schedule
+from remat.machine import ops
 from remat.model import optimizer
 
 
@@ -137,3 +138,68 @@ def test_a_state_of_offloaded_adam_is_taken_over_with_the_kernel_of_this_run(fus
     weight.grad = torch.ones(40, 5)
     own.step()
     assert own.state[weight]["step"].item() == 4
+
+
+def asked(name: str, stage: int, **section: Any) -> str:
+    """What is refused of this optimizer at this stage, with `section` as offload_optimizer."""
+    zero = {"stage": stage} | ({"offload_optimizer": section} if section else {})
+    try:
+        optimizer.check(OptimConfig(name=OptimName(name)), {"zero_optimization": zero})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adafactor_is_refused_where_weights_are_cut(stage: int) -> None:
+    assert asked("adafactor", 0) == ""
+    text = asked("adafactor", stage)
+    assert f"zero_optimization.stage={stage}" in text and "overrides.zero_optimization.stage=0" in text
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_only_adamw_and_lion_step_on_the_host(name: str, device: str) -> None:
+    assert f"offload_optimizer.device={device}: DeepSpeed steps on the host" in asked(name, 3, device=device)
+    assert asked("adamw", 3, device=device) == ""
+
+
+def test_lion_is_offloaded_to_the_cpu_and_whole() -> None:
+    assert asked("lion", 3, device="cpu", ratio=1.0) == ""
+    assert "offload_optimizer.device=nvme" in asked("lion", 3, device="nvme")
+    assert "offload_optimizer.ratio=0.5" in asked("lion", 3, device="cpu", ratio=0.5)
+
+
+def test_without_bitsandbytes_its_optimizers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'remat[qlora]'" in asked("adamw_8bit", 2) and "bitsandbytes" in asked("lion", 2)
+    assert asked("lion", 2, device="cpu") == asked("adafactor", 0) == asked("adamw", 3) == ""
+
+
+def test_shared_layers_are_trained_by_adamw_alone() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.name=lion with train\.tensor_parallel_size=2"):
+        optimizer.check(OptimConfig(name=OptimName.lion), {"zero_optimization": {"stage": 1}}, 2)
+
+
+def lion(saved: dict[str, Any] | None = None, *, offloaded: bool, value: torch.Tensor, steps: range) -> Any:
+    """(optimizer, weight) of Lion after `steps`, on from `saved` if given."""
+    weight = torch.nn.Parameter(value.clone())
+    net, cfg = torch.nn.ParameterDict({"weight": weight}), OptimConfig(name=OptimName.lion, lr=0.1)
+    built = optimizer.build(net, cfg, offloaded=offloaded, device=torch.device("cpu"))
+    if saved is not None:
+        built.load_state_dict(copy.deepcopy(saved))
+        optimizer.set_options(built, cfg)
+    for step in steps:
+        weight.grad = torch.randn(40, 5, generator=torch.Generator().manual_seed(step))
+        built.step()
+    return built, weight.data
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_each_lion_takes_over_the_others_state(offloaded: bool) -> None:
+    ops.ensure("cpu_lion", print)
+    start = torch.ones(40, 5)
+    _, expected = lion(offloaded=False, value=start, steps=range(5))
+    begun, value = lion(offloaded=not offloaded, value=start, steps=range(3))
+    _, found = lion(begun.state_dict(), offloaded=offloaded, value=value, steps=range(3, 5))
+    torch.testing.assert_close(found, expected)

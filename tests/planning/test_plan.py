@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from remat import cli
 from remat.config import compose
+from remat.config.options import ConfigError
 from remat.config.units import GIB
 from remat.planning import advice, recording
-from remat.planning.plan import Planned, make_plan
+from remat.planning.plan import Planned, make_plan, plan_as_json
 from remat.planning.simulation.types import Category, Phase
 from remat.planning.sweep import is_timed
 
@@ -128,3 +129,23 @@ def test_the_command_prints_tables_and_json() -> None:
 def test_shared_layers_are_refused() -> None:
     result = CliRunner().invoke(cli.app, ["plan", "recipe=tiny_zero3_offload", "train.tensor_parallel_size=2"])
     assert result.exit_code != 0
+
+
+def test_each_optimizer_is_planned_with_its_own_state() -> None:
+    """Of 8.03 B parameters over 8 ranks: 8 bytes each, 2 and constants, 4; what is paged lies in host memory."""
+    share, words = 8_030_261_248 / 8, ["recipe=llama8b_zero3_offload_optimizer", "deepspeed.config=zero3"]
+    plans = {
+        name: plan(*words, f"optim.name={name}") for name in ("adamw", "adamw_8bit", "paged_adamw_8bit", "lion")
+    }
+    state = {name: found.plan.gpu[Category.optimizer_state] / share - 4 for name, found in plans.items()}
+    assert state == pytest.approx(
+        {"adamw": 8, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 8 / 256, "lion": 4}, rel=1e-3, abs=1e-4
+    )
+    assert plans["paged_adamw_8bit"].plan.host["paged moments"] == pytest.approx(2 * share, rel=1e-3)
+    saved = {name: found.plan.saved_state_bytes for name, found in plans.items()}
+    assert saved["lion"] / saved["adamw"] == pytest.approx(8 / 12, rel=1e-3)
+    assert saved["adamw_8bit"] == saved["paged_adamw_8bit"]
+    assert plans["lion"].time.optimizer_s < plans["adamw"].time.optimizer_s
+    assert plan_as_json(plans["lion"])["optimizer"] == "lion"
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device=cpu: DeepSpeed steps on the host with"):
+        plan(words[0], "optim.name=adamw_8bit")

@@ -161,6 +161,7 @@ def test_final_rows() -> None:
     summary = ROW | {"throughput/mfu": 0.407, "throughput/hfu": 0.512}
     peaks = {"memory/gpu_allocated_peak_gib": 61.5, "memory/gpu_allocated_peak_gib_min": 59.0}
     rows = final_rows(summary, peaks, {"record": "metrics.jsonl"})
+    assert final_rows({}, {"loss/eval": 1.23456}, {}) == {"held-out loss": "1.2346 (the last evaluation)"}
     assert rows == {
         "tokens/s": "45,210  (MFU 40.7%, HFU 51.2%)",
         "step time": "2.00 s  (data 1%, fwd 25%, bwd 50%, opt 20%)",
@@ -243,3 +244,11 @@ def test_progress_bars_stay_on_a_terminal_of_rank_0_only(
     assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
     quiet_libraries(debug=False, is_main=False)
     assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+def test_a_long_line_breaks_between_words(terminal: Terminal) -> None:
+    text = "proven: 32 of 32 layers recomputed, 0.1 MiB kept on the device; optimizer state on cpu, all as asked for"
+    with closing(Console(is_main=True, file=terminal)) as out:
+        out.note(text)
+    lines = plain(terminal.getvalue()).split("\n")
+    assert max(map(len, lines)) <= 80 and " ".join(line.strip() for line in lines).strip() == text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from remat import cli
@@ -13,6 +15,7 @@ from remat.config.options import ConfigError
 from remat.config.words import check_picture
 from remat.planning import plan, recording, sweep
 from remat.planning.simulation.types import Phase
+from remat.report import plan as plan_text
 from remat.report import plan_charts
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=2x4090", "model.architecture.num_hidden_layers=2"]
@@ -59,3 +62,19 @@ def test_the_scatter_has_each_point_that_was_planned() -> None:
 def test_a_file_that_cannot_be_drawn_is_refused_first(path: str) -> None:
     with pytest.raises(ConfigError, match="--plot"):
         check_picture(Path(path))
+
+
+def test_forward_is_wide_enough_to_be_seen_however_few_moments_it_has() -> None:
+    places, border = plan_charts._spread(1000, 2)
+    assert border == pytest.approx(1 / 3) and places[:2] == [0, border / 2]
+    assert places == sorted(places) and places[-1] == 1 and len(places) == 1000
+    assert plan_charts._spread(10, 5)[1] == 0.5
+
+
+def test_the_verdict_comes_first_and_nothing_in_it_is_coloured_by_guess() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=110, highlight=False, force_terminal=True, color_system="standard")
+    plan_text.show(plan.make_plan(compose.from_command_line(BASE).run), console)
+    title, verdict, *_ = out.getvalue().splitlines()
+    assert "remat plan: tiny_zero3_offload on 2x4090, 2 ranks" in title and "GPU memory: needs" in verdict
+    assert verdict.count("\x1b[") == 2, "one colour for the line, and its end"

@@ -321,3 +321,33 @@ def test_what_became_of_the_data_is_a_table_and_bounds_have_no_error(tmp_path: P
     ):
         assert part in text, part
     assert "left out" not in text
+
+
+def test_a_resume_is_marked_and_the_latest_launch_is_told(tmp_path: Path) -> None:
+    """The first launch asked for 4 steps, the resume at step 2 for 6, with adapters and data of its own."""
+    first = {"name": "tiny", "train": {"steps": 4}, "meta": {"summary": "Old"}}
+    peft = {"method": "lora", "r": 8, "alpha": 16, "target_modules": ["q_proj"], "modules_to_save": []}
+    more = {"train": {"steps": 6}, "peft": peft, "data": {"source": "files", "path": "a.json"}}
+    cache = {"train": {"documents": 3}, "found": "1 json file"}
+    run_dir = make(tmp_path / "tiny" / "r1", [row(step) for step in range(1, 7)], config_yaml=first)
+    draw(run_dir)
+    before = (run_dir / "report" / "loss.png").read_bytes()
+    make(
+        run_dir / "resumed-at-000002",
+        [],
+        config_yaml=first | more,
+        env_json={"started": "2026-01-02"},
+        data_json={"cache": cache, "packing": "rows", "padding_share": 0.0},
+    )
+    draw(run_dir)
+    text = page_of(run_dir).text
+    for said in ("step 6 of 6", "at step 2", "LoRA r=8 alpha=16 on q_proj", "files a.json (1 json file)"):
+        assert said in text, said
+    assert (run_dir / "report" / "loss.png").read_bytes() != before, "a line where it was resumed"
+
+
+def test_a_starting_point_does_not_name_the_run(tmp_path: Path) -> None:
+    meta = {"summary": "Starting point for anything", "status": "starting_point"}
+    run_dir = make(tmp_path / "tiny" / "r1", [row(1)], config_yaml={"meta": meta})
+    draw(run_dir)
+    assert "Starting point" not in (run_dir / "report" / "index.html").read_text().split("<details>")[0]

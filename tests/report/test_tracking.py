@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from remat.config.options import TrackingConfig, WandbMode
+from remat.config import validation
+from remat.config.options import ConfigError, RunConfig, TrackingConfig, WandbMode
 from remat.report import tracking
 from remat.report.tracking import Tracker, read_metrics
 from tests.support.wandb_file import read_wandb
@@ -66,7 +67,7 @@ def no_reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     yield
     for thread in threading.enumerate():  # one that a test let hang must not reach the next test's fake
-        if thread.name == "remat-wandb":
+        if thread.name == "remat-W&B":
             thread.join(30)
             assert not thread.is_alive()
 
@@ -304,3 +305,79 @@ def test_offline_files_hold_the_same_numbers_as_the_record(tmp_path: Path) -> No
     assert config["train"] == {"steps": 3}
     assert config["api_key"] == "***"
     assert exit_code == 0
+
+
+class Board:
+    """Stands in for `torch.utils.tensorboard`; keeps events as its reader does: a purge hides later steps before it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, float]] = []
+        self.folders: list[str] = []
+        self.closed = 0
+
+    def SummaryWriter(self, log_dir: str, purge_step: int | None) -> Board:
+        self.folders.append(log_dir)
+        self.events = [event for event in self.events if purge_step is None or event[1] < purge_step]
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.events.append((name, step, value))
+
+    def flush(self) -> None:
+        if self.closed < 0:
+            raise OSError("the disk is full")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+BOARD = TrackingConfig(wandb=WandbMode.disabled, tensorboard=True)
+
+
+def test_tensorboard_gets_the_same_numbers_and_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    first = tracker(tmp_path, cfg=BOARD)
+    for step in (10, 20, 30):
+        first.log(step, {"loss/train": float(step), "optim/lr": 0.1})
+    first.log(20, {"loss/eval": 7.0})
+    first.finish(0)
+    again = tracker(tmp_path, cfg=BOARD)
+    again.rewind(20)
+    again.log(30, {"loss/train": 3.0})
+    again.finish(0)
+    assert board.folders == [str(tmp_path / "tensorboard")] * 2 and board.closed == 2
+    record = [(name, row["step"], row[name]) for row in lines(tmp_path) for name in row]
+    expected = [event for event in record if event[0] not in ("step", "time_unix_s")]
+    assert sorted(board.events) == sorted(expected) and len(expected) == 6
+    tracker(tmp_path, cfg=BOARD, is_main=False).log(40, {"loss/train": 1.0})
+    assert len(board.folders) == 2
+
+
+def test_tensorboard_that_fails_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board, warnings = Board(), list[str]()
+    board.closed = -9
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    record = tracker(tmp_path, warnings, cfg=BOARD)
+    for step in (1, 2, 3):
+        record.log(step, {"loss/train": 1.0})
+    record.finish(0)
+    assert warnings == [
+        "TensorBoard is off for the rest of this run (OSError: the disk is full); metrics.jsonl has every row"
+    ]
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_tensorboard_that_is_not_installed_is_refused_before_anything_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = RunConfig(tracking=BOARD)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracking\.tensorboard=true .* `pip install tensorboard`"):
+        validation.check_launch(run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError) as caught:
+        validation.check_launch(run)
+    assert "tensorboard" not in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 
 from remat.config import compose
 from remat.config.words import split
-from scripts import granularity_table
+from scripts import granularity_table, reference_pages
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
@@ -19,6 +19,15 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 def test_the_granularity_page_is_up_to_date() -> None:
     page = granularity_table.PAGE.read_text()
     assert granularity_table.renewed(page) == page, "run python scripts/granularity_table.py"
+
+
+def test_the_pages_of_options_and_commands_are_what_the_code_says() -> None:
+    assert reference_pages.OPTIONS.read_text() == reference_pages.option_page(), (
+        "run scripts/reference_pages.py"
+    )
+    assert reference_pages.COMMANDS.read_text() == reference_pages.command_page(), (
+        "run scripts/reference_pages.py"
+    )
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

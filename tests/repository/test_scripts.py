@@ -179,3 +179,15 @@ def test_the_recipe_page_shows_recipes_that_compose(mine: Path) -> None:
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)\)", RECIPES_MD))
 def test_every_link_of_the_recipe_page_leads_somewhere(link: str) -> None:
     assert (ROOT / "docs" / link).exists(), link
+
+
+def test_the_image_is_built_from_files_that_are_there_and_the_pinned_torch() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for name in line.split()]
+    assert "requirements.lock" in copied and {"remat", "conf", "recipes", "ds_configs", "setup.py"} <= {*copied}
+    kept = [
+        line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    ]
+    assert sorted(copied) == sorted(kept) and all((ROOT / name).exists() for name in copied)
+    pinned = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pinned and f"pip install --no-cache-dir {pinned[1]}\n" in text

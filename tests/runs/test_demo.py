@@ -11,7 +11,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launcher import ROOT, Launched, run
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.exhaustive]  # tests/runs/test_tutorial.py goes the same way
 
 SHORT = [
     "train.steps=8", "train.seq_len=64", "train.log_every=2", "train.eval_every=4", "train.eval_batches=2",

@@ -28,7 +28,7 @@ METRICS = [
     "tokens/trained",
 ]
 SPREAD = ["train.global_batch_size=8", "train.micro_batch_size=1"]  # four micro-batches a step and rank
-ALL_ROWS = ["data.eval_fraction=0"]  # 40 samples an epoch
+ALL_ROWS = ["data.eval_fraction=0", "data.packing=none"]  # 40 samples an epoch
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,17 @@ FP16 = Point(
 )
 
 
-POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS]
+SOURCES = "data.mix={rows: {path: WORKSHOP/data.jsonl}, texts: {path: WORKSHOP/texts.jsonl, format: plain, weight: 2}}"
+MIXED = Point(
+    "in a mixture of rows and text, before a step over two epochs",
+    3,
+    5,
+    [*EVALUATED, "data.path=null", "data.format=auto", SOURCES],
+    ["train.stop_at=3"],
+)
+STREAM = [*SPREAD, "train.eval_every=3", "data.streaming=true", "data.eval_fraction=0.05", "data.eval_rows=8"]
+STREAMED = Point("in a stream, in its third epoch", 3, 5, STREAM, ["train.stop_at=3"])
+POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS, MIXED, STREAMED]
 
 
 def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, Any]:
@@ -88,6 +98,7 @@ def runs(workshop: Path, point: Point, strategy: str, part: str) -> dict[str, An
     as_point = [p.options for p in POINTS].index(point.options) if part == "whole" else POINTS.index(point)
     name = f"{'whole' if part == 'whole' else 'parts'}_{strategy}_{as_point}"
     words = [f"train.steps={point.steps}", f"deepspeed.config={strategy}", *point.options]
+    words = [word.replace("WORKSHOP", str(workshop)) for word in words]
     more = {"whole": [], "first": point.asked, "rest": ["resume=auto"]}[part]
     fault = {"whole": point.whole_fault, "first": point.fault, "rest": point.rest_fault}[part]
     return {"name": name, "words": tiny.words(workshop, name, *words, *more), "fault": fault}
@@ -133,7 +144,7 @@ def check(out: Path, point: Point, whole: dict[str, Any], first: dict[str, Any],
     else:
         assert sum("loss/train" in row for row in rows) == point.steps
     assert found == rows
-    if point.options is EVALUATED:  # before step 1, after steps 3 and 5, each once
+    if point.options in (EVALUATED, STREAM):  # before step 1, after steps 3 and 5, each once
         assert sum("loss/eval" in row for row in rows) == 3
     assert rest["weights"] == whole["weights"]
     assert first["weights"] != whole["weights"]
@@ -145,6 +156,8 @@ HERE = [
     (IN_ACCUMULATION, "zero2_offload"),
     (AFTER_EVALUATION, "zero3"),
     (BETWEEN_ROWS, "zero2_offload"),
+    (MIXED, "zero3"),
+    (STREAMED, "zero2_offload"),
 ]
 
 

@@ -55,6 +55,31 @@ def test_resumed_training_is_bit_equal(
     )  # asked of the disk: all but names, steps and padding
 
 
+OPTIMIZERS = [
+    ("adamw_8bit", 0, False, "bf16"),
+    ("adamw_8bit", 2, False, "bf16"),
+    ("paged_adamw_8bit", 3, False, "fp32"),
+    ("lion", 2, False, "bf16"),
+    ("lion", 3, True, "fp32"),
+    ("adafactor", 0, False, "fp32"),
+    ("adafactor", 0, False, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("optim", "stage", "offload", "precision"), OPTIMIZERS)
+def test_another_optimizer_resumes_bit_equal(
+    two_ranks: RankPool, tmp_path: Path, optim: str, stage: int, offload: bool, precision: str
+) -> None:
+    settings = {"stage": stage, "offload": offload, "precision": precision, "optim": optim}
+    for rank in two_ranks.run(cases.resume_case, folder=tmp_path, **settings):
+        assert rank["continued"] == rank["losses"] == rank["expected"]
+        assert len(set(rank["digests"])) == 1
+        assert rank["info"].optimizer == optim.removeprefix("paged_")
+        files = rank["info"].files.items()
+        written = sum(entry.size_bytes for name, entry in files if name.startswith("engine/"))
+        assert abs(written - rank["needed_bytes"]) < 60_000
+
+
 ASYNC_IO = ops.use_environment_folder() / "async_io" / "async_io.so"
 needs_async_io = pytest.mark.skipif(not ASYNC_IO.exists(), reason="DeepSpeed's async_io is not built here")
 

@@ -5,6 +5,7 @@ The states are small files in DeepSpeed's layout; tests/runs/test_reshard_ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,23 @@ def test_nvme_and_loading_in_turn_are_refused_by_name(tmp_path: Path) -> None:
     lines = reshard.refusals(save(tmp_path / "cpu", 3), Reshard.auto, world_size=1, rendered=rendered)
     assert len(lines) == 2
     assert "choose a config without NVMe" in lines[0] and "pipeline_loading_checkpoint" in lines[1]
+
+
+def test_only_the_state_of_adamw_is_cut_anew(tmp_path: Path) -> None:
+    state = save(tmp_path, 3)
+    lion = SavedState(state.path, dataclasses.replace(state.info, optimizer="lion"))
+    (line,) = reshard.refusals(lion, Reshard.auto, world_size=1, rendered=CPU)
+    assert "not that of lion: start 2 ranks" in line
+    assert reshard.refusals(lion, Reshard.auto, world_size=2, rendered=CPU) == []
+
+
+def test_another_optimizer_is_refused_with_the_one_that_saved(tmp_path: Path) -> None:
+    state = save(tmp_path, 3)
+    load.check_compatible(state, zero_stage=3, optimizer="adamw")
+    with pytest.raises(
+        ConfigError, match=r"state of adamw and optim\.name asks for lion: set optim\.name=adamw"
+    ):
+        load.check_compatible(state, zero_stage=3, optimizer="lion")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

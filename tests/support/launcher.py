@@ -74,7 +74,7 @@ def fork(argv: list[str], *, ranks: int, port: int, cwd: Path, timeout_s: float)
 def of_the_lab(command: Sequence[str], logs: Path, _: object) -> int:
     """In the place of `launch._run` of remat/lab, by forks: what `remat launch` is asked for."""
     ranks = int(command[command.index("--num_gpus") + 1])
-    words = command[command.index(str(ROOT / "train.py")) + 1 :]
+    words = command[command.index("--num_gpus") + 2 :]
     done = deepspeed(*words, ranks=ranks)
     (logs / "launch.log").write_text(done.out)
     return done.code

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat.config.options import Attention, ModelConfig, Precision
+from remat.config.options import Attention, ModelConfig, OptimConfig, OptimName, Precision
 from remat.machine import distributed, ops
 from remat.model import optimizer
 from remat.model.hf_model import build
@@ -82,6 +82,7 @@ def engine(
     frozen: bool = False,
     moe: bool = False,
     nvme: Path | None = None,
+    optim: str | None = None,
 ) -> Any:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
@@ -121,9 +122,13 @@ def engine(
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1},
         {"params": [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=1e-2)
-    with optimizer.held_still(adamw):
-        return deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
+    built: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if optim is not None:
+        ops.ensure("cpu_lion", print)
+        cfg = OptimConfig(name=OptimName(optim), lr=1e-3)
+        built = optimizer.build(model, cfg, offloaded=offload, device=torch.device("cpu"))
+    with optimizer.held_still(built):
+        return deepspeed.initialize(model=model, optimizer=built, config=config)[0]
 
 
 def seed_all(seed: int) -> None:
@@ -158,7 +163,9 @@ def digest(target: Any) -> str:
         if isinstance(value, torch.Tensor):
             sha.update(value.detach().float().numpy().tobytes())
         elif isinstance(value, dict):
-            for key in value:
+            for key in sorted(
+                value.keys() - {"amsgrad"}, key=str
+            ):  # DeepSpeed's Lion adds it at a load, unread
                 walk(value[key])
         elif isinstance(value, (list, tuple)):
             for item in value:
@@ -188,6 +195,7 @@ def resume_case(
     tie: bool = False,
     frozen: bool = False,
     nvme: Path | None = None,
+    optim: str | None = None,
 ) -> dict[str, Any]:
     """Two steps, save, resume in a differently seeded engine, two more; against four steps in one go."""
     settings: dict[str, Any] = {
@@ -195,6 +203,7 @@ def resume_case(
         "precision": precision,
         "tie": tie,
         "frozen": frozen,
+        "optim": optim,
     }
 
     def start(name: str, seed: int = 0) -> Any:
@@ -212,6 +221,8 @@ def resume_case(
     second = start("second", seed=0 if frozen else 9)
     torch.manual_seed(5)
     client_state = load.load(second, found.state)
+    if optim is not None:
+        optimizer.set_options(second.optimizer, OptimConfig(name=OptimName(optim), lr=1e-3))
     losses += train(second, 2, 4)
     return {
         "expected": expected,

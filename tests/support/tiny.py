@@ -9,12 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from remat.config import compose
-from remat.config.options import Packing
+from remat.config.options import OptimConfig, OptimName, Packing
 from remat.data.batches import GlobalBatches, steps_of
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
@@ -126,20 +128,32 @@ def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) 
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.optim.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=(cfg.optim.beta1, cfg.optim.beta2), eps=cfg.optim.eps)
+    plain = _optimizer(cfg.optim, groups)
     history = []
     for step in range(steps):
         batch = batches.next_step().micro_batches[0]
         logits = _logits(net, batch)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-        adamw.zero_grad()
+        plain.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.gradient_clipping)
-        for group in adamw.param_groups:
+        for group in plain.param_groups:
             group["lr"] = optimizer.lr_at(step, cfg.optim, steps)
-        adamw.step()
+        plain.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def _optimizer(cfg: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The library's own optimizer of this name, on whole weights."""
+    betas = (cfg.beta1, cfg.beta2)
+    if cfg.name is OptimName.adamw:
+        return torch.optim.AdamW(groups, betas=betas, eps=cfg.eps)
+    if cfg.name is OptimName.adafactor:
+        return Adafactor(groups, lr=cfg.lr, scale_parameter=False, relative_step=False)
+    if cfg.name is OptimName.lion:
+        return bitsandbytes.optim.Lion32bit(groups, betas=betas)
+    return bitsandbytes.optim.AdamW8bit(groups, betas=betas, eps=cfg.eps)
 
 
 def _logits(net: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import train
+from remat import train
 from remat.machine.start_up import hide_gpus_from_cpu_ranks
 
 

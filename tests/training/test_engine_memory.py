@@ -61,6 +61,7 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parameters on cpu": (found(parameters_on="cpu"), ds(param=CPU)),
     "parameters on nvme": (found(parameters_on="nvme"), ds(param=NVME)),
     "parameters on nvme, small ones on cpu": (found(parameters_on="cpu"), ds(param=NVME)),
+    "paged state": (found(state_on={"cuda": 1000, "paged": 3000}), ds()),
     "a device without bytes": (found(state_on={"cpu": 4000, "cuda": 0}), ds(optimizer=CPU)),
 }
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer.device=", "zero_optimization.offload_param.device="
@@ -85,6 +86,7 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"{OPTIMIZER}cpu",
     ),
     "state stayed, nvme": (found(), ds(optimizer=NVME), f"{OPTIMIZER}nvme"),
+    "paged, and asked to be on cpu": (found(state_on={"paged": 4000}), ds(optimizer=CPU), f"{OPTIMIZER}cpu"),
     "state left": (found(state_on={"cpu": 4000}), ds(), f"{OPTIMIZER}none"),
     "state on nvme, not asked": (found(state_on={"nvme": 1, "cpu": 1}), ds(optimizer=CPU), f"{OPTIMIZER}cpu"),
     "Twin-Flow on nvme": (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import train
+from remat import train
 from remat.config.options import ConfigError
 from remat.machine import ops
 from remat.planning.preflight import DoesNotFit

@@ -80,7 +80,7 @@ def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
         path.write_text(json.dumps(row) + "\n")
         cfg = run_of("data=files", f"data.path={path}")
         looked = look_first(cfg.data, cfg.model)
-        assert looked[:2] == (expected, [])
+        assert (looked.data.format, looked.problems) == (expected, [])
         unknown = strategy.decide(cfg, world_size=1, can_pin=False)
         found, decided = build._with_format(cfg, unknown, looked)
         assert found.data.format == expected
@@ -90,8 +90,8 @@ def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such data"):
         build._with_format(cfg, unknown, looked._replace(problems=["no such data"]))
     bundled = run_of("data=python_stdlib")
-    assert look_first(bundled.data, bundled.model)[:2] == (DataFormat.plain, [])
-    assert look_first(run_of("data=synthetic").data, cfg.model)[:2] == (DataFormat.plain, [])
+    for data in (bundled.data, run_of("data=synthetic").data):
+        assert look_first(data, bundled.model)[:2] == (replace(data, format=DataFormat.plain), [])
     assert strategy.decide(bundled, world_size=1, can_pin=False).packed.form is Packing.documents
 
 
@@ -102,7 +102,8 @@ def test_a_hub_dataset_is_looked_at_without_loading_it(tmp_path: Path, monkeypat
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"prompt": "p", "completion": "c"}\n' * 40)
     cfg = run_of("data=hub", f"data.path={folder}")
-    assert look_first(cfg.data, cfg.model)[:2] == (DataFormat.prompt_completion, [])
+    expected = replace(cfg.data, format=DataFormat.prompt_completion)
+    assert look_first(cfg.data, cfg.model)[:2] == (expected, [])
     assert not list((tmp_path / "hub").glob("**/*.arrow"))
     cfg.data.path = f"{folder}@none"
     ((problem),) = look_first(cfg.data, cfg.model).problems

@@ -50,3 +50,9 @@ def test_a_figure_of_a_smaller_micro_batch_is_held_against_a_bound() -> None:
         "activations": "planned at most 8 MiB, measured 1.5",
         "step": "planned 2 s, measured 2.5 (+25.0%)",
     }
+
+
+def test_names_for_wandb_are_names() -> None:
+    row = ledger.Row("peak of a micro-batch, on top of the model states", 1.0, 2.0, "MiB", "")
+    name = "ledger/peak_of_a_micro_batch_on_top_of_the_model_states_mib"
+    assert ledger.metrics([row]) == {f"{name}/planned": 1.0, f"{name}/measured": 2.0}

@@ -88,13 +88,13 @@ def prepare(cache_dir: str, data: str, nodes: int, slow_s: float = 0.0, hangs: b
     write, hashed, built, heard = cache.write_blocks, cache.Hashes.of, [], []
     of: list[str] = []
 
-    def write_blocks(plan: Any, folder: Path, *, show_progress: bool) -> None:
+    def write_blocks(plan: Any, folder: Path, shards: Path, *, show_progress: bool) -> None:
         built.append(plan.key)
         for _ in range(round(slow_s / 0.1)):
             time.sleep(0.1)
             if not hangs:
                 plan.hashes.advance()
-        write(plan, folder, show_progress=show_progress)
+        write(plan, folder, shards, show_progress=show_progress)
 
     cache.write_blocks = write_blocks  # type: ignore[assignment]
     cache.Hashes.of = lambda *arguments: of.append("") or hashed(*arguments)  # type: ignore[func-returns-value, method-assign, assignment]

@@ -1,0 +1,367 @@
+"""Data that is read, tokenised and packed while it is trained on: no cache, and no disk that must hold it.
+
+Every rank reads all of it, so the order is the same for any number of ranks. The data is taken in windows of
+WINDOW_TOKENS, each packed and shuffled by itself; so a window follows from where it begins, and that is all that a
+saved state needs to go on at any step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from remat.config.options import ConfigError, DataConfig, LongRows, Packing
+from remat.config.redact import redact
+from remat.data.batches import GlobalBatches, StepBatch
+from remat.data.blocks import BlockCounts, Blocks, BlockWriter, LongRowLog, RowWriter, TextWriter, epoch_order
+from remat.data.build import CACHE_VERSION, found_in_words, tokenizer_identity
+from remat.data.files import Sketches
+from remat.data.formats import encode, what_is_read
+from remat.data.held_out import characters_of
+from remat.data.mixture import Joined
+from remat.data.rows import BadRowLog, Document
+from remat.data.sources import Corpus, open_corpus
+
+WINDOW_TOKENS, WINDOW_BLOCKS = 1024**2, 64  # at least: larger windows are packed and shuffled better
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 256 * 1024, 256
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a window begins.
+
+    `epoch` is how often the data was read before; `part` and `document` say how much of it since; `tokens` how many
+    of the document are in blocks already. `block` counts blocks since the start of training, `window` windows.
+    `lost` counts rows since then that were cut, left out as too long, dropped, and unusable.
+    """
+
+    epoch: int = 0
+    part: int = 0
+    document: int = 0
+    tokens: int = 0
+    block: int = 0
+    window: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def same_document(self, other: Place) -> bool:
+        mine, theirs = ((p.epoch, p.part, p.document, p.tokens) for p in (self, other))
+        return mine == theirs
+
+
+class _Reading(NamedTuple):
+    """Documents from a place on, and the log of unusable rows on the way."""
+
+    place: Place
+    documents: Iterator[tuple[Place, Document]]
+    bad_rows: BadRowLog
+
+
+class Window(NamedTuple):
+    """Blocks that were packed together, their order int64 [blocks], the place after them, and what became of rows."""
+
+    blocks: Blocks
+    order: np.ndarray
+    following: Place
+    counts: BlockCounts
+    long_rows: LongRowLog
+
+
+class Stream:
+    """The windows of a corpus, each by its place. `first` is where training begins: what comes before is held out."""
+
+    def __init__(
+        self, cfg: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int
+    ) -> None:
+        self.cfg, self.seed, self.first = cfg, seed, Place()
+        self._corpus, self._tokenizer, self._seq_len = corpus, tokenizer, seq_len
+        self._reading: _Reading | None = None
+
+    def held_out(self, rows: int, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
+        """Return the first documents as blocks, at most `rows` and about `tokens` (0: no bound); move `first`."""
+        writer, bad_rows, count = self._writer(), BadRowLog(self.cfg.on_bad_row), 0
+        after = None
+        for place, document in self._documents(self.first, bad_rows):
+            if place.epoch:
+                break
+            if count == rows or (tokens and writer.added >= tokens):
+                after = place
+                break
+            self._add(writer, [replace(document, ends=True)], bad_rows)
+            count += 1
+        if after is None:
+            raise ConfigError(
+                f"data.eval_rows={rows}: data.path={redact(self.cfg.path)} has {count} rows, which leaves none to "
+                "train on: lower data.eval_rows or data.eval_tokens, name data.eval_path, or set data.eval_fraction=0"
+            )
+        self.first = after
+        return self._apart(writer.in_memory()), writer, bad_rows
+
+    def everything(self, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
+        """Return all documents as blocks, or the first of about `tokens`: of held-out data."""
+        writer, bad_rows = self._writer(), BadRowLog(self.cfg.on_bad_row)
+        for document in self._corpus.read(bad_rows):
+            if tokens and writer.added >= tokens:
+                break
+            self._add(writer, [document], bad_rows)
+        bad_rows.check()
+        return self._apart(writer.in_memory()), writer, bad_rows
+
+    def window(self, place: Place) -> Window:
+        """Return the window that begins at `place`. Raises ConfigError for data that cannot be used."""
+        writer, least = self._writer(), max(WINDOW_TOKENS, WINDOW_BLOCKS * self._seq_len)
+        _, documents, bad_rows = self._going_on(place)
+        known_bad = bad_rows.count
+        begun: list[tuple[Place, Document, int]] = []  # of plain text: each document, and the tokens before it
+        batch: list[tuple[Place, Document]] = []
+        characters = 0
+        for following, document in documents:
+            if following.epoch != place.epoch or writer.added >= least:
+                break
+            batch.append((following, document))
+            characters += characters_of(document)
+            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+                self._add_batch(writer, batch, begun, bad_rows)
+                batch, characters = [], 0
+        self._add_batch(writer, batch, begun, bad_rows)
+        bad_rows.check()
+        blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [(following, document)]
+        if (
+            counts.dropped_tokens and following.epoch == place.epoch
+        ):  # less than a block: the next begins with it
+            left = writer.added - counts.dropped_tokens
+            index = max(index for index, (_, _, before) in enumerate(begun) if before <= left)
+            here, _, before = begun[index]
+            following = replace(here, tokens=here.tokens + left - before)
+            again = [(following, begun[index][1]), *((p, d) for p, d, _ in begun[index + 1 :]), *again]
+            counts.dropped_tokens = 0
+        self._reading = _Reading(following, chain(again, documents), bad_rows)
+        lost = dict(place.lost)
+        for name, count in {
+            "rows_cut": counts.truncated_documents,
+            "rows_left_out": counts.long_documents,
+            "rows_dropped": counts.dropped_documents,
+            "bad_rows": bad_rows.count - known_bad,
+        }.items():
+            lost |= {name: lost.get(name, 0) + count} if count else {}
+        following = replace(following, block=place.block + len(blocks), window=place.window + 1, lost=lost)
+        return Window(blocks, self._order(place, len(blocks)), following, counts, writer.long_rows)
+
+    def _order(self, place: Place, count: int) -> np.ndarray:
+        """Return the order of the `count` blocks of a window, int64 [count]."""
+        return epoch_order(count, self.seed, place.window, self.cfg.shuffle)
+
+    def _writer(self) -> BlockWriter:
+        cfg = self.cfg
+        if not cfg.has_rows:
+            return TextWriter(None, "", seq_len=self._seq_len)
+        return RowWriter(
+            None,
+            "",
+            seq_len=self._seq_len,
+            packed=cfg.packing is Packing.documents,
+            pad_id=int(self._tokenizer.pad_token_id or 0),
+            drop_long=cfg.long_rows is LongRows.drop,
+        )
+
+    def _apart(self, blocks: Blocks) -> Blocks:
+        return blocks.documents_apart() if self.cfg.packing is Packing.documents else blocks
+
+    def _going_on(self, place: Place) -> _Reading:
+        """Return the documents from `place` on, without reading again where the last window ended there."""
+        reading, self._reading = self._reading, None
+        if reading is not None and reading.place.same_document(place):
+            return reading
+        bad_rows = BadRowLog(self.cfg.on_bad_row)
+        return _Reading(place, self._documents(place, bad_rows), bad_rows)
+
+    def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[tuple[Place, Document]]:
+        """Yield the documents from `place` on with their places, epoch after epoch, without those held out."""
+        epoch, begin = place.epoch, place
+        while True:
+            tokens, found = begin.tokens, False
+            for part in range(begin.part, len(self._corpus.parts)):
+                skipped = begin.document if part == begin.part else 0
+                for number, document in islice(enumerate(self._corpus.parts[part](bad_rows)), skipped, None):
+                    if document.content:
+                        found = True
+                        yield Place(epoch, part, number, tokens), document
+                        tokens = 0
+            if not found and epoch > place.epoch:
+                raise ConfigError(f"data.path={redact(self.cfg.path)} has no row to train on: give more data")
+            epoch, begin = epoch + 1, self.first
+
+    def _add_batch(
+        self,
+        writer: BlockWriter,
+        batch: list[tuple[Place, Document]],
+        begun: list[tuple[Place, Document, int]],
+        bad_rows: BadRowLog,
+    ) -> None:
+        for (place, document), examples in zip(
+            batch,
+            encode([document for _, document in batch], self.cfg, self._tokenizer, bad_rows),
+            strict=True,
+        ):
+            if not self.cfg.has_rows:
+                begun.append((place, document, writer.added))
+            if place.tokens:  # plain text, whose first tokens the window before has
+                examples = [example._replace(ids=example.ids[place.tokens :]) for example in examples]
+            elif document.starts:
+                writer.begin()
+            writer.add_all(examples, document.ends, document.origin)
+
+    def _add(self, writer: BlockWriter, documents: list[Document], bad_rows: BadRowLog) -> None:
+        self._add_batch(
+            writer, [(Place(), document) for document in documents if document.content], [], bad_rows
+        )
+
+
+class FirstWindow(Joined):
+    """The blocks of a stream's first window, which stand for all that is known of it before it is read."""
+
+    def __init__(self, stream: Stream, window: Window) -> None:
+        super().__init__([window.blocks])
+        self.stream, self.window = stream, window
+
+    @property
+    def epoch_length(self) -> int:
+        """Return 0: how many blocks an epoch has is not known."""
+        return 0
+
+
+class StreamedBatches(GlobalBatches):
+    """The steps of a stream. Its position is in blocks since the start of training, as that of blocks in a cache."""
+
+    def __init__(
+        self, blocks: FirstWindow, *, position: int = 0, place: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Go on at `position`, in the window that began at `place`: both from an earlier `state()`."""
+        super().__init__(blocks, position=position, **options)
+        self._stream = blocks.stream
+        self._places, self._windows = [self._stream.first, blocks.window.following], {0: blocks.window}
+        if place is not None:
+            self._places, self._windows = [Place(**place)], {}
+
+    def read(self, position: int) -> StepBatch:
+        at = self._place_of(position)
+        epoch, used = self._places[at].epoch, list[tuple[Blocks, np.ndarray, int]]()
+        missing, first = self._global_batch_size, at
+        while missing:
+            window = self._window(at)
+            begin = max(0, position - self._places[at].block)
+            taken = window.order[begin : begin + missing]
+            used.append((window.blocks, taken, self._places[at].block))
+            missing -= len(taken)
+            at += 1
+        self._windows = {index: window for index, window in self._windows.items() if index >= first}
+        filled = [each for each in used if len(each[1])]
+        joined = Joined([blocks for blocks, _, _ in filled])
+        starts = np.cumsum([0, *(len(blocks) for blocks, _, _ in filled)])
+        ids = np.concatenate([start + own for start, (_, own, _) in zip(starts, filled, strict=False)])
+        sample_ids = np.concatenate([block + own for _, own, block in filled])
+        if joined.one_each:
+            longest_first = np.argsort(-joined.lengths[ids], kind="stable")
+            ids, sample_ids = ids[longest_first], sample_ids[longest_first]
+        return self._step(joined, ids, sample_ids, epoch)
+
+    def padding_share(self) -> float:
+        """Return the share of padding in the positions of the first window, as far as it is whole steps."""
+        blocks = self._blocks
+        whole = len(blocks) // self._micro_batch_size * self._micro_batch_size
+        ids = np.arange(whole) if whole else np.zeros(self._micro_batch_size, dtype=np.int64)
+        if blocks.one_each:
+            ids = ids[np.argsort(-blocks.lengths[ids], kind="stable")]
+        positions = int(blocks.widths(ids.reshape(-1, self._micro_batch_size)).sum()) * self._micro_batch_size
+        return 1 - int(blocks.lengths[ids].sum(dtype=np.int64)) / positions
+
+    def state(self) -> dict[str, Any]:
+        """Return the stream's state for a saved state: the position, and where the window that holds it begins."""
+        place = self._places[self._place_of(self.position)]
+        return {
+            "epoch": place.epoch,
+            "index": self.position - place.block,
+            "position": self.position,
+            "place": asdict(place),
+            "num_blocks": 0,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "documents_apart": self._blocks.apart,
+        }
+
+    def lost(self) -> dict[str, int]:
+        return self._places[self._place_of(self.position)].lost
+
+    def _place_of(self, position: int) -> int:
+        return bisect_right([place.block for place in self._places], position) - 1
+
+    def _window(self, index: int) -> Window:
+        if index not in self._windows:
+            self._windows[index] = self._stream.window(self._places[index])
+            if index + 1 == len(self._places):
+                self._places.append(self._windows[index].following)
+        return self._windows[index]
+
+
+def open_stream(
+    cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int
+) -> tuple[FirstWindow, Blocks | None, dict[str, Any]]:
+    """Return the first window, the held-out blocks if any, and a report like a cache's, of that window.
+
+    Raises ConfigError when there is no data, or none is left to train on.
+    """
+    sketches = Sketches()
+    corpus = open_corpus(cfg, cfg.path, hashes=sketches)
+    cfg = replace(cfg, format=corpus.data_format)
+    identity: dict[str, Any] = {
+        "version": CACHE_VERSION,
+        "streaming": [WINDOW_TOKENS, WINDOW_BLOCKS, BATCH_CHARACTERS, BATCH_DOCUMENTS],
+        "source": [corpus.kind, str(cfg.format)],
+        "content": corpus.identity(),
+        "seq_len": seq_len,
+        "rows": [str(cfg.packing), str(cfg.long_rows)] if cfg.has_rows else [],
+        "held_out": [cfg.eval_rows, cfg.eval_tokens, cfg.eval_fraction > 0],
+        "tokenizer": tokenizer_identity(tokenizer),
+    } | what_is_read(cfg, tokenizer)
+    stream = Stream(cfg, corpus, tokenizer, seq_len, seed)
+    held: tuple[Blocks, BlockWriter, BadRowLog] | None = None
+    if cfg.eval_path:
+        other = open_corpus(cfg, cfg.eval_path, "data.eval_path", sketches)
+        if corpus.files & other.files:
+            raise ConfigError(f"data.eval_path={cfg.eval_path} is in data.path={cfg.path} too: keep them apart")
+        identity["eval_path"] = other.identity()
+        held = Stream(cfg, other, tokenizer, seq_len, seed).everything(cfg.eval_tokens)
+    elif not cfg.holds_nothing_out():
+        held = stream.held_out(cfg.eval_rows, cfg.eval_tokens)
+    window = stream.window(stream.first)
+    if not len(window.blocks) or (held is not None and not len(held[0])):
+        option = "data.eval_rows, data.eval_tokens or data.eval_path" if len(window.blocks) else "data.path"
+        raise ConfigError(
+            f"{option} leaves no block of train.seq_len={seq_len} tokens: give more data or a smaller train.seq_len"
+        )
+    report = {
+        "version": CACHE_VERSION,
+        "source": str(cfg.source),
+        "path": redact(cfg.path),
+        "format": str(cfg.format),
+        "packed": not cfg.has_rows or cfg.packing is Packing.documents,
+        "found": found_in_words(corpus, cfg, tokenizer),
+        "seq_len": seq_len,
+        "train": window.counts.as_dict(),
+        "held_out": held and held[1].counts.as_dict(),
+        "held_out_by": held and ("data.eval_path" if cfg.eval_path else "data.eval_rows"),
+        "empty_documents": 0,
+        "long_rows": asdict(window.long_rows),
+        "bad_rows": {"count": window.following.lost.get("bad_rows", 0), "first": []},
+        "folder": "",
+        "key": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
+        "streamed": True,
+    }
+    return FirstWindow(stream, window), held and held[0], report

@@ -1,0 +1,88 @@
+"""Bytes of the state that each optimizer keeps where the model computes, from the tensors it is given.
+
+Without ZeRO these are the weights; ZeRO gives it flat pieces of them. tests/model/test_optimizer_state.py counts the
+same bytes in the optimizers themselves. AdamW keeps 8 bytes per parameter, whatever the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.config.options import OptimName
+from remat.model.optimizer import IN_8_BIT
+
+Shape = Sequence[int]
+FP32 = 4
+IN_8_BIT_FROM = 4096  # elements; a smaller tensor keeps its state in fp32: bitsandbytes/optim/optimizer.py:502
+BLOCK = 256  # elements that share an fp32 constant
+TABLES_BYTES = 2 * 256 * FP32  # of 8-bit values, once per process
+PAGED_FROM = 100_000  # elements of a state that is paged: bitsandbytes/optim/optimizer.py:383
+STREAMED_BYTES = {  # of a step, read and written for each parameter: fp32 weight twice, gradient once, state twice
+    OptimName.adamw: 28,
+    OptimName.adamw_8bit: 16,
+    OptimName.paged_adamw_8bit: 16,
+    OptimName.lion: 20,
+    OptimName.adafactor: 92,  # 14 reads and 9 writes of a weight's size by the operations of its step
+}
+SOURCE = {
+    OptimName.adamw: "torch.optim.AdamW",
+    OptimName.adamw_8bit: "bitsandbytes/optim/optimizer.py:518",
+    OptimName.paged_adamw_8bit: "bitsandbytes/optim/optimizer.py:383",
+    OptimName.lion: "bitsandbytes/optim/optimizer.py:681",
+    OptimName.adafactor: "transformers/optimization.py:1237",
+}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on the device, and bytes that the driver moves between the device and host memory as they are needed."""
+
+    on_device: int
+    paged: int = 0
+
+
+def count_state(name: OptimName, tensors: Sequence[Shape]) -> StateBytes:
+    """Return the state of one rank's `tensors` once a step was taken; the tensors' shapes are in elements."""
+    sizes = [math.prod(shape) for shape in tensors]
+    if name is OptimName.adafactor:  # Shazeer and Stern 2018: of a matrix the means of rows and columns
+        means = [
+            math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] if len(shape) > 1 else size
+            for shape, size in zip(tensors, sizes, strict=True)
+        ]
+        return StateBytes(FP32 * (sum(means) + len(tensors)))  # and of each the norm of the weight
+    if name is OptimName.lion:
+        return StateBytes(FP32 * sum(sizes))
+    if name not in IN_8_BIT:
+        return StateBytes(2 * FP32 * sum(sizes))
+    small = [size for size in sizes if size < IN_8_BIT_FROM]
+    large = [size for size in sizes if size >= IN_8_BIT_FROM]
+    paged = [size for size in sizes if size >= PAGED_FROM and name is OptimName.paged_adamw_8bit]
+    constants = 2 * FP32 * sum(math.ceil(size / BLOCK) for size in large) + TABLES_BYTES * bool(large)
+    return StateBytes(2 * FP32 * sum(small) + 2 * (sum(large) - sum(paged)) + constants, 2 * sum(paged))
+
+
+def shard(shapes: Sequence[Shape], *, zero_stage: int, ranks: int, sub_group_size: int) -> list[Shape]:
+    """Return the tensors that DeepSpeed gives the optimizer of one rank, for the trained weights of `shapes`.
+
+    Matrices and vectors are groups of their own. Below stage 3 a rank has one piece of each group
+    (stage_1_and_2.py:535), at stage 3 a piece of each weight, joined into sub-groups (stage3.py:1210).
+    """
+    groups = [[s for s in shapes if len(s) > 1], [s for s in shapes if len(s) < 2]]
+    if zero_stage == 0:
+        return [shape for group in groups for shape in group]
+    found: list[Shape] = []
+    for group in filter(None, groups):
+        sizes = [math.prod(shape) for shape in group]
+        if zero_stage < 3:
+            found.append([2 * math.ceil(sum(sizes) / (2 * ranks))])
+            continue
+        joined = 0
+        for size in sizes:
+            joined += math.ceil(size / ranks)
+            if joined >= sub_group_size:
+                found.append([joined])
+                joined = 0
+        found += [[joined]] if joined else []
+    return found

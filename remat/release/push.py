@@ -1,0 +1,75 @@
+"""Upload an exported model to the Hugging Face hub, private unless asked otherwise.
+
+A folder goes only if all of it is part of an exported model: saved states, pickles, links and secrets are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from remat.config import redact
+from remat.config.options import ConfigError
+from remat.saving import hf_files
+
+ENDINGS = {".safetensors", ".json", ".jinja", ".md", ".txt", ".model", ".tiktoken", ".py"}
+ANY_WORD = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"}  # a vocabulary names everything
+
+
+def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = None) -> str:
+    """Upload `folder` as the model `repo_id`, made if there is none; return its address.
+
+    Raises ConfigError for a folder that is not all an exported model, for a name the hub cannot have, without a
+    token, and when the repository is public but `public` was not said.
+    """
+    found = problems(folder)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        found.append(f"{repo_id} is no name of a repository ({str(error).splitlines()[0]}): write OWNER/NAME")
+    if found:
+        raise ConfigError("\n".join(found))
+    api = api or HfApi()
+    try:
+        address = str(api.create_repo(repo_id, private=not public, exist_ok=True))
+    except LocalTokenNotFoundError as error:
+        raise ConfigError("the hub knows no token of yours: type `hf auth login`, or set HF_TOKEN") from error
+    if not public and not api.model_info(repo_id).private:
+        raise ConfigError(f"{repo_id} exists and is public: say --public, or choose another name")
+    api.upload_folder(folder_path=str(folder), repo_id=repo_id, commit_message=message)
+    return address
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what in `folder` must not go to the hub, each with what to do."""
+    if not any((folder / name).is_file() for name in ("config.json", hf_files.ADAPTER_CONFIG)):
+        exports = sorted(path.parent.name for path in folder.glob("*/*.safetensors"))
+        inside = f": give {folder / exports[0]}" if exports else ": write one with `remat export RUN_DIR`"
+        return [f"{folder} is no exported model, it has no config.json{inside}"]
+    found = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_symlink():
+            found.append(f"{name} is a link, which may lead out of {folder}: copy the file, or remove it")
+        elif path.is_file() and (path.suffix not in ENDINGS or path.name.startswith(".")):
+            found.append(f"{name} is no part of an exported model, and may run code or be private: remove it")
+        elif path.is_file() and path.suffix != ".safetensors" and (line := _secret_line(path)):
+            found.append(f"{name}, line {line}, holds what looks like a secret: remove it")
+    if not any(folder.glob("*.safetensors")):
+        found.append(f"{folder} has no weights (*.safetensors): export the run again")
+    return found
+
+
+def _secret_line(path: Path) -> int | None:
+    """Return the number, from 1, of the first line with a secret. In a vocabulary and in code a name alone is none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    by_form = path.name in ANY_WORD or path.suffix not in (".json", ".md")
+    hidden = redact.redact_forms(text) if by_form else redact.redact_text(text)
+    if hidden == text:
+        return None
+    pairs = zip(text.splitlines(), hidden.splitlines(), strict=False)
+    return next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 1)

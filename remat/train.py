@@ -1,0 +1,100 @@
+"""Train: `deepspeed --module remat.train recipe=NAME [option=value ...]`, or `train.py` of a checkout.
+
+Also runs under torchrun and as a single process. From Python, `run(["recipe=NAME", ...])` returns the `Outcome`, with
+the last value of each metric: `outcome.metrics["loss/eval"]`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remat.config.redact import redact_text
+from remat.machine import signals
+from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
+
+if TYPE_CHECKING:
+    from remat.training.loop import Outcome
+
+EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
+SILENCE_S = 20  # longer than closing W&B may take on rank 0
+
+
+def main(argv: list[str]) -> int:
+    """Train as asked and return the exit code; what went wrong is said."""
+    try:
+        import remat.config.compose  # noqa: F401
+    except ModuleNotFoundError as error:
+        return fail(EXIT_CONFIG, _lacking(error))
+    try:
+        outcome = run(argv)
+    except Exception as error:
+        return _failed(error)
+    return 0 if outcome.finished else EXIT_STOPPED
+
+
+def run(argv: list[str]) -> Outcome:
+    """Compose, build, train; imports grow heavier as the arguments prove right.
+
+    Raises ConfigError, DoesNotFit or OpError for what cannot run, and what `loop.train` raises.
+    """
+    share_cores()
+    hide_gpus_from_cpu_ranks()
+    from remat.config import compose, validation
+
+    validation.check_environment(os.environ)
+    composed = compose.from_command_line(argv)
+    compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
+    from remat.report import console
+
+    console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
+    with without_garbage():
+        from remat.training import build, loop, lost_peer
+
+    outcome = loop.train(build.build(composed.run, composed.yaml, composed.words))
+    lost_peer.leave_together()
+    return outcome
+
+
+def _failed(error: Exception) -> int:
+    """Say what went wrong and return its exit code. Raises an `error` that has none."""
+    from remat.config.options import ConfigError
+
+    if isinstance(error, ConfigError):
+        return fail(EXIT_CONFIG, error)
+    from remat.machine import ops
+    from remat.planning.preflight import DoesNotFit
+    from remat.training import loop, out_of_memory
+
+    if isinstance(error, (DoesNotFit, ops.OpError)):
+        return fail(EXIT_NOT_ABLE, error)
+    if isinstance(error, loop.FAILURES):
+        return fail(EXIT_FAILED, error)
+    if isinstance(error, out_of_memory.OutOfMemory):
+        return out_of_memory.tell(error, EXIT_FAILED)
+    raise error
+
+
+def _lacking(error: ModuleNotFoundError) -> Exception:
+    """The error of a Python without remat's libraries, with what to type; `error` itself where they are there."""
+    activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
+    remedy = f". {activate}" if activate.exists() else "make setup && . .venv/bin/activate"
+    if (error.name or "remat").split(".")[0] == "remat":
+        raise error
+    return RuntimeError(f"{sys.executable} has no module {error.name}: type `{remedy}`, then the same again")
+
+
+def fail(code: int, error: Exception) -> int:
+    """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
+    if (rank := os.environ.get("RANK", "0")) != "0" and 0 not in getattr(error, "lost", []):
+        signals.let_end()
+        time.sleep(SILENCE_S)
+    print(redact_text(f"\nremat{f' (rank {rank})' * (rank != '0')}: {error}\n"), file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(signals.around(main, sys.argv[1:]))
