@@ -209,22 +209,22 @@ class MixedSource:
     """One source of `data.mix`: its weight, and where it is otherwise than `data` says. None: as there."""
 
     weight: float = 1.0  # share of the tokens of an epoch, among the weights of all sources
-    path: Any = None
-    source: DataSource | None = None
-    file_type: FileType | None = None
-    split: str | None = None
-    format: DataFormat | None = None
-    text_field: str | None = None
-    columns: dict[str, str] | None = None
-    alpaca_prompt: AlpacaPrompt | None = None
-    train_on_roles: Any = None
-    train_on_end_token: bool | None = None
-    rewritten_turns: RewrittenTurns | None = None
-    long_rows: LongRows | None = None
-    on_bad_row: BadRows | None = None
-    eval_path: Any = None
-    eval_fraction: float | None = None
-    eval_tokens: int | None = None
+    path: Any = None  # file, folder, glob or hub name, or a list of them
+    source: DataSource | None = None  # where the data comes from; null: files where there is a path
+    file_type: FileType | None = None  # what files are
+    split: str | None = None  # which split
+    format: DataFormat | None = None  # what a row means
+    text_field: str | None = None  # the field that holds the text, in plain rows
+    columns: dict[str, str] | None = None  # our field: the data's
+    alpaca_prompt: AlpacaPrompt | None = None  # how Alpaca rows become text
+    train_on_roles: Any = None  # the roles whose turns carry the loss, or all
+    train_on_end_token: bool | None = None  # whether the token that ends a trained turn carries the loss too
+    rewritten_turns: RewrittenTurns | None = None  # what becomes of turns that the chat template rewrites
+    long_rows: LongRows | None = None  # what becomes of rows longer than train.seq_len
+    on_bad_row: BadRows | None = None  # what a row that cannot be read does
+    eval_path: Any = None  # held-out data of this source
+    eval_fraction: float | None = None  # share of this source that is held out
+    eval_tokens: int | None = None  # [tokens] the most that is held out of this source, about
 
 
 @dataclass(kw_only=True)
@@ -233,9 +233,9 @@ class DataConfig:
 
     source: DataSource = DataSource.python_stdlib  # where the data comes from
     path: Any = None  # file, folder, glob or hub name, or a list of them
-    mix: dict[str, MixedSource] = field(default_factory=dict)  # several sources by name, instead of `path`
-    # read and tokenise while training, without a cache: for data that the disk cannot hold
-    streaming: bool = False
+    # several sources by name, each with a weight and with what differs from here, instead of `path`
+    mix: dict[str, MixedSource] = field(default_factory=dict)
+    streaming: bool = False  # read and tokenize while training, without a cache: data that no disk here holds
     file_type: FileType = FileType.auto  # what files are, where their first bytes mislead
     split: str = "train"  # which split, of hub data and of folders that datasets.save_to_disk wrote
     format: DataFormat = DataFormat.auto  # what a row means
@@ -248,7 +248,7 @@ class DataConfig:
     train_on_end_token: bool = True  # whether the token that ends a trained turn carries the loss too
     # a Jinja file, or a folder with a template, in place of the tokenizer's; "none": no template
     chat_template: str | None = None
-    # what becomes of earlier turns that a chat template rewrites
+    # what becomes of turns that the chat template renders otherwise once others follow
     rewritten_turns: RewrittenTurns = RewrittenTurns.each
     # how rows share a block; null: documents where the model can, else stream (text) or none (rows)
     packing: Packing | None = None
@@ -257,12 +257,12 @@ class DataConfig:
     eval_fraction: float = 0.05  # share of the data that is held out, where no `eval_path` is given
     # [tokens] the most that is held out, about, whatever the fraction; 0: no bound
     eval_tokens: int = 1_000_000
-    # [rows] the most that streaming holds out where no `eval_path` is given, up to `eval_tokens`; 0: none
+    # [rows] of a stream without `eval_path`: the first ones are held out, up to `eval_tokens`; 0: none
     eval_rows: int = 1000
     on_bad_row: BadRows = BadRows.stop  # what a row that cannot be read does
     shuffle: bool = True  # whether blocks are shuffled, anew in each epoch
     cache_dir: str = "~/.cache/remat/data"  # folder for tokenized data, shared by all runs
-    # how many processes tokenise much data; 0: one for each core. The cache is the same for any number
+    # [processes] that tokenize much data, with the same result for any number; 0: one for each core
     processes: int = 0
     synthetic_blocks: int = 1024  # [blocks] length of the synthetic data
 

@@ -195,6 +195,7 @@ def lion(saved: dict[str, Any] | None = None, *, offloaded: bool, value: torch.T
     return built, weight.data
 
 
+@pytest.mark.exhaustive  # builds an op, which takes minutes
 @pytest.mark.parametrize("offloaded", [True, False])
 def test_each_lion_takes_over_the_others_state(offloaded: bool) -> None:
     ops.ensure("cpu_lion", print)

@@ -77,6 +77,7 @@ REST = {
     "one_rank_micro4",
     "lion_zero3",
     "lion_zero2_offload",
+    "lion_zero3_offload",
 }
 TEXTS = "PACKED_TEXTS"  # stands for their path
 DOCUMENTS = ["data=jsonl", f"data.path={TEXTS}", "data.packing=documents", "train.seq_len=64"]

@@ -265,3 +265,10 @@ def test_random_states_start_anew_by_step_and_rank() -> None:
     assert draws(1, 0) == draws(1, 0)
     for other in (draws(1, 1), draws(2, 0)):
         assert all(a != b for a, b in zip(draws(1, 0), other, strict=True))
+
+
+def test_a_launch_with_another_optimizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"optim\.name asks for adamw_8bit: set optim\.name=adamw\. To take over only"
+    ):
+        point(tmp_path, monkeypatch, 10**9, "optim.name=paged_adamw_8bit")

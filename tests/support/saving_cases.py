@@ -124,7 +124,8 @@ def engine(
     ]
     built: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=1e-2)
     if optim is not None:
-        ops.ensure("cpu_lion", print)
+        if optim == "lion" and offload:
+            ops.ensure("cpu_lion", print)
         cfg = OptimConfig(name=OptimName(optim), lr=1e-3)
         built = optimizer.build(model, cfg, offloaded=offload, device=torch.device("cpu"))
     with optimizer.held_still(built):
