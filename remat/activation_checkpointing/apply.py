@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from remat.activation_checkpointing.mechanisms import budget
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
     find_tensors,
@@ -43,6 +44,7 @@ class Applied:
     before_micro_batch: list[Callable[[], None]] = field(default_factory=list)
     recorder: Recorder | None = None  # of the first micro-batch
     stacks: Stacks = field(default_factory=lambda: Stacks([], []))
+    shared: dict[Any, Any] = field(default_factory=dict)  # what mechanisms make once for several layers
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def reset(self) -> None:
@@ -94,6 +96,10 @@ class Applied:
         finally:
             self.recorder = self.scope.note_later_run = None
 
+    def graphs(self) -> dict[int, Any]:
+        """Return what the layers under a table compute and save, by index."""
+        return dict(self.shared.get(budget.GRAPHS, {}))
+
     def remove(self) -> None:
         self.cleanup.close()
 
@@ -128,7 +134,7 @@ def apply(
         )
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
-        applied.before_micro_batch = setup.before_micro_batch
+        applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
         if any(decision.reentrant for decision in decisions):
             _let_embeddings_carry_gradient(model, applied.cleanup)
     except BaseException:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from remat.activation_checkpointing.mechanisms import (
+    budget,
     deepspeed,
     discard_output,
     recompute,
@@ -66,6 +67,7 @@ RULES = {
     Policy.selective_modules: Rule(selective_modules.MECHANISM),
     Policy.discard_output: Rule(discard_output.MECHANISM),
     Policy.deepspeed: Rule(deepspeed.MECHANISM),
+    Policy.budget: Rule(budget.MECHANISM),
 }
 
 

@@ -36,6 +36,8 @@ def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
             "kept_bytes": watch.kept_bytes.get(index, 0),
             "shared_with_other_layers_bytes": watch.shared_bytes.get(index, 0),
             "output_bytes": counts.output_bytes,
+            "table_bytes": counts.table_bytes,
+            "planned_table_bytes": decision.table.saved_bytes if decision.table else 0,
             "moved_bytes": counts.moved_bytes,
             "partitioned_bytes": counts.partitioned_bytes,
             "contiguous_bytes": counts.contiguous_bytes,

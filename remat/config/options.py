@@ -123,6 +123,7 @@ class Policy(StrEnum):
     # outputs of cheap modules are dropped and made again, each from its input
     discard_output = "discard_output"
     deepspeed = "deepspeed"  # deepspeed.checkpointing with its switches
+    budget = "budget"  # value by value, what a number of GiB has room for is kept
 
 
 class DeterminismCheck(StrEnum):
@@ -410,6 +411,9 @@ class CheckpointingConfig:
     # roles of the modules whose outputs policy discard_output drops
     discard_modules: list[str] = field(default_factory=lambda: ["norm", "activation"])
     deepspeed: DeepSpeedCheckpointingConfig = field(default_factory=DeepSpeedCheckpointingConfig)
+    # [GiB of each GPU] what the whole run may take under policy budget; auto: what the GPU has, less 2 %
+    budget_gib: str = "auto"
+    table: str | None = None  # a checkpointing_table.json that policy budget carries out; null: it is chosen
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 

@@ -449,6 +449,8 @@ OPTIONS_OF = {  # what only some policies read
     "recompute_modules": Policy.selective_modules,
     "discard_modules": Policy.discard_output,
     "deepspeed": Policy.deepspeed,
+    "budget_gib": Policy.budget,
+    "table": Policy.budget,
 }
 
 
@@ -463,9 +465,27 @@ def _idle_options(cfg: CheckpointingConfig) -> list[str]:
     ]
 
 
+def _budget(cfg: CheckpointingConfig) -> list[str]:
+    option = f"checkpointing.budget_gib={cfg.budget_gib}"
+    if cfg.budget_gib == "auto":
+        return []
+    try:
+        size = float(cfg.budget_gib)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        return [f"{option}: give the GiB of each GPU that the whole run may take, for example 70, or auto"]
+    if cfg.table is not None:
+        return [
+            f"{option} has no effect with checkpointing.table={cfg.table}, which says what is kept: leave one out"
+        ]
+    return []
+
+
 def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
     return [
         *_idle_options(cfg),
+        *_budget(cfg),
         *_at_least(
             1,
             checkpointing__interval=cfg.interval,

@@ -233,7 +233,7 @@ def _attention(assumed: list[str], call: _Attention) -> Tensor:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     bias = None
     if attn_mask is not None:
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
+        bias = _added(attn_mask, query)
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     output: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
@@ -244,8 +244,7 @@ def _attention(assumed: list[str], call: _Attention) -> Tensor:
 def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:
     """Run the kernel that torch itself chooses for such tensors on a CPU, which has no flash with dropout."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
-    if mask is not None and mask.dtype is torch.bool:  # as convert_boolean_attn_mask in attention.cpp
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    mask = None if mask is None else _added(mask, query)
     a, b, c = (_as_on_a_cpu(x) for x in (query, key, value))
     small_mask = None if mask is None else mask.new_empty([min(n, 2) for n in mask.shape], device="cpu")
     chosen = torch._fused_sdp_choice(
@@ -264,6 +263,14 @@ def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return plain
+
+
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """Return the mask as it is added to the scores: convert_boolean_attn_mask in attention.cpp, with its operations."""
+    if mask.dtype is not torch.bool:
+        return mask
+    zero, never = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
+    return torch.where(mask, zero, never)
 
 
 def _as_on_a_cpu(tensor: Tensor) -> Tensor:

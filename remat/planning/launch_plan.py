@@ -24,7 +24,7 @@ from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
-from remat.planning import preflight, search, strategy
+from remat.planning import budget, preflight, search, strategy
 from remat.planning.model_states import Item
 from remat.planning.plan import Capacity, Planned, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
@@ -45,7 +45,8 @@ class LaunchPlan:
     """The plan of this launch; the same on every rank.
 
     `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
-    `command` is the `remat plan` command for this run on this machine.
+    `command` is the `remat plan` command for this run on this machine. `strategy` is what is carried out: where tables
+    are chosen for a budget, with these.
     """
 
     device: str  # cuda or cpu: where the model computes
@@ -53,6 +54,7 @@ class LaunchPlan:
     reason: str | None
     states: list[Item]
     command: list[str]
+    strategy: Strategy
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""
@@ -106,14 +108,20 @@ def plan_launch(
         local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
     )
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[dict[str, Any] | None, str | None, str | None] = (None, None, None)
+    answer: tuple[Any, ...] = (None, None, None, None, "")
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
         lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
-        plan = LaunchPlan(world.device.type, planned, reason, items, command)
-        answer = _fields_to_send(planned), reason, _refusal(lines, plan)
-    sent, reason, refusal = distributed.broadcast(answer)
+        plan = LaunchPlan(world.device.type, planned, reason, items, command, strategy)
+        chosen = planned.strategy if planned else strategy
+        tables = budget.pack(chosen.decisions)
+        answer = _fields_to_send(planned), reason, _refusal(lines, plan), tables, chosen.decided_because
+    sent, reason, refusal, tables, because = distributed.broadcast(answer)
+    decisions = budget.unpack(strategy.decisions, tables)
+    strategy = replace(strategy, decisions=decisions, decided_because=because)
+    if budget.is_open(decisions):
+        raise ConfigError(reason or "checkpointing=budget: there is no plan to choose tables by")
     planned = None if sent is None else Planned(strategy=strategy, **sent)
     if reason:
         warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
@@ -123,7 +131,7 @@ def plan_launch(
         )
     if refusal:
         warn(f"force=true: starting although {refusal}")
-    return LaunchPlan(world.device.type, planned, reason, items, command)
+    return LaunchPlan(world.device.type, planned, reason, items, command, strategy)
 
 
 def choose_settings(

@@ -7,16 +7,18 @@ is what persists plus the largest total of temporary bytes at one instant.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config import ds_config, validation
 from remat.config.options import DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
 from remat.model import optimizer_state
-from remat.planning import model_states, preflight, step_time, strategy
+from remat.planning import budget, model_states, preflight, step_time, strategy
+from remat.planning.budget import Trial
 from remat.planning.model_states import Item
 from remat.planning.recording import Recordings
 from remat.planning.simulation.peaks import IN_BACKWARD
@@ -27,6 +29,7 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measur
 
 COLLECTIVES_BYTES = int(0.5 * GIB)  # NCCL's channels, per communicator, when there is more than one rank
 FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching allocator: 1.06 to 1.12
+GPU_MEMORY = "GPU memory"
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
     "parameters": Category.weights,
     "frozen parameters": Category.weights,
@@ -136,7 +139,7 @@ def assemble(
     per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
     resources = [Resource("host memory per node", ranks_per_node * per_rank, capacity.host_bytes)]
     if on_gpu:
-        resources.insert(0, Resource("GPU memory", peak.total_bytes + overhead, capacity.gpu_bytes))
+        resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes))
     if nvme:
         resources.append(Resource("NVMe per node", ranks_per_node * sum(nvme.values()), capacity.nvme_bytes))
     return Plan(
@@ -215,6 +218,7 @@ class Planned:
     plan: Plan
     time: step_time.StepTime
     world_size: int
+    table: dict[str, Any] | None = None  # of checkpointing=budget, as it is written to the run
 
 
 def make_plan(
@@ -235,9 +239,32 @@ def make_plan(
     ranks = world_size or cfg.hardware.ranks
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
-    recording = (recordings or Recordings()).get(cfg, decided, on_gpu=on_gpu)
-    simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
-    return estimate(cfg, decided, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+    known = recordings or Recordings()
+
+    def plan(decisions: list[LayerDecision]) -> Trial:
+        own = replace(decided, decisions=decisions)
+        recording = known.get(cfg, own, on_gpu=on_gpu)
+        simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
+        made = estimate(cfg, own, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+        needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
+        again = simulation.flops[Phase.recompute]
+        return Trial(needed, made.time.total_s, again, recording.graphs, made)
+
+    if not budget.is_open(decided.decisions):
+        made: Planned = plan(decided.decisions).made
+        return made
+    gpu_bytes = (capacity or capacity_of(cfg.hardware)).gpu_bytes
+    trial, decisions, because = budget.choose(
+        cfg.checkpointing,
+        decided.decisions,
+        plan,
+        gpus.machine(cfg.hardware),
+        gpu_bytes=gpu_bytes,
+        on_gpu=on_gpu,
+    )
+    chosen = replace(trial.made.strategy, decided_because=because or decided.decided_because)
+    table = budget.as_record(trial, decisions, cfg.checkpointing)
+    return replace(trial.made, strategy=chosen, table=table)
 
 
 def estimate(
@@ -357,6 +384,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
             for r in plan.resources
         ],
         "kept_bytes_per_layer": planned.simulation.kept_bytes,
+        "checkpointing_table": planned.table,
         "step_time_s": {name: seconds for name, seconds in asdict(time).items() if name.endswith("_s")},
         "total_s": time.total_s,
         "tokens_per_s": time.tokens_per_s,

@@ -14,7 +14,7 @@ from remat.config.options import CheckpointingConfig, ConfigError, PeftMethod, R
 from remat.config.units import MIB
 from remat.config.words import without_policy
 from remat.model import hf_model, layers, meta_kernels, packing
-from remat.planning import strategy
+from remat.planning import budget, strategy
 from remat.planning.simulation import simulate, zero3
 from remat.planning.simulation.zero3 import Event, Parameters
 
@@ -81,6 +81,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
+    if budget.is_open(decided.decisions):
+        raise ConfigError("it keeps what there is room for; see remat plan with checkpointing.budget_gib=GIB")
     applied = apply.apply(
         net, without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
     )

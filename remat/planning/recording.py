@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -56,7 +57,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
     with ExitStack() as undo:
         applied = apply.apply(net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META)
         undo.callback(applied.remove)
-        return simulate.record(
+        recording = simulate.record(
             net,
             loss=loss.TokenLoss(
                 net, cfg.train.loss, verify=False, cross_entropy=meta_kernels.cross_entropy if on_gpu else None
@@ -71,3 +72,4 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             workspaces=on_gpu,
             on_gpu=on_gpu,
         )
+        return replace(recording, graphs=applied.graphs())

@@ -135,6 +135,25 @@ def step_time(
     )
 
 
+NOMINAL = {  # rates for a comparison where none are known: TFLOP/s, TFLOP/s, GB/s, us; on a GPU and on a CPU
+    True: {"matmul_tflops": 300.0, "attention_tflops": 200.0, "memory_gbs": 2000.0, "launch_us": 5.0},
+    False: {"matmul_tflops": 0.05, "attention_tflops": 0.03, "memory_gbs": 10.0, "launch_us": 5.0},
+}
+
+
+def price(op: OpCost, machine: Machine, *, on_gpu: bool) -> float:
+    """Return the seconds of an operation, to compare it with others of one machine: the roofline of `step_time`.
+
+    A rate that is not known is a nominal one.
+    """
+    rates = {name: getattr(machine, name) or nominal for name, nominal in NOMINAL[on_gpu].items()}
+    seconds = op.bytes / (rates["memory_gbs"] * GB)
+    if op.kind != "elementwise":
+        share = CAUSAL if op.kind == "attention" else 1.0
+        seconds = max(seconds, share * op.flops / (rates[f"{op.kind}_tflops"] * TERA))
+    return seconds + rates["launch_us"] / 1e6
+
+
 class _Terms:
     """The single terms, in seconds. A rate that is needed but not known goes into `unknown` and its term is 0."""
 

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from remat.activation_checkpointing import policy
 from remat.config.units import GIB
 from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Planned, Resource, needed_bytes
@@ -34,6 +35,10 @@ def show(planned: Planned, console: Console) -> None:
     for title, rows in (("pinned host memory", plan.pinned), ("host memory", plan.host), ("NVMe", plan.nvme)):
         if sum(rows.values()):
             _table(title, rows, plan.ranks_per_node, console)
+    if planned.table is not None:
+        decided = planned.strategy
+        chosen = "; ".join(filter(None, [policy.describe(decided.decisions), decided.decided_because]))
+        console.print(f"activations: {chosen}", highlight=False)
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
     _show_time(planned, console)
     if planned.strategy.length_warning:

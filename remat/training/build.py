@@ -40,6 +40,7 @@ from remat.model import adapters, flops, hf_model, layers, loss, noise
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
+from remat.planning.budget import FILE as TABLE_FILE
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.preflight import DoesNotFit
 from remat.planning.strategy import Strategy, counted_model, decide, pack_again
@@ -182,7 +183,7 @@ def _build(
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
     plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
-    hf_config = hf_model.load_config(cfg.model)
+    strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
@@ -520,6 +521,8 @@ def _write_records(
     (folder / "config.yaml").write_text(yaml)
     run_dir.write_json(folder / "ds_config.json", rendered)
     run_dir.write_json(folder / "plan.json", plan.record())
+    if plan.planned is not None and plan.planned.table is not None:
+        run_dir.write_json(folder / TABLE_FILE, plan.planned.table)
     run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
 
 

@@ -373,7 +373,7 @@ def test_published_results_replace_those_of_the_same_experiment_and_machine(tmp_
 
 
 def out_of_memory() -> str:
-    plan = LaunchPlan("cuda", None, None, [], [])
+    plan = LaunchPlan("cuda", None, None, [], [], None)
     return str(OutOfMemory("backward", plan, place="GPU", layer=3, measured=Memory(1, 1, 1), cause="no room"))
 
 

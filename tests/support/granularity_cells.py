@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remat.config import compose
+from remat.config.units import GIB
+from remat.planning.plan import make_plan
 from tests.support import tiny
 
 STEPS = 3
@@ -51,6 +54,7 @@ MODES: dict[str, list[str]] = {
         "checkpointing.recompute_modules=[attention]",
     ],
     "discard_output": ["checkpointing=discard_output"],
+    "budget": ["checkpointing=budget"],  # with `half_way` between full and none
     "deepspeed": ["checkpointing=deepspeed"],
     "deepspeed, reentrant=false": ["checkpointing=deepspeed", "checkpointing.reentrant=false"],
     "deepspeed, partition_activations": [
@@ -221,6 +225,17 @@ def make_workshop(folder: Path) -> Path:
     return folder
 
 
+def half_way(workshop: Path, column: str) -> str:
+    """A budget in the middle of what full and none need in this column."""
+    peaks = [
+        make_plan(
+            compose.compose_run(words(workshop, mode, column)).run, world_size=2, on_gpu=False
+        ).plan.peak_bytes
+        for mode in ("full", "none")
+    ]
+    return f"checkpointing.budget_gib={sum(peaks) / 2 / GIB:.9f}"
+
+
 def words(workshop: Path, mode: str, column: str) -> list[str]:
     """The overrides of one cell; its run is workshop/out/<run name>/run."""
     strategy, trained = column.rsplit(", ", 1)
@@ -228,6 +243,7 @@ def words(workshop: Path, mode: str, column: str) -> list[str]:
         *STRATEGIES[strategy],
         *TRAINED[trained],
         *MODES[mode],
+        *([half_way(workshop, column)] if mode == "budget" else []),
         f"train.steps={STEPS}",
         "optim.warmup_steps=0",
     ]

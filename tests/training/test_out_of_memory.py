@@ -42,6 +42,7 @@ def plan(**changes: Any) -> LaunchPlan:
         "reason": None,
         "states": [],
         "command": COMMAND,
+        "strategy": None,
     }
     return LaunchPlan(**(values | changes))
 

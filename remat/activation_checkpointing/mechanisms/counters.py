@@ -41,6 +41,7 @@ class LayerCounters:
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
     contiguous_bytes: int = 0  # kept in DeepSpeed's list of buffers
     output_bytes: int = 0  # of the layer's own result, in its last forward
+    table_bytes: int = 0  # what its table says that it keeps of its last forward, without its result
 
     def clear(self) -> None:
         fresh = LayerCounters()

@@ -16,6 +16,7 @@ from torch import nn
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
+from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config.options import Attention, CheckpointingConfig, Policy
 from remat.model.layers import Modules
 
@@ -86,7 +87,7 @@ class LayerDecision:
     """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.
 
     `offload`: what the layer keeps lives in host memory until its backward. `entry`: the range of
-    `checkpointing.layers` that decided; empty: none did.
+    `checkpointing.layers` that decided; empty: none did. `table`: what the layer keeps, where that was chosen by value.
     """
 
     policy: Policy
@@ -96,6 +97,7 @@ class LayerDecision:
     reentrant: bool
     offload: bool
     entry: str = ""
+    table: Table | None = None
 
 
 Treated = Sequence[tuple[LayerDecision, nn.Module]]  # the layers of one mechanism

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ class Recording:
     timeline: Timeline
     parameters: Parameters
     assumptions: list[str]
+    graphs: Mapping[int, Any] = field(
+        default_factory=dict
+    )  # of the layers under a table: what they compute and save
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.

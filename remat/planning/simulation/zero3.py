@@ -110,7 +110,8 @@ class _Recorder:
 
         def before_forward(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             self._tell(Event(Kind.fetch, index, again=torch._C._current_graph_task_id() != -1))
-            waiting[0] = 0
+            if args:  # without: only for its weights, while gradients of an earlier call may be on their way
+                waiting[0] = 0
             marked: tuple[Any, ...] = tree_map(lambda x: _mark(x, gradient_of_input, waiting), args)
             return marked
 

@@ -1,0 +1,5 @@
+"""A layer's forward as values and operations, and which of its values a table keeps.
+
+Start with `graph.py` (what one call of a layer computes and saves), then `table.py` (what is kept and what is made
+again from it) and `frontier.py` (the fastest choice for a number of bytes). `mechanisms/budget.py` carries tables out.
+"""

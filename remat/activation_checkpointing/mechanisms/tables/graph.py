@@ -1,0 +1,371 @@
+"""One call of a layer, written down: its operations, the memory they make, and what autograd saves of it.
+
+A *value* is one storage in one state: a write in place makes the next value. Views are no operations. A tensor is a
+value with dtype, size, stride and offset, so that a replay needs no view either. Weights are leaves, found by their
+storage: what ZeRO-3 does to gather them is dead code here.
+
+Works on real tensors and on meta tensors, and holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from remat.activation_checkpointing.mechanisms import operators
+from remat.model.flops import flop_formula
+
+# Where a running layer can lay hands on a value: ("save", n), ("in" or "out", module, call, leaf).
+Tap = tuple[Any, ...]
+VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}  # which one: whether a mode is active
+CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
+DATA_SIZED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Geometry(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, from the start of the storage; of a leaf, from the leaf's own start
+
+
+class Ref(NamedTuple):
+    """A tensor as a view of a value."""
+
+    value: int
+    dtype: torch.dtype
+    place: Geometry
+
+
+@dataclass(eq=False)
+class Value:
+    """One storage in one state. `kind`: op, arg, weight, or outside (neither made in the layer nor given to it).
+
+    `where`: the path of an argument, the place of a weight among the layer's parameters. `free`: it lives anyway.
+    `canon`: as the operation returned it. `taps`: where it can be had, and how it is seen there.
+    """
+
+    id: int
+    nbytes: int
+    kind: str
+    dtype: torch.dtype
+    canon: Geometry
+    op: int = -1
+    where: Any = None
+    free: bool = False
+    overwritten: bool = False
+    taps: dict[Tap, Geometry] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def can_be_kept(self) -> bool:
+        return self.free or (bool(self.taps) and not self.overwritten)
+
+
+@dataclass(eq=False)
+class Op:
+    """`args`: leaves of (args, kwargs), tensors as Ref. `outs`: (place among the result's leaves, value).
+
+    `writes`: place among `args` -> the value it becomes. `fixed`: it cannot run again, and why. FLOPs count 2 per
+    multiply-add, `moved_bytes` are read and written.
+    """
+
+    func: Any
+    args: list[Any]
+    spec: Any
+    ins: tuple[int, ...]
+    outs: list[tuple[int, int]]
+    writes: dict[int, int]
+    module: str
+    fixed: str
+    flops: int
+    moved_bytes: int
+
+    @property
+    def label(self) -> str:
+        """`mm`, `add_`; every fused attention is `attention`, whichever kernel it was."""
+        name = str(operators.describe(self.func).name)
+        return "attention" if operators.FUSED_ATTENTION.fullmatch(name) else name.rpartition("::")[2]
+
+    @property
+    def made(self) -> list[int]:
+        return [value for _, value in self.outs] + list(self.writes.values())
+
+
+@dataclass(eq=False)
+class Save:
+    """The n-th tensor that autograd saves. `maker`: the autograd node behind it. `dead`: on a branch of no use."""
+
+    ref: Ref
+    maker: str
+    dead: bool = False
+
+
+@dataclass(eq=False)
+class Graph:
+    """`owners`: the module that owns each weight of the layer, by name."""
+
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    outputs: set[int] = field(default_factory=set)
+
+    def saved(self) -> list[int]:
+        """Return the values that backward needs and that do not live anyway."""
+        found = dict.fromkeys(save.ref.value for save in self.saves if not save.dead)
+        return [value for value in found if not self.values[value].free]
+
+    def named(self) -> dict[str, int]:
+        return {value.name: value.id for value in self.values if value.name}
+
+    def finish(self) -> None:
+        """Name what is alive (dead code, as gathers of weights, takes no part in the count), once saves are known."""
+        for number, save in enumerate(self.saves):
+            if save.dead:
+                self.values[save.ref.value].taps.pop(("save", number), None)
+        roots = [save.ref.value for save in self.saves] + list(self.outputs)
+        alive: set[int] = set()
+        while roots:
+            value = self.values[roots.pop()]
+            if value.op >= 0 and value.op not in alive:
+                alive.add(value.op)
+                roots += self.ops[value.op].ins
+        seen: Counter[str] = Counter()
+        for number in sorted(alive):
+            op = self.ops[number]
+            base = f"{op.module or 'layer'}: {op.label}"
+            seen[base] += 1
+            times = f" {seen[base]}" if seen[base] > 1 else ""
+            for place, made in enumerate(op.made):
+                self.values[made].name = f"{base}{times}" + (f" [{place}]" if place else "")
+        for value in self.values:
+            if value.kind == "arg":
+                value.name = "input " + ".".join(map(str, value.where[1:]))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes one call of `layer` with arguments `given` (path, tensor) into `graph`."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, layer: nn.Module, given: list[tuple[Any, torch.Tensor]]) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.tapped: dict[Tap, torch.Tensor] = {}
+        self._weights = list(layer.parameters())
+        owner = {id(p): name for name, m in layer.named_modules() for p in m.parameters(recurse=False)}
+        self.graph.owners = [owner[id(p)] for p in self._weights]
+        self._now: dict[int, int] = {}  # storage: its value now
+        self._alive: list[StorageWeakRef] = []  # keep the addresses of freed storages from being given away
+        self._start: dict[int, int] = {}  # of leaves: storage offset of the tensor
+        self._weight_values: dict[int, int] = {}
+        self._path: list[str] = []
+        self._calls: Counter[str] = Counter()
+        self._sized_by_data: set[int] = set()
+        for where, tensor in given:
+            if operators.storage(tensor) not in self._now and self._weight(tensor) is None:
+                value = self._new(tensor, "arg")
+                value.where, value.free = where, not tensor.requires_grad
+                value.taps["arg", where] = value.canon
+                self._start[value.id] = value.canon.offset
+
+    def run(self, layer: nn.Module, forward: Callable[[], Any], pack: Any, unpack: Any) -> Any:
+        """Run `forward` once. `pack(n, tensor)` and `unpack` treat what autograd saves."""
+
+        def save(tensor: torch.Tensor) -> Any:
+            number = len(self.graph.saves)
+            self.graph.saves.append(Save(self._ref(tensor), maker(tensor.grad_fn)))
+            self._tap(("save", number), tensor)
+            return pack(number, tensor)
+
+        with ExitStack() as stack:
+            for name, module in layer.named_modules():
+                if module is not layer:
+                    enter, leave = self._listeners(name)
+                    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(leave).remove)
+            with self, saved_tensors_hooks(save, unpack):
+                output = forward()
+        self.graph.outputs = {
+            self._now[key] for key in operators.storages(output) if key in self._now
+        }  # a weight or a constant is no output of its own
+        return output
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        before = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        given = {operators.storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **kwargs)
+        described = operators.describe(func)
+        written = {operators.storage(tensor) for tensor in operators.written(described, args, kwargs)}
+        number, graph = len(self.graph.ops), self.graph
+        writes = {}
+        for place, leaf in enumerate(leaves):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and operators.storage(leaf) in written
+                and self._weight(leaf) is None
+            ):
+                graph.values[self._now[operators.storage(leaf)]].overwritten = True
+                writes[place] = self._new(leaf, "op", number).id
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outs = [
+            (place, self._new(leaf, "op", number).id)
+            for place, leaf in enumerate(tree_leaves(result))
+            if isinstance(leaf, torch.Tensor)
+            and (key := operators.storage(leaf)) not in given
+            and key not in self._now
+        ]
+        if outs or writes:
+            formula = flop_formula(func)
+            op = Op(
+                func, before, spec, tuple(dict.fromkeys(leaf.value for leaf in before if isinstance(leaf, Ref))),
+                outs, writes, self._path[-1] if self._path else "", "",
+                int(formula(*args, **kwargs, out_val=result)) if formula else 0,
+                sum(t.nbytes for t in (*(x for x in leaves if isinstance(x, torch.Tensor)), *made)),
+            )  # fmt: skip
+            op.fixed = self._why_fixed(op, described, leaves, args, kwargs)
+            graph.ops.append(op)
+        return result
+
+    def _why_fixed(
+        self, op: Op, described: operators.Operator, leaves: list[Any], args: Any, kwargs: Any
+    ) -> str:
+        """Tell why an operation cannot run again with the same result; empty: it can."""
+        name, tags = described.name, getattr(op.func, "tags", ())
+        indexed = op.func is torch.ops.aten.index.Tensor and not any(
+            leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:] if isinstance(leaf, torch.Tensor)
+        )  # tagged for masks; positions give a size that is known
+        if (DATA_SIZED.intersection(tags) and not indexed) or self._sized_by_data.intersection(op.ins):
+            self._sized_by_data.update(op.made)
+            return "its size depends on data"
+        if "c10d" in name:
+            return "it communicates"
+        if "::empty" in name or "::new_empty" in name:
+            return "a kernel that is not seen here may fill it"
+        if name in CHOICES:
+            return "it chooses"
+        if operators.FUSED_ATTENTION.fullmatch(name):
+            return "" if _without_dropout(op.func, args, kwargs) else "it draws random numbers"
+        unknown = described.random and name not in operators.MATMULS
+        if unknown or not hasattr(op.func, "_schema"):
+            return "it draws random numbers, or may"
+        values = self.graph.values
+        punned = any(
+            isinstance(leaf, Ref)
+            and (values[leaf.value].kind == "outside" or leaf.dtype != values[leaf.value].dtype)
+            for leaf in op.args
+        )
+        return "it reads what the layer was not given" if punned else ""
+
+    def _new(self, tensor: torch.Tensor, kind: str, op: int = -1) -> Value:
+        storage = tensor.untyped_storage()
+        value = Value(len(self.graph.values), storage.nbytes(), kind, tensor.dtype, geometry(tensor), op)
+        self.graph.values.append(value)
+        self._now[storage._cdata] = value.id
+        self._alive.append(StorageWeakRef(storage))
+        return value
+
+    def _weight(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return the weight that `tensor` is a view of, and the offset in it."""
+        key, start = operators.storage(tensor), int(tensor.storage_offset())
+        for index, weight in enumerate(self._weights):
+            if operators.storage(weight) == key and 0 <= start - int(weight.storage_offset()) < weight.numel():
+                return index, start - int(weight.storage_offset())
+        return None
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        place = geometry(tensor)
+        if (found := self._weight(tensor)) is not None:
+            index, offset = found
+            if index not in self._weight_values:
+                value = Value(
+                    len(self.graph.values), tensor.untyped_storage().nbytes(), "weight", tensor.dtype, place
+                )
+                value.where, value.free = index, True
+                self.graph.values.append(value)
+                self._weight_values[index] = value.id
+            return Ref(self._weight_values[index], tensor.dtype, place._replace(offset=offset))
+        number = self._now.get(operators.storage(tensor))
+        if number is None:
+            value = self._new(tensor, "outside")
+            value.free, number = True, value.id
+            self._start[number] = place.offset
+        return Ref(number, tensor.dtype, place._replace(offset=place.offset - self._start.get(number, 0)))
+
+    def _tap(self, tap: Tap, tensor: torch.Tensor) -> None:
+        number = self._now.get(operators.storage(tensor))
+        if number is not None and self._weight(tensor) is None and self.graph.values[number].kind == "op":
+            self.graph.values[number].taps[tap] = geometry(tensor)
+
+    def _listeners(self, name: str) -> tuple[Any, Any]:
+        def look(side: str, tree: Any) -> None:
+            for leaf, tensor in enumerate(tree_leaves(tree)):
+                if isinstance(tensor, torch.Tensor):
+                    tap = (side, name, self._calls[name] - 1, leaf)
+                    self._tap(tap, tensor)
+                    self.tapped[tap] = tensor.detach()
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls[name] += 1
+            self._path.append(name)
+            look("in", (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._path.pop()
+            look("out", output)
+
+        return enter, leave
+
+
+def geometry(tensor: torch.Tensor) -> Geometry:
+    return Geometry(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+def maker(node: Any) -> str:
+    """Name the autograd node that made a tensor; empty for a leaf."""
+    if node is None:
+        return ""
+    name = str(node.name())
+    return "View" if name in VIEWS else name
+
+
+def find_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Return (path, tensor) of the tensors in a call: ("args", 0), ("kwargs", "position_embeddings", 1)."""
+    found: list[tuple[Any, torch.Tensor]] = []
+
+    def walk(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append((path, value))
+        elif isinstance(value, (tuple, list, dict)):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                walk((*path, key), part)
+
+    walk(("args",), args)
+    walk(("kwargs",), kwargs)
+    return found
+
+
+def _without_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an attention kernel drops nothing; all of them are tagged as random."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    return given.get("dropout_p") == 0.0

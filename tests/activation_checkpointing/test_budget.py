@@ -1,0 +1,286 @@
+"""checkpointing=budget: a table per layer, carried out value by value: bit-equal, to the byte, every save checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from remat.activation_checkpointing import apply, policy, validation, verification
+from remat.activation_checkpointing.mechanisms import budget
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Setting
+from remat.activation_checkpointing.mechanisms.tables.frontier import Point, cut, frontier
+from remat.activation_checkpointing.mechanisms.tables.graph import (
+    CHOICES,
+    Geometry,
+    Graph,
+    Op,
+    Ref,
+    Save,
+    Value,
+)
+from remat.activation_checkpointing.mechanisms.tables.table import Table, choose_kept, compile_table
+from remat.config.options import Attention, CheckpointingConfig, OffloadConfig, Policy
+from remat.model import layers
+from tests.support import small_models, watched
+
+BUDGET = CheckpointingConfig(policy=Policy.budget)
+DROPS = {"gpt2": {}, "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}}
+LEAST, MIDDLE, MOST = 0.0, 0.5, 0.9  # of the way along the frontier
+PLACE = Geometry((4,), (1,), 0)
+
+
+def graphs_of(net: Any, ids: torch.Tensor | None = None) -> dict[int, Graph]:
+    return under(net, [None] * len(layers.decoder_layers(net)), ids)[0].applied.graphs()
+
+
+def under(
+    net: Any, tables: list[Table | None], ids: torch.Tensor | None = None
+) -> tuple[watched.Watched, list[LayerDecision]]:
+    """One forward and backward with a table for each layer; None: nothing is kept that can be made again."""
+    decisions = [
+        replace(decision, table=table)
+        for decision, table in zip(policy.decide_layers(BUDGET, len(tables)), tables, strict=True)
+    ]
+    with mock.patch.object(policy, "decide_layers", lambda *_, **__: decisions):
+        return watched.run(net, BUDGET, ids), decisions
+
+
+def table_at(graph: Graph, share: float) -> Table:
+    points = frontier(graph, [op.flops // 5 + op.moved_bytes for op in graph.ops])
+    point = points[int(share * (len(points) - 1))]
+    return Table(frozenset(graph.values[value].name for value in point.keep), point.bytes)
+
+
+@pytest.mark.sample(one_in=6)
+@pytest.mark.parametrize("share", [LEAST, MIDDLE, MOST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", sorted(small_models.ARCHITECTURES))
+def test_bit_equal_to_keeping_everything_and_kept_to_the_byte(
+    family: str, dtype: torch.dtype, share: float
+) -> None:
+    net = small_models.build(family, **DROPS.get(family, {})).to(dtype)
+    kept, graphs = watched.run(net, watched.NONE), graphs_of(net)
+    tables = [table_at(graphs[index], share) for index in sorted(graphs)]
+    found, _ = under(net, list(tables))
+    assert watched.differences(found, kept) == []
+    assert found.replayed.differences == found.replayed.notes == []
+    assert verification.unmet_expectations(found.applied, found.watch, BUDGET) == []  # bytes among them
+    for index, counts in enumerate(found.applied.counts):
+        made = [graphs[index].values[v] for v in choose_kept(graphs[index], tables[index])]
+        assert counts.table_bytes == sum(value.nbytes for value in made if value.kind == "op")
+        assert counts.in_effect["operations made again"] > 0
+
+
+def test_a_layer_that_keeps_something_else_than_its_table_is_not_in_effect() -> None:
+    net = small_models.build("llama")
+    found, _ = under(net, [None] * 3)
+    found.applied.counts[1].table_bytes += 4
+    assert "layer 1 keeps" in verification.unmet_expectations(found.applied, found.watch, BUDGET)[0]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_the_choice_of_experts_is_always_kept(family: str) -> None:
+    graphs = graphs_of(small_models.build(family))
+    chosen = 0
+    for graph in graphs.values():
+        program = compile_table(graph, choose_kept(graph, Table()))
+        again = {step.op.func for step in program.steps.values()}
+        assert not {func for func in again if func._schema.name in CHOICES}
+        chosen += any(op.func._schema.name in CHOICES for op in graph.ops)
+    assert chosen >= 2
+
+
+def applied_to(net: Any, table: Table | None, **cfg: Any) -> apply.Applied:
+    decisions = [replace(d, table=table) for d in policy.decide_layers(BUDGET, len(layers.decoder_layers(net)))]
+    return apply.apply(net, decisions, replace(BUDGET, **cfg))
+
+
+def many_ways(net: Any) -> list[torch.Tensor]:
+    """Gradients: other lengths, padded, packed, two forwards before a backward, two backwards, with autocast."""
+    found = []
+    for length in (16, 9, 5, 16):
+        ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(length))
+        padding = torch.ones_like(ids)
+        padding[0, : length // 2] = 0
+        restarts = torch.cat([torch.arange(length // 2), torch.arange(length - length // 2)]).expand(2, -1)
+        ways: dict[str, dict[str, Any]] = {"whole": {}, "padded": {"attention_mask": padding}}
+        ways["packed"] = {"position_ids": restarts}
+        for given in ways.values():
+            net.zero_grad()
+            torch.manual_seed(7)
+            loss = net(input_ids=ids, labels=ids, **given).loss
+            with torch.no_grad():
+                net.eval()(input_ids=ids)  # an evaluation between
+            net.train()
+            other = net(input_ids=ids.flip(0), labels=ids, **given).loss
+            with torch.autocast("cpu", torch.bfloat16):
+                third = net(input_ids=ids, labels=ids, **given).loss
+            (loss + other + third).backward(retain_graph=True)
+            loss.backward()
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_other_lengths_masks_and_orders_are_learnt_anew(family: str) -> None:
+    net = small_models.build(family)
+    truth = many_ways(net)
+    graph = graphs_of(net)[1]
+    for table in (None, table_at(graph, MIDDLE)):
+        applied = applied_to(net, table)
+        assert all(torch.equal(a, b) for a, b in zip(many_ways(net), truth, strict=True))
+        applied.remove()
+
+
+@pytest.mark.parametrize("family", ["phi", "gpt2"])
+def test_what_hands_a_layer_its_input_may_change(family: str) -> None:
+    """The proof of the first micro-batch stands between layers, where norms save their input itself."""
+    net = small_models.build(family, **DROPS.get(family, {}))
+    truth = small_models.gradients(net)
+    applied = applied_to(net, None)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    with applied.recording():
+        net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert small_models.same(small_models.gradients(net), truth)
+    applied.remove()
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST_SHAPES", 2)
+    net = small_models.build("llama")
+    applied = applied_to(net, None)
+    for length in (3, 4, 5, 3):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        net(input_ids=ids, labels=ids).loss.backward()
+    assert len(applied.shared[budget.PROGRAMS]) == 2
+    runner = net.model.layers[0]._gradient_checkpointing_func.__closure__
+    assert [
+        len(cell.cell_contents.programs)
+        for cell in runner
+        if isinstance(cell.cell_contents, budget.LayerRunner)
+    ] == [2]
+    applied.remove()
+
+
+def test_another_save_than_the_learnt_one_stops_the_run() -> None:
+    net = small_models.build("llama")
+    applied = applied_to(net, None)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    net(input_ids=ids, labels=ids).loss.backward()
+    net.model.layers[1].mlp.act_fn = nn.GELU()
+    with pytest.raises(PolicyNotApplied, match=r"layer 1.*'GeluBackward0'.*'SiluBackward0'"):
+        net(input_ids=ids, labels=ids)
+    applied.remove()
+
+
+def test_no_mode_after_the_first_call_and_no_hooks_where_all_is_kept() -> None:
+    net = small_models.build("llama")
+    decisions = policy.decide_layers(BUDGET, 3)
+    decisions[2] = replace(decisions[2], mechanism=KEEP)
+    applied = apply.apply(net, decisions, BUDGET)
+    seen: dict[int, tuple[int, bool]] = {}
+
+    def look(index: int) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            seen[index] = len(_get_current_dispatch_mode_stack()), hooks is not None
+
+        return note
+
+    for index, layer in enumerate(net.model.layers):
+        layer.mlp.register_forward_pre_hook(look(index))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    net(input_ids=ids, labels=ids).loss.backward()
+    assert {index: modes for index, (modes, _) in seen.items()} == {0: 1, 1: 1, 2: 0}
+    net(input_ids=ids, labels=ids).loss.backward()
+    assert seen == {0: (0, True), 1: (0, True), 2: (0, False)}
+    applied.remove()
+
+
+def test_an_argument_edited_after_it_was_kept_is_an_error() -> None:
+    net = small_models.build("llama")
+    applied = applied_to(net, None)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    hidden: list[torch.Tensor] = []
+    hook = net.model.layers[1].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    loss = net(input_ids=ids, labels=ids).loss
+    hook.remove()
+    with torch.no_grad():
+        hidden[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        loss.backward()
+    applied.remove()
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    net = small_models.build("llama")
+    setting = Setting(
+        zero_stage=2, tensor_parallel_size=2, has_gpu=False, attention=Attention.sdpa, lora_dropout=0.0,
+        fields={}, activation_elements=1, element_bytes=4,
+    )  # fmt: skip
+    cfg = replace(BUDGET, offload=OffloadConfig(enabled=True))
+    found = "\n".join(validation.problems(cfg, layers.decoder_layers(net), setting))
+    assert "checkpointing.offload.enabled=true with checkpointing=budget" in found
+    assert "train.tensor_parallel_size=2 with checkpointing=budget" in found
+
+
+# The frontier
+
+
+def chain(sizes: list[int], saved: list[int], fixed: set[int]) -> Graph:
+    """An argument, and operations of which each reads the two values before it."""
+    graph = Graph()
+    for number, size in enumerate(sizes):
+        value = Value(number, size, "op" if number else "arg", torch.float32, PLACE, number - 1)
+        value.taps["in", "", 0, number] = PLACE
+        graph.values.append(value)
+        if number:
+            inputs = tuple(range(max(0, number - 2), number))
+            args = [Ref(value, torch.float32, PLACE) for value in inputs]
+            func, why = torch.ops.aten.add.Tensor, "fixed" if number - 1 in fixed else ""
+            graph.ops.append(Op(func, args, None, inputs, [(0, number)], {}, "", why, 0, 0))
+    graph.saves = [Save(Ref(number, torch.float32, PLACE), "") for number in saved]
+    return graph
+
+
+def every_choice(graph: Graph, costs: list[int]) -> list[Point]:
+    found = []
+    for bits in itertools.product([False, True], repeat=len(graph.values)):
+        keep = frozenset(number for number, bit in enumerate(bits) if bit)
+        try:
+            steps = compile_table(graph, keep).steps
+        except ValueError:
+            continue
+        again = {graph.ops.index(step.op) for step in steps.values()}
+        size = sum(graph.values[number].nbytes for number in keep)
+        found.append(Point(keep, size, sum(costs[number] + 1 for number in again)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_frontier_is_that_of_every_choice(seed: int) -> None:
+    """The corners of the convex hull, by trying all 512 choices."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 40, (9,), generator=draw).tolist()
+    costs = torch.randint(1, 30, (8,), generator=draw).tolist()
+    graph = chain(sizes, [3, 5, 8], {seed})
+    choices = every_choice(graph, costs)
+    points = frontier(graph, costs)
+    assert points[0].bytes == min(choice.bytes for choice in choices)
+    assert points[-1].cost == min(choice.cost for choice in choices) == 0
+    assert [p.bytes for p in points] == sorted(p.bytes for p in points)
+    for low, high in itertools.pairwise(points):
+        width, height = high.bytes - low.bytes, low.cost - high.cost
+        assert min(height * c.bytes + width * c.cost for c in choices) == height * low.bytes + width * low.cost
+    for price in (1, 3, 10):
+        best = cut(graph, costs, byte_price=1000 * price, cost_price=1000)
+        assert price * best.bytes + best.cost == min(price * c.bytes + c.cost for c in choices)

@@ -1,0 +1,189 @@
+"""The tables of a budget: within it, the fastest, refused with the least that would do; the same bytes as in a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision
+from remat.activation_checkpointing.mechanisms.tables.table import Table
+from remat.config import compose
+from remat.config.options import CheckpointingConfig, ConfigError, Policy
+from remat.config.units import GIB
+from remat.planning import budget, recording
+from remat.planning.plan import Planned, make_plan
+from remat.planning.simulation import simulate
+from remat.planning.simulation.types import Phase
+from tests.support import small_models, tiny
+
+BUDGET = CheckpointingConfig(policy=Policy.budget)
+KEEPABLE = [f"{name}: mm" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")] + [
+    "mlp.act_fn: silu",
+    "mlp: mul",
+]
+KNOWN = recording.Recordings()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("budget")
+    tiny.make_model(folder / "model", num_hidden_layers=3)
+    tiny.make_instructions(folder / "data.jsonl")
+    return folder
+
+
+def plan(folder: Path, *more: str) -> Planned:
+    return make_plan(
+        compose.compose_run(tiny.words(folder, "x", *more)).run, world_size=2, on_gpu=False, recordings=KNOWN
+    )
+
+
+def gib(size: float) -> str:
+    return f"checkpointing.budget_gib={size / GIB:.12f}"
+
+
+def test_ten_budgets_are_kept_used_and_each_more_is_no_slower(folder: Path) -> None:
+    least, most = (plan(folder, f"checkpointing={name}").plan.peak_bytes for name in ("full", "none"))
+    again, seen = [], set()
+    for share in range(10):
+        limit = least + (most - least) * (share + 0.5) / 10
+        found = plan(folder, "checkpointing=budget", gib(limit))
+        assert found.plan.peak_bytes <= limit
+        again.append(found.time.total_s or found.simulation.flops[Phase.recompute])
+        seen.add(found.plan.peak_bytes)
+    assert again == sorted(again, reverse=True)
+    assert len(seen) > 5
+
+
+def test_all_that_there_is_keeps_everything_and_too_little_is_refused_with_what_would_do(folder: Path) -> None:
+    most = plan(folder, "checkpointing=none").plan.peak_bytes
+    whole = plan(folder, "checkpointing=budget", gib(2 * most))
+    assert {decision.mechanism for decision in whole.strategy.decisions} == {KEEP}
+    with pytest.raises(ConfigError, match=r"the least that this run needs is [0-9.]+ GiB") as refused:
+        plan(folder, "checkpointing=budget", "checkpointing.budget_gib=0.00001")
+    would_do = str(refused.value).partition("set ")[2].partition(",")[0]
+    assert plan(folder, "checkpointing=budget", would_do).plan.fits
+    with pytest.raises(ConfigError, match="budget_gib=auto: there is no GPU"):
+        plan(folder, "checkpointing=budget")
+
+
+def test_where_no_table_is_faster_full_is_taken_and_said(folder: Path) -> None:
+    """A budget of what `full` needs: no layer can keep a value more."""
+    least = plan(folder, "checkpointing=full").plan.peak_bytes
+    found = plan(folder, "checkpointing=budget", gib(least + 1))
+    assert found.strategy.decided_because == "no table is faster than checkpointing=full here, which is taken"
+    assert found.simulation == plan(folder, "checkpointing=full").simulation
+
+
+def middle(folder: Path) -> Planned:
+    least, most = (plan(folder, f"checkpointing={name}").plan.peak_bytes for name in ("full", "none"))
+    return plan(folder, "checkpointing=budget", gib((least + most) / 2))
+
+
+def test_a_table_can_be_written_edited_and_given_back(folder: Path) -> None:
+    found = middle(folder)
+    assert found.table is not None
+    path = folder / "table.json"
+    path.write_text(json.dumps(found.table))
+    given = plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    assert given.strategy.decisions == found.strategy.decisions
+    assert given.simulation == found.simulation
+    first = next(key for key, entry in found.table["layers"].items() if entry["policy"] == "budget")
+    edited = json.loads(path.read_text())
+    edited["layers"][first] = {"keep": [*edited["layers"][first]["keep"], *KEEPABLE]}
+    path.write_text(json.dumps(edited))
+    kept = plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    assert sum(kept.simulation.kept_bytes) > sum(found.simulation.kept_bytes)
+    edited["layers"][first]["keep"] = ["self_attn.q_proj: nm"]
+    path.write_text(json.dumps(edited))
+    with pytest.raises(
+        ConfigError, match=r"'self_attn.q_proj: nm' that can be kept; did you mean .*q_proj: mm"
+    ):
+        plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    path.write_text(json.dumps({"layers": {"0": {"policy": "none"}}}))
+    with pytest.raises(ConfigError, match="it is for layers 0, and the model has 3"):
+        plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    path.write_text("no table")
+    with pytest.raises(ConfigError, match="no table can be read there"):
+        plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+
+
+@pytest.mark.sample(one_in=4)
+@pytest.mark.parametrize("family", sorted(small_models.ARCHITECTURES))
+def test_what_is_kept_on_meta_tensors_is_what_a_run_keeps(family: str) -> None:
+    """The table, the simulation and the run agree to the byte, under tables of two sizes."""
+    net = small_models.build(family)
+    with torch.device("meta"):
+        bare = type(net)(net.config).train()
+    for table in (None, Table(frozenset({"input_layernorm: rsqrt", "mlp: mul", "mlp.up_proj: mm"}))):
+        decisions = [replace(d, table=table) for d in policy.decide_layers(BUDGET, 3)]
+        simulated, _ = kept(bare, decisions)
+        real, counts = kept(net, decisions)
+        assert simulated == real
+        for layer, count in enumerate(counts):
+            assert real.get(layer, 0) - count.table_bytes in (0, count.output_bytes)
+
+
+def kept(net: Any, decisions: list[LayerDecision]) -> tuple[dict[int, int], list[LayerCounters]]:
+    applied = apply.apply(net, decisions, BUDGET, device=next(net.parameters()).device)
+    recording = (
+        simulate.record(
+            net,
+            loss=lambda net, batch: net(input_ids=batch["input_ids"] % 64, use_cache=False).logits.sum(),
+            scope=applied.scope,
+            around=applied.micro_batch(),
+            stage_3=False,
+            micro_batch_size=2,
+            seq_len=16,
+            workspaces=False,
+            on_gpu=False,
+        )
+        if next(net.parameters()).is_meta
+        else None
+    )
+    if recording is not None:
+        return {k: v for k, v in recording.timeline.kept_bytes.items() if v}, applied.counts
+    watch = applied.watch(torch.device("cpu"))
+    with applied.micro_batch(), watch:
+        loss = net(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits.sum()
+        watch.forward_done()
+        loss.backward()
+    applied.remove()
+    return {k: v for k, v in watch.kept_bytes.items() if v and k >= 0}, applied.counts
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "much", "nan", "inf"])
+def test_a_budget_that_is_no_size_is_refused(folder: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"checkpointing.budget_gib={value}: give the GiB"):
+        plan(folder, "checkpointing=budget", f"checkpointing.budget_gib='{value}'")
+
+
+def test_a_budget_with_a_policy_that_reads_none_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="budget_gib is set, but has no effect with checkpointing=full"):
+        plan(folder, "checkpointing=full", "checkpointing.budget_gib=20")
+
+
+def test_a_laptop_says_what_a_budget_would_do_on_a_gpu() -> None:
+    """Of Qwen3 0.6B: within the budget of each GPU, all of the run; faster than full; most of the room used."""
+    words = ["model=qwen3_0.6b", "hardware=1xh100-80", "data=synthetic", "train.seq_len=2048"]
+    words += ["model.architecture.num_hidden_layers=4", "train.micro_batch_size=2", "train.global_batch_size=2"]
+    own = recording.Recordings()
+
+    def of(*more: str) -> Planned:
+        return make_plan(compose.compose_run([*words, *more]).run, recordings=own)
+
+    full, none = of("checkpointing=full"), of("checkpointing=none")
+    limit = (full.plan.resources[0].needed_bytes + none.plan.resources[0].needed_bytes) / 2
+    found = of("checkpointing=budget", gib(limit))
+    assert 0.95 * limit < found.plan.resources[0].needed_bytes <= limit
+    assert none.time.total_s < found.time.total_s < full.time.total_s
+    automatic = of("checkpointing=budget")
+    assert automatic.plan.resources[0].needed_bytes <= 80 * GIB * (1 - budget.MARGIN)
+    assert automatic.time.total_s == none.time.total_s
