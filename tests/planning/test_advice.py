@@ -84,7 +84,7 @@ def test_a_run_that_fits_needs_no_advice() -> None:
 def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
     result = CliRunner().invoke(cli.app, ["plan", *NO_HOST, "--json"])
     assert result.exit_code == 3
-    data = json.loads(result.output)
+    data = json.loads(result.stdout)
     assert data["advice"] == [] and data["closest"]["fits"] is False
     assert data["closest"]["missing_bytes"]["host memory per node"] >= 2 * units.GIB
     text = CliRunner().invoke(cli.app, ["plan", *NO_HOST]).output

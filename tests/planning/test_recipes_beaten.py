@@ -15,7 +15,7 @@ NOT_FOR_SPEED = {  # made to compare, to try, or to leave GPU memory free; their
     "llama8b_zero3_offload_optimizer",
     "llama70b_zero3_offload",
 }
-IN_SAMPLE = {"qwen3_4b_lora_1x24"}
+IN_SAMPLE = {"llama1b_full_1x24"}
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,8 @@ def test_a_sample_of_the_tables_is_planned_again(model: str, method: str, card_g
     words = [*strategy_table.fixed(model, method, card, count), *cell["overrides"]]
     planned = make_plan(compose.compose_run(words).run)
     assert planned.plan.fits and cell["fits"]
-    assert strategy_table.figures(planned) == {
-        name: cell[name] for name in ("gpu_gib", "host_gib", "tokens_per_s")
-    }
+    figures = {name: cell[name] for name in ("gpu_gib", "host_gib", "tokens_per_s")}
+    assert strategy_table.figures(planned) == pytest.approx(figures, rel=0.01)
 
 
 def test_the_runs_of_the_concepts_page_are_those_that_were_planned() -> None:
