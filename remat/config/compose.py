@@ -30,7 +30,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 import remat
 from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
 from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
-from remat.config.redact import redact_text
+from remat.config.redact import redact
 
 PACKAGE = Path(remat.__file__).resolve().parent
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
@@ -294,7 +294,8 @@ def _finished(cfg: DictConfig) -> tuple[RunConfig, str]:
         )
     run = OmegaConf.to_object(cfg)
     assert isinstance(run, RunConfig)
-    return run, redact_text(OmegaConf.to_yaml(cfg))
+    # value by value: a hidden one is quoted then, for the file is read again
+    return run, OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(cfg, enum_to_str=True))))
 
 
 def _unknown_keys(cfg: Any, schema: Any, prefix: str = "") -> Iterator[str]:
