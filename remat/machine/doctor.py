@@ -42,10 +42,11 @@ def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding
 
 
 def available_ops() -> list[str]:
-    """Return the ops that can be built here: async_io only where libaio's headers are."""
+    """Return the ops that most runs may need and that can be built here: async_io only where libaio's headers are."""
     import deepspeed.ops
 
-    return [name for name in ops.BUILDERS if deepspeed.ops.__compatible_ops__.get(name)]
+    usual = (name for name in ops.BUILDERS if name not in ops.RARE)
+    return [name for name in usual if deepspeed.ops.__compatible_ops__.get(name)]
 
 
 def _versions() -> list[Finding]:

@@ -35,6 +35,7 @@ BUILDERS = {
     "async_io": "AsyncIOBuilder",
     "pin_memory": "PinMemoryBuilder",
 }
+RARE = ("cpu_lion",)  # built only where a run asks for it
 LINKED_TO = {"async_io": ["pin_memory"]}  # op -> ops whose symbols it needs when it is loaded
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
