@@ -94,6 +94,7 @@ def test_options_asked_for_win_over_those_a_saved_state_brought_back() -> None:
 
 def cpu_adam_steps(count: int, saved: dict[str, Any] | None = None, value: torch.Tensor | None = None) -> Any:
     """(optimizer, weight) after `count` more steps of offloaded AdamW, on from `saved` and `value` if given."""
+    ops.ensure("cpu_adam", print)  # as a run does: torch alone would build it anew under another path
     weight = torch.nn.Parameter(torch.ones(40, 5) if value is None else value.clone())
     net = torch.nn.ParameterDict({"weight": weight})
     cfg = OptimConfig(lr=0.1)
