@@ -103,10 +103,7 @@ def plan_launch(
     """
     items = model_states(cfg, strategy, world)
     needs = _needs(cfg, strategy, items, world)
-    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
-    mine = node.found(
-        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
-    )
+    mine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     machine = node.smallest(distributed.gather(mine))
     answer: tuple[Any, ...] = (None, None, None, None, "")
     command = _command(words, machine, world)
@@ -142,9 +139,7 @@ def choose_settings(
     A resume takes those of the run that it resumes. None where this machine's speed is not known: the settings of the
     recipe stay. Raises DoesNotFit on every rank where nothing fits.
     """
-    mine = node.found(
-        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=None, cache=node.hub_cache()
-    )
+    mine = _this_node(cfg, world, writes_nvme=False)
     machine = node.smallest(distributed.gather(mine))
     answer: tuple[list[str] | None, str, str | None] = (None, "", None)
     if world.is_main:
@@ -190,13 +185,20 @@ def _chosen_before(cfg: RunConfig) -> Path | None:
     return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime, default=None)
 
 
+def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:
+    """Return the resources of the node of this rank."""
+    return node.found(
+        local_size=world.local_size,
+        output_dir=cfg.output_dir,
+        nvme_path=cfg.hardware.nvme_path if writes_nvme else None,
+        cache=node.hub_cache(),
+    )
+
+
 def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | None:
     """Return why this node cannot hold the model states and files of the run, or None. Makes no plan."""
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
-    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
-    machine = node.found(
-        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
-    )
+    machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     text = preflight.refusal(preflight.rows(needs, machine, []))
     return None if text is None else f"{text}\n\n{preflight.LOWER_BOUND}"
 
@@ -207,10 +209,7 @@ def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[l
     Returns the rows and, without a plan, the reason.
     """
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
-    nvme = cfg.hardware.nvme_path if needs.nvme_bytes else None
-    machine = node.found(
-        local_size=world.local_size, output_dir=cfg.output_dir, nvme_path=nvme, cache=node.hub_cache()
-    )
+    machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     planned, reason = _planned(cfg, strategy, machine, world)
     return preflight.rows(needs, machine, _memory_rows(planned, needs, machine)), reason
 
