@@ -17,8 +17,12 @@ LONGEST_MICRO_BATCH = 65536  # tokens
 AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
 # What recomputes least comes first. Of policies that differ in how alone, one is here.
 POLICIES = (
-    "none", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops", "full",
-    "offload", "uniform", "sqrt",
+    "none", "budget", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
+    "full", "offload", "uniform", "sqrt",
+)  # fmt: skip
+# What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
+OUTDONE_BY_TABLES = (
+    "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
 )  # fmt: skip
 ZERO = "deepspeed.overrides.zero_optimization"
 

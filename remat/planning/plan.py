@@ -6,7 +6,7 @@ is what persists plus the largest total of temporary bytes at one instant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -240,31 +240,62 @@ def make_plan(
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
-
-    def plan(decisions: list[LayerDecision]) -> Trial:
-        own = replace(decided, decisions=decisions)
-        recording = known.get(cfg, own, on_gpu=on_gpu)
-        simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
-        made = estimate(cfg, own, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
-        needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
-        again = simulation.flops[Phase.recompute]
-        return Trial(needed, made.time.total_s, again, recording.graphs, made)
-
+    plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
         return made
-    gpu_bytes = (capacity or capacity_of(cfg.hardware)).gpu_bytes
     trial, decisions, because = budget.choose(
         cfg.checkpointing,
         decided.decisions,
         plan,
         gpus.machine(cfg.hardware),
-        gpu_bytes=gpu_bytes,
+        gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
         on_gpu=on_gpu,
+        known=known.corners,
     )
-    chosen = replace(trial.made.strategy, decided_because=because or decided.decided_because)
+    return _with_table(trial, decisions, cfg, because or decided.decided_because)
+
+
+def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[Planned]:
+    """Yield the plans of `cfg`, a run with checkpointing=budget, under tables that keep from the least to all.
+
+    They are about `parts` equal steps of bytes apart, whatever the budget of `cfg`. Raises ConfigError.
+    """
+    validation.check_plan(cfg)
+    decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
+    plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
+    machine = gpus.machine(cfg.hardware)
+    for trial, decisions in budget.curve(decided.decisions, plan, machine, parts, known=recordings.corners):
+        yield _with_table(trial, decisions, cfg, "")
+
+
+def _planner(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    known: Recordings,
+    *,
+    world_size: int,
+    capacity: Capacity | None = None,
+    on_gpu: bool = True,
+) -> budget.Plan:
+    """Return what plans the run under other decisions for its layers."""
+
+    def plan(decisions: list[LayerDecision]) -> Trial:
+        own = replace(decided, decisions=decisions)
+        recording = known.get(cfg, own, on_gpu=on_gpu)
+        simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
+        made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
+        needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
+        again = simulation.flops[Phase.recompute]
+        return Trial(needed, made.time.total_s, again, recording.graphs, made)
+
+    return plan
+
+
+def _with_table(trial: Trial, decisions: list[LayerDecision], cfg: RunConfig, because: str) -> Planned:
+    made: Planned = trial.made
     table = budget.as_record(trial, decisions, cfg.checkpointing)
-    return replace(trial.made, strategy=chosen, table=table)
+    return replace(made, strategy=replace(made.strategy, decided_because=because), table=table)
 
 
 def estimate(

@@ -12,6 +12,7 @@ from remat.activation_checkpointing.policy import without_engine
 from remat.config.options import ConfigError, RunConfig
 from remat.model import loss, meta_kernels, packing
 from remat.planning import strategy
+from remat.planning.budget import Corners
 from remat.planning.simulation import simulate
 
 META = torch.device("meta")
@@ -20,11 +21,12 @@ META = torch.device("meta")
 class Recordings:
     """A cache of recorded micro-batches. Pass the same one to every `make_plan` of a search.
 
-    `made` counts the recordings that were really made.
+    `made` counts the recordings that were really made. `corners` are those of the layers that tables were chosen for.
     """
 
     def __init__(self) -> None:
         self.made = 0
+        self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:

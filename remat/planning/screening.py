@@ -9,14 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from remat.activation_checkpointing import policy
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism
 from remat.config.options import ConfigError, Policy, RunConfig
+from remat.machine import gpus
 from remat.model import hf_model
 from remat.model.hf_model import ModelFacts
-from remat.planning import plan, strategy
+from remat.planning import budget, plan, strategy
 from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
+from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 from remat.planning.strategy import Strategy
 
@@ -50,22 +54,65 @@ class Screen:
             if not bound.plan.fits:
                 return bound
             if high:
-                few, more = (self._simulation(each, decided) for each in (_with_depth(cfg, low), large))
-                whole = _stretched(few, more, (_depth(cfg) - high) / (high - low))
+                if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
+                    return self._with_tables(cfg, decided, (low, high))
+                whole, _ = self._stretch(cfg, decided, (low, high))
                 return plan.estimate(cfg, decided, whole, world_size=ranks)
+        except budget.NoRoom:
+            raise
         except ConfigError:
             if not high:
                 raise  # else perhaps only the few layers are refused, because of layer ranges
         return plan.make_plan(cfg, recordings=self._recordings)
 
-    def _simulation(self, cfg: RunConfig, decided: Strategy) -> Simulation:
-        """Simulate a model of a few layers, under the ZeRO settings of `decided`."""
+    def _stretch(
+        self, cfg: RunConfig, decided: Strategy, depths: tuple[int, int], mechanism: Mechanism | None = None
+    ) -> tuple[Simulation, Mapping[int, Any]]:
+        """Simulate the whole model by two of few layers, and return the graphs of those under a table.
+
+        `mechanism` takes the place of the tables that are to be chosen.
+        """
+        low, high = depths
+        ranks = cfg.hardware.ranks
+        few, more = (self._recording(_with_depth(cfg, depth), decided, mechanism) for depth in depths)
+        zero = ZeroSettings.of(decided.ds, ranks)
+        repeats = (_depth(cfg) - high) / (high - low)
+        return _stretched(few.under(zero), more.under(zero), repeats), more.graphs
+
+    def _with_tables(self, cfg: RunConfig, decided: Strategy, depths: tuple[int, int]) -> Planned:
+        """Estimate what tables of all layers do that fill the budget, between the least and keeping all.
+
+        What is needed grows evenly with what is kept, and the seconds follow the frontier of each layer. Raises
+        NoRoom where the least does not fit.
+        """
+        limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
+        least, graphs = self._stretch(cfg, decided, depths)
+        most, _ = self._stretch(cfg, decided, depths, KEEP)
+
+        def at(share: float) -> Planned:
+            saved = budget.time_saved(graphs, gpus.machine(cfg.hardware), self._recordings.corners, share)
+            between = _stretched(least, most, saved - 1, share - 1)
+            return plan.estimate(cfg, decided, between, world_size=cfg.hardware.ranks)
+
+        ends = [(share, plan.needed_bytes(at(share), plan.GPU_MEMORY)) for share in (0.0, 1.0)]
+        (_, fewest), (_, all_bytes) = ends
+        if fewest > limit:
+            raise budget.NoRoom("checkpointing=budget: nothing fits the GPU")
+        if all_bytes <= limit:
+            return at(1.0)
+        return at((limit - fewest) / (all_bytes - fewest))
+
+    def _recording(self, cfg: RunConfig, decided: Strategy, mechanism: Mechanism | None) -> Recording:
+        """Record a model of a few layers."""
         ranks = cfg.hardware.ranks
         depends_on = (cfg.model, cfg.peft, cfg.data, cfg.train, cfg.checkpointing, decided.zero_stage)
         key = repr(depends_on)
         if key not in self._few:
             self._few[key] = strategy.decide(cfg, world_size=ranks, can_pin=True)
-        return self._recordings.get(cfg, self._few[key]).under(ZeroSettings.of(decided.ds, ranks))
+        own = self._few[key]
+        if mechanism is not None:
+            own = replace(own, decisions=[replace(d, mechanism=mechanism) for d in own.decisions])
+        return self._recordings.get(cfg, own)
 
     def _whole(self, cfg: RunConfig) -> ModelFacts:
         key = repr((cfg.model, cfg.peft))
@@ -112,8 +159,11 @@ def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
     return replace(cfg, model=replace(cfg.model, architecture=fields), checkpointing=checkpointing)
 
 
-def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
-    """Return `high` with its difference from `low` added `repeats` times more."""
+def _stretched(
+    low: Simulation, high: Simulation, repeats: float, bytes_repeats: float | None = None
+) -> Simulation:
+    """Return `high` with its difference from `low` added `repeats` times more, that of bytes `bytes_repeats` times."""
+    times = repeats if bytes_repeats is None else bytes_repeats
 
     def grown(few: float, more: float) -> int:
         return max(0, round(more + (more - few) * repeats))
@@ -121,19 +171,20 @@ def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
     few_ops, more_ops = Counter(low.ops), Counter(high.ops)
     return replace(
         high,
-        forward_peak=_stretched_moment(low.forward_peak, high.forward_peak, repeats),
-        backward_peak=_stretched_moment(low.backward_peak, high.backward_peak, repeats),
+        forward_peak=_stretched_moment(low.forward_peak, high.forward_peak, times),
+        backward_peak=_stretched_moment(low.backward_peak, high.backward_peak, times),
         host_bytes=grown(low.host_bytes, high.host_bytes),
         flops={phase: grown(low.flops[phase], high.flops[phase]) for phase in Phase},
-        ops=[op for op in more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
+        ops=[op for op in few_ops | more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
         gathered_elements=grown(low.gathered_elements, high.gathered_elements),
     )
 
 
 def _stretched_moment(low: Moment, high: Moment, repeats: float) -> Moment:
     sizes: dict[Category, int] = {}
-    for name, size in high.by_category.items():
-        sizes[name] = round(size + (size - low.by_category.get(name, 0)) * repeats)
+    for name in {**high.by_category, **low.by_category}:
+        few, more = low.by_category.get(name, 0), high.by_category.get(name, 0)
+        sizes[name] = max(0, round(more + (more - few) * repeats))
     return replace(high, total_bytes=sum(sizes.values()), by_category=sizes)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.config import compose
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError, Policy, RunConfig
 from remat.config.units import format_size
 from remat.machine import gpus
-from remat.planning import choices
-from remat.planning.choices import Option
+from remat.planning import budget, choices
+from remat.planning.choices import OUTDONE_BY_TABLES, Option
 from remat.planning.plan import Planned, capacity_of, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
 from remat.planning.recording import Recordings
@@ -158,15 +158,23 @@ class Search:
             for micro_batch in axes["train.micro_batch_size"]:
                 fixed = (*given, *_changes(loss, micro_batch))
                 for least_s, strategy in self._by_least_time(fixed, strategies, known):
+                    keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
+                    all_fits = keeping is not None and _excess(keeping) <= 1 - budget.MARGIN
+                    has_tables = False
                     for policy in policies:
                         done += 1
                         self._progress(done, total)
                         if known.is_hopeless(strategy, policy, least_s, best_s):
                             continue
+                        kind = _policy_of(policy)
+                        if (kind == Policy.budget and all_fits) or (has_tables and kind in OUTDONE_BY_TABLES):
+                            continue
                         candidate = (*fixed, *_changes(strategy, policy))
                         if (estimate := self._estimate(candidate)) is None:
+                            known.refuse(strategy, policy)
                             continue
                         known.add(strategy, policy, estimate, least_s)
+                        has_tables |= kind == Policy.budget and estimate.simulation is not NO_ACTIVATIONS
                         if _excess(estimate) <= 1 and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
                         yield candidate
@@ -251,6 +259,9 @@ class _Known:
         if least_s and estimate.simulation is not NO_ACTIVATIONS:
             self._slower.setdefault((strategy, policy), estimate.time.total_s / least_s)
 
+    def refuse(self, strategy: Option | None, policy: Option | None) -> None:
+        self._too_large.add((strategy, policy))
+
     def states_do_not_fit(self, strategy: Option | None) -> bool:
         return (strategy,) in self._too_large
 
@@ -260,6 +271,11 @@ class _Known:
         if self.states_do_not_fit(strategy) or (strategy, policy) in self._too_large:
             return True
         return least_s * self._slower.get((strategy, policy), 1.0) * (1 - SAME_TIME) > best_s
+
+
+def _policy_of(option: Option | None) -> str | None:
+    """Return the policy that an option of the axis changes to; None for the present one."""
+    return option.words[0].partition("=")[2] if option else None
 
 
 def _changes(*options: Option | None) -> Candidate:
