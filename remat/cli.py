@@ -95,18 +95,27 @@ def plan_command(
             "--best", help="The fastest settings that fit: ZeRO stage, offload, checkpointing, micro-batch."
         ),
     ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option("--curve", help="Step time over GiB: checkpointing=budget from the least to keeping all."),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit; then the nearest changes that make it fit."""
     if plot is not None:
         check_picture(plot)
-    if best and (swept or plot):
-        raise ConfigError("--best: looks for settings itself; leave out --sweep and --plot")
+    if best and (swept or plot or curve):
+        raise ConfigError("--best: looks for settings itself; leave out --sweep, --curve and --plot")
+    if swept and curve:
+        raise ConfigError("--curve and --sweep: give one of them")
     if best:
         _plan_best(ctx.args, as_json)
         return
-    fits = _plan_sweep(ctx.args, as_json, plot) if swept else _plan_one(ctx.args, as_json, plot)
+    several = swept or curve
+    fits = (
+        _plan_several(ctx.args, as_json, plot, curve=curve) if several else _plan_one(ctx.args, as_json, plot)
+    )
     if not fits:
         raise typer.Exit(3)
 
@@ -193,16 +202,19 @@ def _count(what: str) -> Callable[[int, int], None]:
     return show
 
 
-def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
+def _plan_several(args: list[str], as_json: bool, plot: Path | None, *, curve: bool) -> bool:
     from remat.config import compose
 
-    fixed, points = split(args)
-    compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
+    if curve:
+        compose.check_plan(compose.from_command_line(args).run)
+    else:
+        fixed, points = split(args)
+        compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
     with without_garbage():
         from remat.planning import sweep
         from remat.report import plan
 
-    planned = sweep.run(args, _count("planned"))
+    planned = (sweep.curve if curve else sweep.run)(args, _count("planned"))
     if as_json:
         print(json.dumps(sweep.as_json(planned), indent=2))
     else:
