@@ -226,6 +226,23 @@ def _plan_several(args: list[str], as_json: bool, plot: Path | None, *, curve: b
     return any(point.fits for point in planned)
 
 
+@app.command("retune")
+def retune_command(
+    run_dir: RunDir,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of a table.")] = False,
+) -> None:
+    """Choose the tables of a run with checkpointing=budget again, with the seconds that its phases really took."""
+    with without_garbage():
+        from remat.planning import retune
+        from remat.report import plan
+
+    found = retune.retune(run_dir)
+    if as_json:
+        print(json.dumps(retune.as_json(found), indent=2))
+    else:
+        plan.show_retuned(found, _console())
+
+
 def _console() -> Console:
     from rich.console import Console
 
