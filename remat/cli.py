@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from remat.planning.recording import Recordings
+    from remat.planning.plan import Recordings
     from remat.planning.search import Setting
     from remat.saving.export import ExportResult
 
@@ -126,11 +126,11 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import advice, recording
-        from remat.planning.plan import make_plan, plan_as_json
+        from remat.planning import search
+        from remat.planning.plan import Recordings, make_plan, plan_as_json
         from remat.report import plan
 
-    known, console = recording.Recordings(), _console()
+    known, console = Recordings(), _console()
     if run.strategy is StrategyChoice.auto:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
@@ -138,9 +138,9 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
         plan.show(planned, console)
     if not planned.plan.fits:
         print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
-    found = advice.advise(args, planned, recordings=known, progress=_count("settings looked at"))
+    found = search.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
-        print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
+        print(json.dumps(plan_as_json(planned) | search.advice_as_json(found), indent=2))
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:
@@ -170,13 +170,12 @@ def _plan_best(args: list[str], as_json: bool) -> None:
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import advice, recording
+        from remat.planning import search
+        from remat.planning.plan import Recordings
         from remat.report import plan
-    found = _settings(args, run, BEST_SHOWN, recording.Recordings())
+    found = _settings(args, run, BEST_SHOWN, Recordings())
     if as_json:
-        print(
-            json.dumps([advice.change_as_json(advice.Change(s.overrides, s.planned)) for s in found], indent=2)
-        )
+        print(json.dumps([search.setting_as_json(setting) for setting in found], indent=2))
     else:
         plan.show_best(found, _console())
 

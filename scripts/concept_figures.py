@@ -20,8 +20,11 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.data.best_fit import best_fit  # noqa: E402
-from remat.planning.plan import Planned, make_plan  # noqa: E402
-from remat.planning.recording import Recordings  # noqa: E402
+from remat.planning.plan import (  # noqa: E402
+    Planned,
+    Recordings,
+    make_plan,
+)
 from remat.planning.simulation.peaks import Instant  # noqa: E402
 from remat.planning.simulation.types import Category, Phase  # noqa: E402
 from remat.report import plan_charts  # noqa: E402

@@ -20,8 +20,12 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.options import ConfigError  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
-from remat.planning.plan import Planned, make_plan, needed_bytes  # noqa: E402
-from remat.planning.recording import Recordings  # noqa: E402
+from remat.planning.plan import (  # noqa: E402
+    Planned,
+    Recordings,
+    make_plan,
+    needed_bytes,
+)
 from remat.planning.screening import Screen  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 

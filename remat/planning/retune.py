@@ -24,8 +24,7 @@ from remat.config.options import ConfigError, HardwareConfig, Policy, RunConfig
 from remat.machine import gpus
 from remat.machine.gpus import GPU_RATES
 from remat.planning import budget
-from remat.planning.plan import Planned, make_plan
-from remat.planning.recording import Recordings
+from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.step_time import seconds_by_bound
 
 PHASES = ("forward", "backward", "optimizer")

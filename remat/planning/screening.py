@@ -18,8 +18,7 @@ from remat.machine import gpus
 from remat.model import hf_model
 from remat.model.hf_model import ModelFacts
 from remat.planning import budget, plan, strategy
-from remat.planning.plan import Planned
-from remat.planning.recording import Recordings
+from remat.planning.plan import Planned, Recordings
 from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 from remat.planning.strategy import Strategy

@@ -1,7 +1,8 @@
 """Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
 
 All of them train the same: the global batch stays. Settings are estimated on a few layers (remat.planning.screening);
-what is returned was planned whole, as the command line with its overrides would be.
+what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
+run fit: the same training in less memory, other training, or a larger machine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from remat.config import compose
 from remat.config.options import ConfigError, Policy, RunConfig
@@ -17,9 +19,8 @@ from remat.config.units import format_size
 from remat.machine import gpus
 from remat.planning import budget, choices
 from remat.planning.choices import OUTDONE_BY_TABLES, Option
-from remat.planning.plan import Planned, capacity_of, make_plan, needed_bytes
+from remat.planning.plan import Planned, Recordings, capacity_of, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.recording import Recordings
 from remat.planning.screening import NO_ACTIVATIONS, Screen, with_shape
 
 MAY_FIT_BELOW = 1.03  # share of the machine up to which an estimate may fit when it is planned whole
@@ -35,6 +36,7 @@ class Setting:
 
     overrides: list[str]
     planned: Planned
+    changes_training: bool = False
 
     @property
     def cost(self) -> tuple[bool, float, int]:
@@ -83,8 +85,7 @@ def _set_by(args: Sequence[str]) -> set[str]:
 
 
 def _missing(setting: Setting) -> str:
-    short = (r for r in setting.planned.plan.resources if r.spare_bytes is not None and not r.fits)
-    return ", ".join(f"{format_size(-(r.spare_bytes or 0))} of {r.name}" for r in short)
+    return ", ".join(f"{format_size(size)} of {name}" for name, size in missing_bytes(setting.planned).items())
 
 
 class Search:
@@ -296,3 +297,83 @@ def _excess(planned: Planned) -> float:
         (r.needed_bytes / max(1, r.found_bytes) for r in planned.plan.resources if r.found_bytes is not None),
         default=0.0,
     )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes to a run that does not fit.
+
+    All `changes` fit. If none of them keeps the machine, `closest` is the setting that lacks least on it.
+    """
+
+    changes: list[Setting]
+    closest: Setting | None
+
+
+def advise(
+    args: Sequence[str],
+    planned: Planned,
+    *,
+    limit: int = 3,
+    recordings: Recordings | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Advice:
+    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
+
+    The changes come in this order: up to `limit` that leave alone what is trained, the fastest first; then the
+    smallest change of the sequence length and of the adapters that would do, with what else it needs; then the
+    smallest machine of conf/hardware that holds the run unchanged.
+    """
+    if planned.plan.fits:
+        return Advice([], None)
+    search = Search(args, planned.cfg, recordings or Recordings(), progress)
+    changes = search.fastest(limit)
+    for axis in choices.other_training(args, planned.cfg):
+        fitting = (found for option in axis if (found := search.with_change(option)))
+        changes += [replace(found, changes_training=True) for found in itertools.islice(fitting, 1)]
+    # The run itself where nothing else could be planned.
+    closest = None if changes else search.closest() or Setting([], planned)
+    return Advice([*changes, *_machine(args, planned, search)], closest)
+
+
+def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:
+    for option in choices.machines(args, planned.cfg):
+        found = search.plan(list(option.words))
+        if found and found.planned.plan.fits:
+            return [found]
+    return []
+
+
+def advice_as_json(advice: Advice) -> dict[str, Any]:
+    """Return the two keys that a plan's JSON gets.
+
+    They are `advice`, a list, and `closest`, null or an entry like those of the list.
+    """
+    return {
+        "advice": [setting_as_json(change) for change in advice.changes],
+        "closest": setting_as_json(advice.closest) if advice.closest else None,
+    }
+
+
+def setting_as_json(setting: Setting) -> dict[str, Any]:
+    """Return a setting as plain data: bytes of one GPU and of one node, seconds of a step.
+
+    `unknown_times` are not part of the seconds.
+    """
+    planned = setting.planned
+    return {
+        "overrides": setting.overrides,
+        "changes_training": setting.changes_training,
+        "fits": planned.plan.fits,
+        "step_time_s": planned.time.total_s,
+        "tokens_per_s": planned.time.tokens_per_s,
+        "unknown_times": planned.time.unknown,
+        "gpu_needed_bytes": needed_bytes(planned, "GPU memory"),
+        "host_needed_bytes": needed_bytes(planned, "host memory per node"),
+        "missing_bytes": missing_bytes(planned),
+    }
+
+
+def missing_bytes(planned: Planned) -> dict[str, int]:
+    """Return the bytes missing of each resource that is too small."""
+    return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}

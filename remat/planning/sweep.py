@@ -14,8 +14,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.words import split
 from remat.planning import budget, plan
-from remat.planning.plan import Planned
-from remat.planning.recording import Recordings
+from remat.planning.plan import Planned, Recordings
 
 BUDGET = "checkpointing=budget"
 CURVE_PARTS = 10  # steps of the curve, and so one point more

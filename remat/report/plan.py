@@ -11,10 +11,9 @@ from rich.table import Table
 
 from remat.activation_checkpointing import policy
 from remat.config.units import GIB
-from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Planned, Resource, needed_bytes
 from remat.planning.retune import Retuned
-from remat.planning.search import Setting
+from remat.planning.search import Advice, Setting, missing_bytes
 from remat.planning.sweep import Point
 
 
@@ -97,10 +96,10 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
     for number, setting in enumerate(settings):
         if number == 1:
             console.print("  next:")
-        _show_change(Change(setting.overrides, setting.planned), fastest, console)
+        _show_change(setting, fastest, console)
 
 
-def _show_change(change: Change, planned: Planned, console: Console) -> None:
+def _show_change(change: Setting, planned: Planned, console: Console) -> None:
     words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
     console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
@@ -114,7 +113,7 @@ def _show_change(change: Change, planned: Planned, console: Console) -> None:
         console.print(f"      {'; '.join(missing)}", style="red", soft_wrap=True)
 
 
-def _moves(change: Change) -> bool:
+def _moves(change: Setting) -> bool:
     return any(word.startswith("hardware=") for word in change.overrides)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.config import compose
-from remat.planning.recording import Recordings
+from remat.planning.plan import Recordings
 from remat.planning.search import Search
 
 MOST = 1.03  # of the best planned time of a step

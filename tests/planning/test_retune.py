@@ -16,8 +16,7 @@ from remat.config.metrics import phase_s
 from remat.config.options import ConfigError
 from remat.machine import gpus
 from remat.planning import budget, retune
-from remat.planning.plan import make_plan
-from remat.planning.recording import Recordings
+from remat.planning.plan import Recordings, make_plan
 
 WORDS = [
     "recipe=tiny_zero3_offload",

@@ -17,9 +17,8 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
 from remat.planning import budget, choices, launch_plan, search
-from remat.planning.plan import GPU_MEMORY, make_plan, needed_bytes
+from remat.planning.plan import GPU_MEMORY, Recordings, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.recording import Recordings
 from remat.planning.screening import Screen, with_shape
 from remat.planning.search import Search
 from tests.support import tiny
