@@ -21,9 +21,8 @@ from remat.planning import budget, choices
 from remat.planning.choices import OUTDONE_BY_TABLES, Option
 from remat.planning.plan import Planned, Recordings, capacity_of, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.screening import NO_ACTIVATIONS, Screen, with_shape
+from remat.planning.screening import MAY_FIT_BELOW, NO_ACTIVATIONS, SURELY_FITS_BELOW, Screen, with_shape
 
-MAY_FIT_BELOW = 1.03  # share of the machine up to which an estimate may fit when it is planned whole
 NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
 TRIED_FOR_CLOSEST = 3
@@ -176,7 +175,9 @@ class Search:
                             continue
                         known.add(strategy, policy, estimate, least_s)
                         has_tables |= kind == Policy.budget and estimate.simulation is not NO_ACTIVATIONS
-                        if _excess(estimate) <= 1 and not estimate.time.unknown:
+                        # Tables are made to fit: those of an estimate do, when all layers are planned.
+                        fits = kind == Policy.budget or _excess(estimate) <= SURELY_FITS_BELOW
+                        if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
                         yield candidate
         self._progress(total, total)

@@ -19,7 +19,7 @@ from remat.machine.distributed import World
 from remat.planning import budget, choices, launch_plan, search
 from remat.planning.plan import GPU_MEMORY, Recordings, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.screening import Screen, with_shape
+from remat.planning.screening import MAY_FIT_BELOW, SURELY_FITS_BELOW, Screen, with_shape
 from remat.planning.search import Search
 from tests.support import tiny
 
@@ -174,3 +174,18 @@ def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
     ]
     assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
     assert "new/strategy.json has it" in said[0]
+
+
+@pytest.mark.parametrize("policy", ["full", "none", "selective_ops"])
+def test_estimates_are_within_the_bounds_that_the_search_allows_for(policy: str, known: Recordings) -> None:
+    words = [
+        *BASE,
+        "model.architecture.num_hidden_layers=12",
+        "hardware=4x4090",
+        "hardware.gpu_memory_gib=23.5",
+    ]
+    words += ["deepspeed.config=zero3", "train.micro_batch_size=1", f"checkpointing={policy}"]
+    cfg = compose.compose_run(words).run
+    whole = make_plan(cfg, recordings=known).plan.peak_bytes
+    estimate = Screen(known).estimate(with_shape(cfg)).plan.peak_bytes
+    assert SURELY_FITS_BELOW <= estimate / whole <= MAY_FIT_BELOW
