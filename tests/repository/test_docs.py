@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from remat.config import compose
-from remat.config.words import split
+from remat.config.command_line import split_points
 from scripts import granularity_table, reference_pages
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -51,7 +51,7 @@ def test_every_plan_in_the_docs_composes(command: str) -> None:
     words = [word for word in shlex.split(command.partition(" --plot")[0]) if word != "--best"]
     if "--sweep" in words:
         words.remove("--sweep")
-        fixed, points = split(words)
+        fixed, points = split_points(words)
         words = [*fixed, *points[0]]
     compose.from_command_line(words)
 
