@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from remat.config import compose, ds_config, refusals, resumed
+from remat.config import command_line, compose, ds_config, resumed
 from remat.config.metrics import phase_s
 from remat.config.options import ConfigError, HardwareConfig, Policy, RunConfig
 from remat.machine import gpus
@@ -103,7 +103,7 @@ def as_json(found: Retuned) -> dict[str, Any]:
 
 def _read(run_dir: Path) -> _Record:
     folder = resumed.find_config(run_dir).parent
-    cfg = compose.from_command_line([refusals.override("resume", str(run_dir))]).run
+    cfg = compose.from_command_line([command_line.override("resume", str(run_dir))]).run
     if cfg.checkpointing.policy is not Policy.budget:
         raise ConfigError(
             f"{run_dir}: checkpointing={cfg.checkpointing.policy} has no table to choose again; train with "
@@ -120,7 +120,7 @@ def _read(run_dir: Path) -> _Record:
     words = shlex.split(plan["command"])
     own = HardwareConfig().__dataclass_fields__
     machine = [word for word in words if word.partition("=")[0].removeprefix("hardware.") in own]
-    here = compose.from_command_line([refusals.override("resume", str(run_dir)), *machine]).run
+    here = compose.from_command_line([command_line.override("resume", str(run_dir)), *machine]).run
     return _Record(folder, replace(cfg, hardware=here.hardware), _measured(folder))
 
 
