@@ -223,15 +223,22 @@ def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]
     return climbs, list(itertools.accumulate(sizes, initial=0))
 
 
-def time_saved(graphs: Mapping[int, Graph], machine: Machine, known: Corners, share: float) -> float:
-    """Return the share of recomputation that is saved by `share` of the bytes between the least and keeping all."""
-    frontiers = _frontiers(graphs, machine, known, on_gpu=True)
-    steps, added = _order(frontiers)
-    saved = [0, *itertools.accumulate(frontiers[i][to - 1].cost - frontiers[i][to].cost for i, to in steps)]
-    bytes_kept = share * added[-1]
-    after = min(bisect_left(added, bytes_kept, lo=1), len(steps))
-    part = (bytes_kept - added[after - 1]) / max(1, added[after] - added[after - 1])
-    return (saved[after - 1] + part * (saved[after] - saved[after - 1])) / max(1, saved[-1])
+class Tables:
+    """What tables of some layers save on a GPU by what they keep. `added`: bytes before and after each climb."""
+
+    def __init__(self, graphs: Mapping[int, Graph], machine: Machine, known: Corners) -> None:
+        frontiers = _frontiers(graphs, machine, known, on_gpu=True)
+        steps, self.added = _order(frontiers)
+        saved = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
+        self._saved = list(itertools.accumulate(saved, initial=0))
+
+    def time_saved(self, share: float) -> float:
+        """Return the share of recomputation that goes when `share` of the bytes from the least to all is kept."""
+        kept = share * self.added[-1]
+        after = min(bisect_left(self.added, kept, lo=1), len(self.added) - 1)
+        part = (kept - self.added[after - 1]) / max(1, self.added[after] - self.added[after - 1])
+        saved = self._saved[after - 1] + part * (self._saved[after] - self._saved[after - 1])
+        return saved / max(1, self._saved[-1])
 
 
 def _decide(decision: LayerDecision, graph: Graph, point: Point) -> LayerDecision:

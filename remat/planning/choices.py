@@ -48,12 +48,14 @@ class Option:
     kind: Kind = Kind.same_training
 
 
-def same_training(args: Sequence[str], cfg: RunConfig) -> dict[str, list[Option | None]]:
+def same_training(
+    args: Sequence[str], cfg: RunConfig, policies: Sequence[str] = POLICIES
+) -> dict[str, list[Option | None]]:
     """Return the values of each axis that leave alone what is trained; None is the present value.
 
     Micro-batches come smallest first, policies with the least recomputation first.
     """
-    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg))
+    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg, policies))
     return dict(zip(AXES, values, strict=True))
 
 
@@ -117,9 +119,9 @@ def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
     return compose.from_command_line([*args, *words]).run
 
 
-def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option | None]:
+def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> list[Option | None]:
     found: list[Option | None] = []
-    for name in POLICIES:
+    for name in policies:
         words = (f"checkpointing={name}",)
         try:
             chosen = _composed(args, words).checkpointing

@@ -85,25 +85,33 @@ class Screen:
     def _with_tables(self, cfg: RunConfig, decided: Strategy, depths: tuple[int, int]) -> Planned:
         """Estimate what tables of all layers do that fill the budget, between the least and keeping all.
 
-        What is needed grows evenly with what is kept, and the seconds follow the frontier of each layer. Raises
-        NoRoom where the least does not fit.
+        The peak is that of keeping all, less what the tables do not keep, but for one layer, which is made again whole.
+        The seconds follow the frontier of each layer. Raises NoRoom where the least does not fit.
         """
         limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
+        machine, ranks = gpus.machine(cfg.hardware), cfg.hardware.ranks
         least, graphs = self._stretch(cfg, decided, depths)
         most, _ = self._stretch(cfg, decided, depths, KEEP)
+        tables = budget.Tables(graphs, machine, self._recordings.corners)
+        droppable = (_depth(cfg) - 1) * tables.added[-1] // len(graphs)
 
         def at(share: float) -> Planned:
-            saved = budget.time_saved(graphs, gpus.machine(cfg.hardware), self._recordings.corners, share)
-            between = _stretched(least, most, saved - 1, share - 1)
-            return plan.estimate(cfg, decided, between, world_size=cfg.hardware.ranks)
+            dropped = round((1 - share) * droppable)
+            between = replace(
+                _stretched(least, most, tables.time_saved(share) - 1),
+                forward_peak=_less(most.forward_peak, dropped),
+                backward_peak=_less(most.backward_peak, dropped),
+            )
+            return plan.estimate(cfg, decided, between, world_size=ranks)
 
-        ends = [(share, plan.needed_bytes(at(share), plan.GPU_MEMORY)) for share in (0.0, 1.0)]
-        (_, fewest), (_, all_bytes) = ends
-        if fewest > MAY_FIT_BELOW * limit:
+        keeping_all = at(1.0)
+        beyond = plan.needed_bytes(keeping_all, plan.GPU_MEMORY) - limit
+        if beyond <= 0:
+            return keeping_all
+        estimate = at(max(0.0, 1 - beyond / max(1, droppable * (1 + plan.FRAGMENTATION))))
+        if plan.needed_bytes(estimate, plan.GPU_MEMORY) > MAY_FIT_BELOW * limit:
             raise budget.NoRoom("checkpointing=budget: nothing fits the GPU")
-        if all_bytes <= limit:
-            return at(1.0)
-        return at(max(0.0, (limit - fewest) / (all_bytes - fewest)))
+        return estimate
 
     def _recording(self, cfg: RunConfig, decided: Strategy, mechanism: Mechanism | None) -> Recording:
         """Record a model of a few layers."""
@@ -162,11 +170,8 @@ def _with_depth(cfg: RunConfig, depth: int) -> RunConfig:
     return replace(cfg, model=replace(cfg.model, architecture=fields), checkpointing=checkpointing)
 
 
-def _stretched(
-    low: Simulation, high: Simulation, repeats: float, bytes_repeats: float | None = None
-) -> Simulation:
-    """Return `high` with its difference from `low` added `repeats` times more, that of bytes `bytes_repeats` times."""
-    times = repeats if bytes_repeats is None else bytes_repeats
+def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
+    """Return `high` with its difference from `low` added `repeats` times more."""
 
     def grown(few: float, more: float) -> int:
         return max(0, round(more + (more - few) * repeats))
@@ -174,8 +179,8 @@ def _stretched(
     few_ops, more_ops = Counter(low.ops), Counter(high.ops)
     return replace(
         high,
-        forward_peak=_stretched_moment(low.forward_peak, high.forward_peak, times),
-        backward_peak=_stretched_moment(low.backward_peak, high.backward_peak, times),
+        forward_peak=_stretched_moment(low.forward_peak, high.forward_peak, repeats),
+        backward_peak=_stretched_moment(low.backward_peak, high.backward_peak, repeats),
         host_bytes=grown(low.host_bytes, high.host_bytes),
         flops={phase: grown(low.flops[phase], high.flops[phase]) for phase in Phase},
         ops=[op for op in few_ops | more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
@@ -185,10 +190,17 @@ def _stretched(
 
 def _stretched_moment(low: Moment, high: Moment, repeats: float) -> Moment:
     sizes: dict[Category, int] = {}
-    for name in {**high.by_category, **low.by_category}:
-        few, more = low.by_category.get(name, 0), high.by_category.get(name, 0)
-        sizes[name] = max(0, round(more + (more - few) * repeats))
+    for name, size in high.by_category.items():
+        sizes[name] = round(size + (size - low.by_category.get(name, 0)) * repeats)
     return replace(high, total_bytes=sum(sizes.values()), by_category=sizes)
+
+
+def _less(moment: Moment, dropped_bytes: int) -> Moment:
+    """Return the moment without that many bytes of kept activations; none below 0."""
+    kept = moment.by_category.get(Category.activations, 0)
+    left = max(0, kept - dropped_bytes)
+    by_category = {**moment.by_category, Category.activations: left}
+    return replace(moment, total_bytes=moment.total_bytes - kept + left, by_category=by_category)
 
 
 def _nothing(phase: Phase) -> Moment:

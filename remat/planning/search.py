@@ -90,7 +90,7 @@ def _missing(setting: Setting) -> str:
 class Search:
     """A search for other settings of the run that `args` ask for and `cfg` is.
 
-    `progress` is called with the number of settings looked at, and of all.
+    `progress` is called with the number of settings looked at, and of all. `policies` and the present one are tried.
     """
 
     def __init__(
@@ -99,10 +99,12 @@ class Search:
         cfg: RunConfig,
         recordings: Recordings,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        policies: Sequence[str] = choices.POLICIES,
     ) -> None:
         self._args, self._recordings, self._progress = list(args), recordings, progress
         self._cfg = with_shape(cfg)
-        self._axes = choices.same_training(self._args, self._cfg)
+        self._axes = choices.same_training(self._args, self._cfg, policies)
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
