@@ -26,6 +26,7 @@ from remat.planning.screening import MAY_FIT_BELOW, NO_ACTIVATIONS, SURELY_FITS_
 NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
 TRIED_FOR_CLOSEST = 3
+TABLES = "checkpointing=budget"
 Candidate = tuple[Option, ...]
 
 
@@ -110,7 +111,7 @@ class Search:
         self._estimates: dict[Candidate, Planned | None] = {}
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
-        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one, of tables one.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
         first.
@@ -215,6 +216,8 @@ class Search:
         taken: set[tuple[str, ...]] = set()
         for candidate in candidates:
             kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            if TABLES in kind:  # one is enough: they take longest to plan
+                kind = (TABLES,)
             if len(found) == limit:
                 break
             if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
