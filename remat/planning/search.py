@@ -111,7 +111,9 @@ class Search:
         self._estimates: dict[Candidate, Planned | None] = {}
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
-        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one, of tables one.
+        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+
+        Of tables there is one in all.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
         first.
