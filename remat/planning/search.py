@@ -25,6 +25,7 @@ from remat.planning.screening import MAY_FIT_BELOW, NO_ACTIVATIONS, SURELY_FITS_
 
 NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
+NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
 TRIED_FOR_CLOSEST = 3
 TABLES = "checkpointing=budget"
 Candidate = tuple[Option, ...]
@@ -179,7 +180,9 @@ class Search:
                             known.refuse(strategy, policy)
                             continue
                         known.add(strategy, policy, estimate, least_s)
-                        has_tables |= kind == Policy.budget and estimate.simulation is not NO_ACTIVATIONS
+                        has_tables |= (
+                            kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
+                        )
                         # Tables are made to fit: those of an estimate do, when all layers are planned.
                         fits = kind == Policy.budget or _excess(estimate) <= SURELY_FITS_BELOW
                         if fits and not estimate.time.unknown:
