@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.tables.frontier import least
 from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Graph, Op, Ref, Tap
@@ -50,15 +51,27 @@ class Entry:
     store: bool
     weight: int = -1
     any_size: bool = False
+    node: type | None = None  # of that autograd node, once one was seen: quicker to compare than its name
 
 
 @dataclass(eq=False)
 class Step:
-    """One operation that runs again. `exact`: the places of arguments that are values as they are."""
+    """One operation that runs again. Places are those among the leaves of its arguments.
+
+    `leaves`: what is no tensor. `exact`: (place, value) of values as they are. `views`: of others, with geometry.
+    `weights`: the same of weights. `writes`: what the operation edits, and the value that this becomes. `keywords`: the
+    names of its last leaves; None: its arguments are nested.
+    """
 
     op: Op
-    exact: frozenset[int]
     owners: tuple[str, ...]  # modules that own the weights it reads
+    inputs: tuple[int, ...] = ()  # values that are no weights
+    leaves: list[Any] = field(default_factory=list)
+    exact: list[tuple[int, int]] = field(default_factory=list)
+    views: list[tuple[int, Ref]] = field(default_factory=list)
+    weights: list[tuple[int, int, Geometry]] = field(default_factory=list)
+    writes: list[tuple[int, Ref, int]] = field(default_factory=list)
+    keywords: tuple[str, ...] | None = ()
 
 
 @dataclass(eq=False)
@@ -100,7 +113,7 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
     for number in _operations(graph, kept):
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
-        step = Step(op, frozenset(), tuple(dict.fromkeys(graph.owners[weight] for weight in weights)))
+        step = Step(op, tuple(dict.fromkeys(graph.owners[weight] for weight in weights)))
         program.steps |= dict.fromkeys(op.made, step)
         program.uses.update(op.ins)
     for save in graph.saves:
@@ -121,12 +134,30 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
             )
         )  # fmt: skip
     for step in set(program.steps.values()):
-        step.exact = frozenset(
-            place
-            for place, leaf in enumerate(step.op.args)
-            if isinstance(leaf, Ref) and graph.values[leaf.value].kind != "weight" and _is_exact(program, leaf)
-        )
+        _lay_out(program, step)
     return program
+
+
+def _lay_out(program: Program, step: Step) -> None:
+    """Sort the arguments of an operation by how they are had, so that a replay need not look."""
+    values, op = program.graph.values, step.op
+    step.inputs = tuple(value for value in op.ins if values[value].kind != "weight")
+    for place, leaf in enumerate(op.args):
+        step.leaves.append(None if isinstance(leaf, Ref) else leaf)
+        if not isinstance(leaf, Ref):
+            continue
+        if values[leaf.value].kind == "weight":
+            step.weights.append((place, values[leaf.value].where, leaf.place))
+        elif place in op.writes:
+            step.writes.append((place, leaf, op.writes[place]))
+        elif _is_exact(program, leaf):
+            step.exact.append((place, leaf.value))
+        else:
+            step.views.append((place, leaf))
+    if op.spec is not None:
+        args, kwargs = tree_unflatten(range(len(op.args)), op.spec)
+        is_flat = all(isinstance(leaf, int) for leaf in (*args, *kwargs.values()))
+        step.keywords = tuple(kwargs) if is_flat else None
 
 
 def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
