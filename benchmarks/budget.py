@@ -6,8 +6,8 @@ medians are compared; ratios are of the same round. A budget is set at the peak 
 between the least and everything. On a GPU: CUDA events and the allocator's peak. On a CPU: seconds of the one thread
 that computes, and the largest sum of live storages, counted in a pass of its own that is not timed.
 
-    python benchmarks/budget.py                    # benchmarks/results/budget.csv, docs/figures/budget.png
-    python benchmarks/budget.py --draw             # the picture and the tables again, from the CSV
+    python benchmarks/budget.py            # benchmarks/results/budget_DEVICE.csv, docs/figures/budget_DEVICE.png
+    python benchmarks/budget.py --draw     # the picture and the tables again, from the CSV
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-RESULT = ROOT / "benchmarks" / "results" / "budget.csv"
-OVERHEAD = ROOT / "benchmarks" / "results" / "budget_overhead.csv"
-FIGURE = ROOT / "docs" / "figures" / "budget.png"
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
 
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
@@ -60,6 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {  # layers of the width at which a CPU's st
     "mixtral": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "num_local_experts": 4, "router_aux_loss_coef": 0.0},
 }  # fmt: skip
+WIDTHS = {"hidden_size", "intermediate_size", "n_embd"}
+HEADS = {"num_attention_heads", "num_key_value_heads", "n_head"}
 DEPTH = {"gpt2": "n_layer"}
 VOCAB = 512  # small, so that the loss is not the peak
 NONE, FULL, BUDGET = "none", "remat: full", "budget"
@@ -89,7 +90,10 @@ class Point:
 class Shape:
     layers: int = 4
     seq_len: int = 256
-    narrow: int = 1  # widths are divided by it
+    wide: float = 1.0  # times the widths of `MODELS`; above 1 the heads are more, not wider
+
+
+SHAPES = {"cpu": Shape(), "cuda": Shape(seq_len=4096, wide=8)}
 
 
 class Bench:
@@ -98,8 +102,11 @@ class Bench:
     def __init__(self, kind: str, dtype: torch.dtype, shape: Shape, device: torch.device) -> None:
         self.device, self.dtype = device, dtype
         torch.manual_seed(0)
-        sizes = {name: size // shape.narrow if "size" in name or name == "n_embd" else size
-                 for name, size in MODELS[kind].items()}  # fmt: skip
+        widths = {name: int(size * shape.wide) for name, size in MODELS[kind].items() if name in WIDTHS}
+        heads = {
+            name: int(number * max(1, shape.wide)) for name, number in MODELS[kind].items() if name in HEADS
+        }
+        sizes = MODELS[kind] | widths | heads
         depth = {DEPTH.get(kind, "num_hidden_layers"): shape.layers}
         config = AutoConfig.for_model(kind, **(sizes | depth | {"vocab_size": VOCAB, "use_cache": False}))
         with device:
@@ -346,7 +353,7 @@ def measure_overhead(rounds: int) -> list[dict[str, Any]]:
     after another with nothing around.
     """
     device = find_device()
-    bench = Bench("llama", torch.float32, Shape(layers=8, seq_len=16, narrow=4), device)
+    bench = Bench("llama", torch.float32, Shape(layers=8, seq_len=16, wide=0.25), device)
     decisions = bench._decisions()
     nets, cfg = {NONE: bench.twin()}, CheckpointingConfig(policy=Policy.budget)
     tables = {
@@ -536,21 +543,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    device = find_device()
+    result, overhead = (RESULTS / f"{name}_{device.type}.csv" for name in ("budget", "budget_overhead"))
     if not args.draw:
-        overhead = measure_overhead(50)
-        write(OVERHEAD, overhead)
+        write(overhead, measure_overhead(50))
         rows: list[Any] = []
-        chosen = peers(find_device())
-        for more in measure(args.models, list(DTYPES), Shape(), chosen, rounds=args.rounds, between=BETWEEN):
+        shape = SHAPES[device.type]
+        for more in measure(
+            args.models, list(DTYPES), shape, peers(device), rounds=args.rounds, between=BETWEEN
+        ):
             rows += more
-            write(RESULT, rows)
-    for row in csv.DictReader(OVERHEAD.open()):
+            write(result, rows)
+    for row in csv.DictReader(overhead.open()):
         print(
             f"a layer that {row['layer']}: {row['overhead_us']} us, and {row['operations_us']} us of operations"
         )
-    rows = list(csv.DictReader(RESULT.open()))
+    rows = list(csv.DictReader(result.open()))
     print_tables(rows)
-    draw(rows, FIGURE)
+    draw(rows, FIGURES / f"budget_{device.type}.png")
 
 
 if __name__ == "__main__":

@@ -305,16 +305,19 @@ class Frame:
         number = entry.ref.value
         if number in self.values:
             self._need(number)
+        elif torch.is_grad_enabled():  # as where somebody takes a gradient of a gradient
+            with torch.no_grad():
+                self._make(number)
         else:
-            with (
-                site.setup.scope.inside(site.index, recomputing=True),
-                torch.no_grad(),
-                torch._C._DisableAutocast(),
-            ):
-                self._need(number)
+            self._make(number)
         tensor = self.values[number] if entry.exact else self._view(entry.ref)
         self._used(number)
         return tensor
+
+    def _make(self, value: int) -> None:
+        site = self.runner.site
+        with site.setup.scope.inside(site.index, recomputing=True), torch._C._DisableAutocast():
+            self._need(value)
 
     def _need(self, value: int) -> None:
         base = self.values.get(value)
@@ -362,6 +365,10 @@ class Frame:
         if step.keywords is None:
             args, kwargs = tree_unflatten(leaves, op.spec)
             result = op.func(*args, **kwargs)
+        elif step.nested:
+            result = op.func(
+                *(leaves[at] if type(at) is int else [leaves[part] for part in at] for at in step.nested)
+            )
         elif step.keywords:
             first = len(leaves) - len(step.keywords)
             result = op.func(*leaves[:first], **dict(zip(step.keywords, leaves[first:], strict=True)))

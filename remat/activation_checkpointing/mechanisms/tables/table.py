@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.tables.frontier import least
 from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Graph, Op, Ref, Tap
@@ -59,8 +59,8 @@ class Step:
     """One operation that runs again. Places are those among the leaves of its arguments.
 
     `leaves`: what is no tensor. `exact`: (place, value) of values as they are. `views`: of others, with geometry.
-    `weights`: the same of weights. `writes`: what the operation edits, and the value that this becomes. `keywords`: the
-    names of its last leaves; None: its arguments are nested.
+    `weights`: the same of weights. `writes`: what the operation edits, and the value that this becomes. `nested`: where
+    arguments are lists: their places, one by one. `keywords`: the names of the last leaves; None: deeper than that.
     """
 
     op: Op
@@ -71,6 +71,7 @@ class Step:
     views: list[tuple[int, Ref]] = field(default_factory=list)
     weights: list[tuple[int, int, Geometry]] = field(default_factory=list)
     writes: list[tuple[int, Ref, int]] = field(default_factory=list)
+    nested: list[Any] = field(default_factory=list)
     keywords: tuple[str, ...] | None = ()
 
 
@@ -156,8 +157,11 @@ def _lay_out(program: Program, step: Step) -> None:
             step.views.append((place, leaf))
     if op.spec is not None:
         args, kwargs = tree_unflatten(range(len(op.args)), op.spec)
-        is_flat = all(isinstance(leaf, int) for leaf in (*args, *kwargs.values()))
-        step.keywords = tuple(kwargs) if is_flat else None
+        flat = all(isinstance(leaf, int) for leaf in (*args, *kwargs.values()))
+        lists = not kwargs and all(isinstance(part, int) for leaf in args for part in tree_leaves(leaf))
+        lists = lists and all(isinstance(leaf, (int, list)) for leaf in args)
+        step.nested = list(args) if lists and not flat else []
+        step.keywords = tuple(kwargs) if flat or lists else None
 
 
 def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
