@@ -36,6 +36,7 @@ from remat.activation_checkpointing.mechanisms.tables.graph import (
     Recorder,
     Ref,
     find_arguments,
+    find_weights,
     maker,
 )
 from remat.activation_checkpointing.mechanisms.tables.table import (
@@ -93,7 +94,7 @@ class LayerRunner:
     @property
     def weights(self) -> list[Any]:
         if not self._weights:  # now, and not earlier: DeepSpeed partitions them after the policy is in place
-            self._weights = list(self.layer.parameters())
+            self._weights = find_weights(self.layer)
         return self._weights
 
     def _run(self, program: Program, call: Replayable, args: tuple[Any, ...]) -> Any:
@@ -276,7 +277,7 @@ class LayerRunner:
 class Frame:
     """One forward of a layer until its backward is done: what is kept for programs, and who still reads it."""
 
-    __slots__ = ("began", "program", "runner", "uses", "values", "versions")
+    __slots__ = ("began", "constants", "program", "runner", "uses", "values", "versions")
 
     def __init__(
         self, runner: LayerRunner, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,6 +286,9 @@ class Frame:
         self.values: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
         self.uses = dict(program.uses)
+        self.constants = [
+            (runner.weights[place], runner.weights[place]._version) for place in program.constants
+        ]
         for value, (root, *path) in program.arguments.items():
             given: Any = args if root == "args" else kwargs
             for key in path:
@@ -302,6 +306,11 @@ class Frame:
             site.counts.expected += 1
             site.counts.is_reached()
             site.counts.recomputations += 1
+            if any(tensor._version != version for tensor, version in self.constants):
+                raise RuntimeError(
+                    f"checkpointing=budget: layer {site.index} needs a buffer in backward that was modified by an "
+                    "in-place operation after its forward"
+                )
         number = entry.ref.value
         if number in self.values:
             self._need(number)

@@ -80,7 +80,8 @@ class Program:
     """One graph under one table.
 
     `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of what
-    is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame.
+    is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame. `constants`:
+    buffers and the like that operations read again.
     """
 
     graph: Graph
@@ -91,6 +92,7 @@ class Program:
     arguments: dict[int, Any] = field(default_factory=dict)
     taps: dict[tuple[str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     canon: dict[int, Geometry] = field(default_factory=dict)
+    constants: list[int] = field(default_factory=list)
 
     @property
     def kept_bytes(self) -> int:
@@ -114,7 +116,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
     for number in _operations(graph, kept):
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
-        step = Step(op, tuple(dict.fromkeys(graph.owners[weight] for weight in weights)))
+        owners = dict.fromkeys(owner for weight in weights if (owner := graph.owner(weight)) is not None)
+        step = Step(op, tuple(owners))
         program.steps |= dict.fromkeys(op.made, step)
         program.uses.update(op.ins)
     for save in graph.saves:
@@ -125,7 +128,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
     for number, save in enumerate(graph.saves):
         value = graph.values[save.ref.value]
         stays = save.dead or value.free or value.id in kept
-        fate = Fate.weight if value.kind == "weight" else Fate.keep if stays else Fate.make
+        gathered = value.kind == "weight" and graph.owner(value.where) is not None
+        fate = Fate.weight if gathered else Fate.keep if stays else Fate.make
         program.entries.append(
             Entry(
                 fate, save.ref, save.maker if value.kind in ("op", "weight") else None,
@@ -136,6 +140,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         )  # fmt: skip
     for step in set(program.steps.values()):
         _lay_out(program, step)
+    read = {where for step in program.steps.values() for _, where, _ in step.weights}
+    program.constants = sorted(where for where in read if graph.owner(where) is None)
     return program
 
 
