@@ -2,9 +2,10 @@
 
 Forward, loss and backward of one micro-batch without an engine, so that nothing but the policy differs. All points
 share one set of weights; gradients are dropped as they come, as ZeRO with offload drops them. Points take turns, and
-medians are compared; ratios are of the same round. The process keeps freed memory, as a GPU's allocator does. A budget is set at the peak of each peer and at even distances
+medians are compared; ratios are of the same round. A budget is set at the peak of each peer and at even distances
 between the least and everything. On a GPU: CUDA events and the allocator's peak. On a CPU: seconds of the one thread
-that computes, and the largest sum of live storages, counted in a pass of its own that is not timed.
+that computes, and the largest sum of live storages, counted in a pass of its own that is not timed. There the process
+keeps freed memory, as a GPU's allocator does.
 
     python benchmarks/budget.py            # benchmarks/results/budget_DEVICE.csv, docs/figures/budget_DEVICE.png
     python benchmarks/budget.py --draw     # the picture and the tables again, from the CSV
