@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
-from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
+from remat.config import command_line, ds_config, hints, reference, resumed, validation
 from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact
 
@@ -78,7 +78,7 @@ def from_command_line(argv: list[str]) -> Composed:
 
     Raises ConfigError with every problem in one message.
     """
-    args = flags.take_apart(argv, option_names())
+    args = command_line.take_apart(argv, option_names())
     is_main = os.environ.get("RANK", "0") == "0"
     if args.show_help or args.show_version:
         text = _help(args.overrides) if args.show_help else f"remat {remat.__version__}\n"
@@ -100,7 +100,7 @@ def compose_run(
     """
     folders = config_dirs or []
     words = [*(f"--config-dir={folder}" for folder in folders), *overrides]
-    kept, refused = refusals.split(overrides, option_names(), _groups(), _own_groups(folders))
+    kept, refused = command_line.split_refused(overrides, option_names(), _groups(), _own_groups(folders))
     kept = [_opened(word) for word in [*kept, *_replaced_length(kept)]]
     found = [*problems, *refused]
     resumes = resumed_folder(words)
@@ -466,9 +466,7 @@ def _explain(override: str, error: Exception) -> str:
         return f"{override}: not an override; write option=value"
     cause = _first_cause(error)
     if "override_grammar" in cause:
-        return (
-            f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
-        )
+        return f"{option}={value}: this cannot be read; put the value in quotes: {command_line.quoted(option, value)}"
     if "'local/default'" in cause:
         return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
