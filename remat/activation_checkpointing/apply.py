@@ -207,7 +207,9 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         recorder = applied.recorder
         if runs_once and recorder is None and args:  # nothing but the table is to be kept up
             with scope.inside(index), saved.hooks():
-                return mechanism(layer_forward, *args)
+                output = mechanism(layer_forward, *args)
+            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
+            return output
         call, args = Replayable(layer_forward, around).put_state_first(args)
         if recorder is not None:
             recorder.before(index, layer, call, args)
