@@ -92,7 +92,7 @@ def choose(
     best: tuple[Trial, list[LayerDecision]] | None = None
     if least.needed_bytes <= limit:
         corners = _frontiers(least.graphs, machine, {} if known is None else known, on_gpu=on_gpu)
-        best = _climb(decisions, least, plan, corners, limit)
+        best = _keep_last(_climb(decisions, least, plan, corners, limit), plan)
         # What `full` runs again is what the least does, or more.
         if 2 * best[0].recomputed_flops < least.recomputed_flops:
             return *best, ""
@@ -182,6 +182,23 @@ def _after(
         _decide(decision, graphs[i], frontiers[i][corners[i]]) if i in corners else decision
         for i, decision in enumerate(decisions)
     ]
+
+
+def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
+    """Let the last layer keep all where that needs no memory, as it often does.
+
+    Its backward is the first: what it makes again lives with all that other layers keep, at the same moment as what it
+    would have kept.
+    """
+    trial, decisions = found
+    last = max(
+        (i for i, decision in enumerate(decisions) if decision.mechanism == budget.MECHANISM), default=None
+    )
+    if last is None:
+        return found
+    tried = [replace(d, mechanism=KEEP, table=None) if i == last else d for i, d in enumerate(decisions)]
+    kept = plan(tried)
+    return (kept, tried) if kept.needed_bytes <= trial.needed_bytes and kept.speed < trial.speed else found
 
 
 def _frontiers(
