@@ -48,7 +48,8 @@ from remat.report import run_dir, summary
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shared_folder
+from remat.saving import disk_space, load, nvme, reshard, shared_folder
+from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import changes, lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
@@ -211,7 +212,7 @@ def _build(
     if world.is_main:
         _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
-        _write_card(folder, hf_config, tokenizer, engine.module)
+        _write_config_and_tokenizer(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
     run = Run(
         cfg=cfg,
@@ -483,11 +484,11 @@ def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[
     return found
 
 
-def _write_card(
+def _write_config_and_tokenizer(
     folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
 ) -> None:
     adapter = hf_files.find_adapter_config(module)
-    export.write_model_card(folder, hf_config, tokenizer, module.generation_config, adapter)
+    export.write_config_and_tokenizer(folder, hf_config, tokenizer, module.generation_config, adapter)
 
 
 def _tracker(
