@@ -43,6 +43,7 @@ SHORT = {
 }
 OWN = {"--help", "--version", "--cfg", "--config-dir"}
 WITHOUT_VALUE = {"--info", "--hydra-help", "--resolve", "--run", "--shell-completion"}
+SHELLS = ("install=", "uninstall=", "query=")  # what Hydra's --shell-completion is followed by
 KINDS_OF_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 KINDS_OF_CFG = ("job", "hydra", "all")  # what Hydra's own --cfg may be followed by
 
@@ -137,6 +138,8 @@ def _take_flag(word: str, words: list[str], args: Arguments, options: Sequence[s
             return
         args.config_dirs.append(Path(folder).expanduser().resolve())
     else:
+        if flag == "--shell-completion" and words and words[-1].startswith(SHELLS):
+            value = words.pop()
         takes_next = not value and words and "=" not in words[-1] and words[-1][:1] != "-"
         if takes_next and (flag not in WITHOUT_VALUE or (flag == "--info" and words[-1] in KINDS_OF_INFO)):
             value = words.pop()

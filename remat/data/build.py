@@ -478,7 +478,8 @@ def _check_synthetic(cfg: DataConfig) -> None:
 def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
     both = sorted(corpus.files & held_out.files)
     if both or (not corpus.files and corpus.identity() == held_out.identity()):
-        what = f"{both[0]} and {len(both) - 1} more files are" if both else f"{cfg.eval_path} is"
+        more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
+        what = f"{both[0]}{more}" if both else f"{cfg.eval_path} is"
         raise ConfigError(
             f"{what} in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on "
             "training data. Keep them apart, or leave data.eval_path empty and set data.eval_fraction"

@@ -36,7 +36,7 @@ from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import adapters, flops, hf_model, layers, loss, noise
+from remat.model import adapters, flops, hf_model, layers, loss, noise, weight_files
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
@@ -163,6 +163,7 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
             run = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
         ownership.release()
+        ownership.remove_unused()
         watchdog.close()
         raise
     watchdog.enter("built")  # a phase without a deadline: what comes next is the caller's
@@ -174,7 +175,7 @@ def _build(
 ) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
-    looked = look_first(cfg.data, cfg.model) if distributed.rank_from_env() == 0 else None
+    looked = _look_first(cfg) if distributed.rank_from_env() == 0 else None
     strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
     if strategy.length_warning:
         console.warning(strategy.length_warning)
@@ -239,6 +240,20 @@ def _build(
     )
     console.header(f"remat {cfg.name}", summary.rows(run))
     return run
+
+
+def _look_first(cfg: RunConfig) -> FirstLook:
+    """Look at the data, the tokenizer and the names and shapes of the weights, before anything slow."""
+    looked = look_first(cfg.data, cfg.model)
+    try:
+        config = hf_model.load_config(cfg.model)
+        skeleton = hf_model.skeleton(config, cfg.model)
+    except ConfigError:  # told when the strategy is decided; its tokenizer could not be loaded either
+        own = f"model.path={cfg.model.path} holds no tokenizer"
+        return looked._replace(problems=[text for text in looked.problems if not text.startswith(own)])
+    if not validation.reads_weights(cfg):
+        return looked
+    return looked._replace(problems=looked.problems + weight_files.find_differences(skeleton, cfg.model))
 
 
 def _decide(
