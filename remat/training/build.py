@@ -29,6 +29,7 @@ from remat.config.options import (
 from remat.data import cache
 from remat.data.batches import GlobalBatches, check_same_order, steps_of
 from remat.data.blocks import Blocks
+from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.read_ahead import ReadAhead
@@ -371,14 +372,17 @@ def _data(
     watchdog.enter("data")
     tokenizer = (looked and looked.tokenizer) or load_run_tokenizer(cfg.data, cfg.model)
     hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
-    splits = open_blocks(
-        replace(cfg.data, packing=strategy.packed.form),
-        tokenizer=tokenizer,
-        seq_len=cfg.train.seq_len,
-        seed=cfg.train.seed,
-        show_progress=True,
-        on_progress=lambda: watchdog.enter("data"),
-    )
+    try:
+        splits = open_blocks(
+            replace(cfg.data, packing=strategy.packed.form),
+            tokenizer=tokenizer,
+            seq_len=cfg.train.seq_len,
+            seed=cfg.train.seed,
+            show_progress=True,
+            on_progress=lambda: watchdog.enter("data"),
+        )
+    except NoRoom as error:
+        raise DoesNotFit(str(error)) from error
     watchdog.enter("wait")  # a node may still build: no deadline, no collective that times out
     if (others := peers.present()) is not None:
         others.meet("data", _say)
