@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -19,7 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from remat.config import compose, validation
-from remat.config.options import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
+from remat.config.options import (
+    ConfigError,
+    LossKind,
+    ModelConfig,
+    ModelInit,
+    PeftConfig,
+    PeftMethod,
+    Precision,
+)
 from remat.model import adapters, flops, hf_model, loss, noise
 from remat.model.layers import decoder_layers
 from remat.planning import recording, strategy
@@ -242,6 +250,24 @@ def test_rslora_scales_by_the_root_of_the_rank() -> None:
         net = adapted(built(LLAMA), config(rslora=rslora))
         found = {module.scaling[adapters.ADAPTER] for module in net.modules() if hasattr(module, "lora_A")}
         assert found == {scaling}
+
+
+def test_adapters_find_their_base_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported from model.path=base, which was typed in the folder that holds it."""
+    built(LLAMA).save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    cfg = ModelConfig(init=ModelInit.pretrained, path="base")
+    loaded = hf_model.load_config(cfg)
+    base = hf_model.build(cfg, loaded, precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3)
+    net = filled(adapted(base, config()))
+    export.export(engine(net), tmp_path / "export", export.Form(), tokenizer=None)
+    monkeypatch.chdir("/")
+    ids = torch.arange(8)[None]
+    found = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "export")).eval()
+    assert torch.equal(found(input_ids=ids).logits, net.eval()(input_ids=ids).logits)
+    named = AutoModelForCausalLM.from_config(loaded)
+    named.name_or_path = "owner/model"
+    assert adapted(named, config()).peft_config["default"].base_model_name_or_path == "owner/model"
 
 
 @pytest.mark.parametrize("kind", KINDS)
