@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from remat.config.options import ModelConfig, ModelInit
+from remat.config.options import ModelConfig, ModelInit, PeftMethod
 
 Shapes = dict[str, tuple[int, ...]]
 SHOWN = 3
@@ -44,6 +44,24 @@ def find_differences(skeleton: PreTrainedModel, cfg: ModelConfig) -> list[str]:
         f"model.path={cfg.path}: the weights are not those of the model that config.json and model.architecture "
         f"describe, a {type(skeleton).__name__}: {' and '.join(said)}. Give the folder as it was downloaded, leave "
         "model.architecture empty, or choose model.init=random"
+    ]
+
+
+def refuse_quantised(config: PretrainedConfig, cfg: ModelConfig, method: PeftMethod) -> list[str]:
+    """Return why weights that are published in few bits are not trained, if they are; `config` is the model's own.
+
+    transformers does not shard a model that it quantises or restores, and a plan counts its weights in 16 bits.
+    """
+    asked: Any = getattr(config, "quantization_config", None)
+    if asked is None or cfg.init is not ModelInit.pretrained:
+        return []
+    kind = asked.get("quant_method") if isinstance(asked, dict) else getattr(asked, "quant_method", None)
+    kind = str(getattr(kind, "value", kind))
+    if kind == "bitsandbytes" and method is PeftMethod.qlora:
+        return []
+    return [
+        f"model.path={cfg.path} holds weights quantised by {kind}, which cannot be trained: give the same model in 16 "
+        "bits, and peft=qlora to train adapters on 4 bits; docs/recipes.md says how to restore gpt-oss from MXFP4"
     ]
 
 

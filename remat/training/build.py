@@ -254,7 +254,9 @@ def _look_first(cfg: RunConfig) -> FirstLook:
         return looked._replace(problems=[text for text in looked.problems if not text.startswith(own)])
     if not validation.reads_weights(cfg):
         return looked
-    return looked._replace(problems=looked.problems + weight_files.find_differences(skeleton, cfg.model))
+    found = weight_files.refuse_quantised(config, cfg.model, cfg.peft.method)
+    found += weight_files.find_differences(skeleton, cfg.model)
+    return looked._replace(problems=looked.problems + found)
 
 
 def _decide(
