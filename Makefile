@@ -16,7 +16,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## make the environment: venv, pinned dependencies, DeepSpeed's ops
 
-$(STAMP): requirements.lock pyproject.toml
+$(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"remat needs Python 3.11 or newer (transformers 5.23 does), this is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11" if v < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== torch"
@@ -24,39 +24,40 @@ $(STAMP): requirements.lock pyproject.toml
 	@echo "== pinned dependencies"
 	@$(BIN)/pip install $(PIP) -r requirements.lock
 	@$(BIN)/pip install $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMP): $(VENV)/installed
 	@echo "== DeepSpeed ops"
 	@$(BIN)/remat doctor --build cpu_adam
 	@touch $@
 
-$(VENV)/test-ready: $(STAMP)
+$(VENV)/test-ready: $(STAMP) # with async_io, for the tests of NVMe offload
 	@./scripts/install_libaio.sh
-	@echo "== async_io, for the tests of NVMe offload"
-	@$(BIN)/python -m tests.support.build_async_io
 	@$(BIN)/remat doctor
 	@touch $@
 
 demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample
 	@./scripts/demo.sh
 
-test: $(STAMP) ## lint, types and the test suite: of exhaustive grids a sample
+test: $(VENV)/installed ## lint, types and the test suite: of exhaustive grids a sample
 	@$(MAKE) --no-print-directory -j 2 lint types $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests $(QUEUE) -m "$(QUICK)" --durations 15 || { \
 	    echo "== what failed, once more, one by one: who passes now depends on load or order, which is a fault too"; \
 	    $(BIN)/python -m pytest tests -m "$(QUICK)" --last-failed --last-failed-no-failures none; }
 
-test-all: $(STAMP) ## the same with every case of every grid and every slow fault
+test-all: $(VENV)/installed ## the same with every case of every grid and every slow fault
 	@$(MAKE) --no-print-directory -j 2 lint types $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests $(QUEUE) --durations 15
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches
 	@$(BIN)/python -m pytest tests/runs $(QUEUE)
 
-lint: $(STAMP) ## ruff: lint and format; import-linter: who may import whom
+lint: $(VENV)/installed ## ruff: lint and format; import-linter: who may import whom
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-logo --no-cache | tail -n +3
 	@$(BIN)/ruff format --check .
 
-types: $(STAMP) ## mypy
+types: $(VENV)/installed ## mypy
 	@$(BIN)/mypy
 
 check: lint types ## what pre-commit runs, plus the fast tests

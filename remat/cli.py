@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import remat
-from remat.config import flags
+from remat.config import command_line
+from remat.config.command_line import check_picture, split_points, without_policy
 from remat.config.options import ConfigError, RunConfig, StrategyChoice
 from remat.config.redact import redact_text
-from remat.config.words import check_picture, split, without_policy
 from remat.machine.start_up import share_cores, without_garbage
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _count(what: str) -> Callable[[int, int], None]:
 def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
     from remat.config import compose
 
-    fixed, points = split(args)
+    fixed, points = split_points(args)
     compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
     with without_garbage():
         from remat.planning import sweep
@@ -246,7 +246,7 @@ def compare_command(
     from remat.lab import experiment
 
     if show_list:
-        print(experiment.describe_all(flags.parse(ctx.args).config_dirs))
+        print(experiment.describe_all(command_line.parse(ctx.args).config_dirs))
         return
     if repeats < 0 or ranks < 0:
         raise ConfigError("--repeats and --ranks: at least 1")
@@ -371,7 +371,7 @@ def _export(run_dir: Path, out: Path | None, form: Form) -> ExportResult:
 
 def _merge(place: Path, out: Path | None, form: Form) -> ExportResult:
     """Merge the newest state of a run, or the adapters it has exported to `place`."""
-    from remat.config import compose, refusals
+    from remat.config import compose
     from remat.saving.exports import hf_files, merge
 
     exported = (place / hf_files.ADAPTER_CONFIG).is_file()
@@ -381,7 +381,7 @@ def _merge(place: Path, out: Path | None, form: Form) -> ExportResult:
         run_dir,
         out or run_dir / merge.FOLDER,
         replace(form, readme=_readme(run_dir, adapter=False)),
-        compose.from_command_line([refusals.override("resume", str(run_dir))]).run,
+        compose.from_command_line([command_line.override("resume", str(run_dir))]).run,
     )
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
-from remat.data.best_fit import best_fit  # noqa: E402
+from remat.data.blocks import best_fit  # noqa: E402
 from remat.planning.plan import Planned, make_plan  # noqa: E402
 from remat.planning.recording import Recordings  # noqa: E402
 from remat.planning.simulation.peaks import Instant  # noqa: E402

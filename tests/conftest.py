@@ -26,18 +26,21 @@ from tests.support.pool import RankPool  # noqa: E402
 LONGEST = [  # in CPU time of their own and of what they start
     "runs/test_user_path.py",
     "runs/test_granularity_grid.py",
-    "runs/test_demo.py",
     "runs/test_trajectories.py",
-    "runs/test_stop.py",
-    "runs/test_supervise.py",
-    "runs/test_lora_ranks.py",
+    "runs/test_installed.py",
     "runs/test_saving_ranks.py",
-    "planning/test_advice.py",
+    "runs/test_stop.py",
+    "runs/test_lora_ranks.py",
     "runs/test_tensor_parallel_ranks.py",
     "runs/test_saves_on_the_way.py",
-    "activation_checkpointing/test_selective_ops.py",
+    "runs/test_reshard_ranks.py",
+    "runs/test_tutorial.py",
+    "runs/test_zero3_replica_ranks.py",
+    "runs/test_supervise.py",
     "runs/test_resume_equality.py",
-    "runs/test_kill.py",
+    "planning/test_advice.py",
+    "runs/test_hang.py",
+    "activation_checkpointing/test_selective_ops.py",
 ]
 
 

@@ -29,8 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
-from remat.config import choices as choosing
-from remat.config import ds_config, flags, hints, reference, refusals, resumed, validation
+from remat.config import command_line, ds_config, hints, reference, resumed, validation
 from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact
 
@@ -82,7 +81,7 @@ def from_command_line(argv: list[str]) -> Composed:
 
     Raises ConfigError with every problem in one message.
     """
-    args = flags.take_apart(argv, option_names())
+    args = command_line.take_apart(argv, option_names())
     is_main = os.environ.get("RANK", "0") == "0"
     if args.show_help or args.show_version:
         text = _help(args.overrides) if args.show_help else f"remat {remat.__version__}\n"
@@ -104,7 +103,7 @@ def compose_run(
     """
     folders = config_dirs or []
     words = [*(f"--config-dir={folder}" for folder in folders), *overrides]
-    kept, refused = refusals.split(overrides, option_names(), _groups(), _own_groups(folders))
+    kept, refused = command_line.split_refused(overrides, option_names(), _groups(), _own_groups(folders))
     kept = [_opened(word) for word in [*kept, *_replaced_length(kept)]]
     found = [*problems, *refused]
     resumes = resumed_folder(words)
@@ -431,7 +430,7 @@ def _opened(override: str) -> str:
     """
     key, _, value = override.partition("=")
     if value.startswith("~/"):  # the shell leaves it as it is after a =
-        return refusals.override(key, value)
+        return command_line.override(key, value)
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
         return f"++data.mix={{{source}: {{{option}: {value}}}}}"
@@ -472,14 +471,12 @@ def _explain(override: str, error: Exception) -> str:
         return f"{override}: {_explain_word(override)}"
     cause = _first_cause(error)
     if "override_grammar" in cause:
-        return (
-            f"{option}={value}: this cannot be read; put the value in quotes: {refusals.quoted(option, value)}"
-        )
+        return f"{option}={value}: this cannot be read; put the value in quotes: {command_line.quoted(option, value)}"
     if "'local/default'" in cause:
         return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
     if choices and any(text in cause for text in NO_CHOICE):
-        near = choosing.suggest_choice(option, value, choices)
+        near = hints.suggest_choice(option, value, choices)
         return f"{option}={value}: no such choice{near}; choices: {', '.join(choices)}"
     if option == "recipe":
         return f"recipe={value}: {_explain_recipe(cause)}"
@@ -538,7 +535,7 @@ def _explain_value(option: str, value: str, cause: str) -> str:
         chosen = "; strategy=auto chooses it by the plan" * (value == "auto" and option in CHOSEN_BY_PLAN)
         return f"{value or 'nothing'} is not {kind}: give one, or leave the option out for its default{chosen}"
     if found := re.search(r"Invalid value '.*', expected one of \[(.*)\]", cause, re.DOTALL):
-        return f"{cause}{choosing.suggest_value(option, value, found.group(1).split(', '))}"
+        return f"{cause}{hints.suggest_value(option, value, found.group(1).split(', '))}"
     if "is not a ListConfig, list or tuple" in cause:
         every = "; every linear layer is the default: leave it out" * (option == "peft.target_modules")
         return f"give a list, {option}=[{value},...]{every}"

@@ -27,8 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
-from remat.data.chats import Chat
-from remat.data.rows import BadRowLog, Document, Instruction, Pair
+from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REMEDY = (

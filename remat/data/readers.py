@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from remat.config.options import ConfigError, FileType
-from remat.data.file_types import is_damage, open_stream, tell_damaged
-from remat.data.files import SourceFile
+from remat.data.files import SourceFile, is_damage, open_stream, tell_damaged
 
 ROWS_PER_BATCH = 1024
 CHUNK_BYTES = 1024**2

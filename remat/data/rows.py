@@ -1,13 +1,168 @@
-"""Documents and their origin; the check that a row is usable, and the log of rows that are not."""
+"""Rows become documents: what their format is, whether each is usable, and the log of rows that are not.
+
+Chats in OpenAI's and ShareGPT's words become messages of one form. A message is {"role", "content"} and, where there
+are any, "tool_calls", as chat templates read them: their arguments are objects, where OpenAI writes them as text.
+The format of a file is told by the fields of its first rows.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from remat.config.data_fields import OPTIONAL, REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
-from remat.data.chats import Chat, chat_of, check_unicode, kind
+from remat.data.readers import Unusable
+
+ROLES = {  # by the names of ShareGPT and its heirs
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+}
+ROLE_FIELDS, CONTENT_FIELDS = ("role", "from"), ("content", "value")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages in order, the tools they may call, and for each message whether it is trained."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    trained: list[bool]
+
+
+def chat_of(
+    messages: Any, tools: Any, roles: list[str] | None, *, name: str = "messages", start: int = 0
+) -> Chat:
+    """Return messages in one form; of those from `start` on, the ones of `roles` (None: all) are trained.
+
+    `name` is the field of the messages in errors. Raises ValueError with the reason for a chat that cannot be used or
+    has nothing to train on.
+    """
+    messages = _from_text(messages)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"field {name!r} is not a list with at least one message")
+    cleaned = [_message(message, place) for place, message in enumerate(messages, 1)]
+    tools = _from_text(tools)
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"field 'tools' is {kind(tools)}, not a list")
+    check_unicode(json.dumps([cleaned, tools], ensure_ascii=False, default=str))
+    trained = [
+        place >= start and (roles is None or message["role"] in roles) and not _weightless(given)
+        for place, (message, given) in enumerate(zip(cleaned, messages, strict=True))
+    ]
+    if not any(trained):
+        found = ", ".join(dict.fromkeys(message["role"] for message in cleaned))
+        wanted = "every role" if roles is None else f"[{','.join(roles)}]"
+        raise ValueError(
+            f"has no turn to train on: its roles are {found}, and data.train_on_roles is {wanted}"
+            + " (turns of weight 0 are not trained)" * any(map(_weightless, messages))
+        )
+    return Chat(cleaned, tools or None, trained)
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    role_field = _first(message, ROLE_FIELDS)
+    role = message[role_field] if role_field else None
+    if not isinstance(role, str):
+        raise ValueError(f"message {place} has no role")
+    if role_field == "from" and role not in ROLES:
+        raise ValueError(f"message {place} is from {role!r}, which is none of {', '.join(ROLES)}")
+    content = _text_of(message.get(_first(message, CONTENT_FIELDS) or "content"), place)
+    # Tables fill absent fields with null; templates ask whether a field is there.
+    left_out = (*ROLE_FIELDS, *CONTENT_FIELDS, "weight", "function_call")
+    kept = {name: value for name, value in message.items() if value is not None and name not in left_out}
+    if role == "function_call":
+        kept["tool_calls"], content = _calls(content, place), ""
+    elif message.get("function_call"):
+        kept["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_with_arguments(call) for call in kept["tool_calls"]]
+    elif content is None:
+        raise ValueError(f"message {place}: content is null, not text")
+    return {"role": ROLES.get(role, role), **kept, "content": content or ""}
+
+
+def _first(message: Any, names: tuple[str, ...]) -> str | None:
+    if not isinstance(message, dict):
+        return None
+    return next((name for name in names if message.get(name) is not None), None)
+
+
+def _text_of(content: Any, place: int) -> str | None:
+    """Return text; a list of OpenAI's text parts is joined."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"message {place}: content is {kind(content)}, not text")
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    kinds = {part.get("type", "text") for part in content if isinstance(part, dict)} - {"text"}
+    if kinds or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"message {place}: content holds {', '.join(map(str, kinds)) or 'a part'}, not text alone"
+        )
+    return "".join(map(str, texts))
+
+
+def _calls(content: str | None, place: int) -> list[dict[str, Any]]:
+    calls = _from_text(content)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(f"message {place}: a function_call is not a JSON object with name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a call with its arguments as an object: a template would quote text once more."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _from_text(value: Any) -> Any:
+    """Return what a text in JSON says: CSV has no lists, and tables hold such lists as text; else the value itself."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return None if value == "" else value
+
+
+def _weightless(message: Any) -> bool:
+    """Whether it has OpenAI's `weight` of 0."""
+    return message.get("weight") == 0
+
+
+def kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number"}
+    names |= {str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError for half a surrogate pair: JSON escapes can spell it, but it has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds a lone surrogate at character {error.start}") from error
+
 
 FIRST_BAD_ROWS = 20  # kept in the cache's report
 STOP_AFTER_BAD_ROWS = 5  # enough to see the pattern
@@ -203,3 +358,114 @@ def _with_system(messages: Any, system: str) -> Any:
         if system and isinstance(messages, list)
         else messages
     )
+
+
+FIRST_ROWS = 20  # looked at; the format is that of the first usable one
+OFTEN = {  # what others call the fields of a format
+    "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "user", "source"),
+    "completion": ("completion", "answer", "response", "output", "solution", "chosen", "assistant", "target"),
+    "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
+    "text": ("content", "body", "document", "article", "raw_content"),
+}
+MOST_FIELDS, IN_HEADER = 30, 8  # listed in an error, and in the line that says what was found
+
+
+class Found(NamedTuple):
+    """A format, and a line for the header that says by what it was found."""
+
+    data_format: DataFormat
+    line: str
+
+
+def recognise_format(rows: list[tuple[str, Any]], cfg: DataConfig, option: str, path: Any) -> Found:
+    """Return the format of (origin, row) pairs: `data.format`, or the first known one that a row has the fields of.
+
+    Formats whose fields `data.columns` or `data.text_field` name come first. Raises ConfigError, naming the fields
+    that were found and those that each format needs, when no row fits.
+    """
+    usable = [(origin, row) for origin, row in rows if isinstance(row, dict)]
+    if not usable:
+        raise ConfigError(_no_rows(rows, option, path))
+    asked = None if cfg.format is DataFormat.auto else cfg.format
+    for _, row in usable:
+        fitting = [each for each in _in_order(cfg) if fits(row, each, cfg)]
+        chosen = asked or (fitting[0] if fitting else None)
+        if chosen is not None and chosen in fitting:
+            others = [str(each) for each in fitting if each is not chosen]
+            also = f", which would fit {', '.join(others)} too" * bool(others)
+            return Found(chosen, f"{chosen} by its fields {', '.join(_fields(row, IN_HEADER))}{also}")
+    raise ConfigError(_nothing_fits(*usable[0], cfg, option, path))
+
+
+def _in_order(cfg: DataConfig) -> list[DataFormat]:
+    named = {*cfg.columns, *(["text"] if cfg.text_field != DataConfig().text_field else [])}
+    read = {each: {*REQUIRED[each], *OPTIONAL[each]} for each in REQUIRED}
+    return sorted(REQUIRED, key=lambda each: -len(named & read[each]))
+
+
+def _fields(row: dict[str, Any], most: int) -> list[str]:
+    shown = [str(name)[:60] for name in list(row)[:most]]
+    return [*shown, "..."] if len(row) > most else shown
+
+
+def _no_rows(rows: list[tuple[str, Any]], option: str, path: Any) -> str:
+    if not rows:
+        return f"{option}={path} holds no row: give a file with data"
+    listed = "\n".join(
+        f"  {origin}: {row.reason if isinstance(row, Unusable) else f'is {kind(row)}, not an object'}"
+        for origin, row in rows[:5]
+    )
+    return (
+        f"{option}={path}: none of the first {len(rows)} rows can be read:\n{listed}\n"
+        "Give one JSON object per line, a JSON array of objects, CSV with a header, or a table; or say what the file "
+        "is with data.file_type (text for plain text)"
+    )
+
+
+def _nothing_fits(origin: str, row: dict[str, Any], cfg: DataConfig, option: str, path: Any) -> str:
+    fitting = [each for each in _in_order(cfg) if fits(row, each, cfg)]
+    asked = "of no known format" if cfg.format is DataFormat.auto else f"not of data.format={cfg.format}"
+    needs = [f"  data.format={each} needs {_needs(each, cfg)}" for each in REQUIRED]
+    there = ", ".join(_fields(row, MOST_FIELDS))
+    theirs = ", ".join(f"{ours} is {name}" for ours, name in cfg.columns.items())
+    if option == "data.eval_path":  # `cfg.format` is what the training data was found to be
+        remedy = f"Held-out data is read as data.path is: give rows of data.format={cfg.format}"
+    else:
+        remedy = _remedy(fitting, row)
+    return (
+        f"{option}={path}: the rows are {asked}. {origin} has the fields {there or '(none)'}"
+        f"{f' (data.columns: {theirs})' * bool(theirs)}\n" + "\n".join(needs) + f"\n{remedy}"
+    )
+
+
+def _remedy(fitting: list[DataFormat], row: dict[str, Any]) -> str:
+    if fitting:
+        return f"The fields are those of {fitting[0]}: set data.format={fitting[0]}, or leave data.format out"
+    for name, value in row.items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            lines = f"jq -c {shlex.quote(f'.{name}[]')} FILE > rows.jsonl"
+            return f"The field {name} holds rows itself: write them to a file, {lines}, and name that"
+    usual = "data.columns={messages: dialogue}", "data.columns={prompt: question, completion: answer}"
+    named = _columns(row)
+    shown = " ".join(shlex.quote(each) for each in ([named] if named else usual))
+    return f"Name your fields for one of them: {shown}, data.text_field=body"
+
+
+def _columns(row: dict[str, Any]) -> str:
+    """Return data.columns for the fields of `row` that often go by other names; empty where none is known."""
+    named = {
+        ours: next((name for name in row if str(name).lower() in often), None) for ours, often in OFTEN.items()
+    }
+    for ours in (("prompt", "completion"), ("messages",), ("text",)):
+        if all(named[name] for name in ours):
+            return "data.columns={" + ", ".join(f"{name}: {named[name]}" for name in ours) + "}"
+    return ""
+
+
+def _needs(each: DataFormat, cfg: DataConfig) -> str:
+    def name(ours: str) -> str:
+        return cfg.columns.get(ours, cfg.text_field if ours == "text" else ours)
+
+    needed = " and ".join(map(name, REQUIRED[each]))
+    optional = ", ".join(map(name, OPTIONAL[each]))
+    return f"{needed} (optional: {optional})" if optional else needed

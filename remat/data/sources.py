@@ -16,11 +16,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, FileType
-from remat.data.file_types import ROWS, TEXTS, bare_name, is_damage, open_stream, tell_damaged
-from remat.data.files import Hashes, SourceFile, find_files, stdlib_files
+from remat.data.files import (
+    ROWS,
+    TEXTS,
+    Hashes,
+    SourceFile,
+    bare_name,
+    find_files,
+    is_damage,
+    open_stream,
+    stdlib_files,
+    tell_damaged,
+)
 from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
-from remat.data.recognise import FIRST_ROWS, recognise_format
-from remat.data.rows import BadRowLog, Document, content_of, fields_read
+from remat.data.rows import FIRST_ROWS, BadRowLog, Document, content_of, fields_read, recognise_format
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4

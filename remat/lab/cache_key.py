@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from remat.config import compose, flags
+from remat.config import command_line, compose
 from remat.config.units import GIB
 from remat.machine.memory import host_memory
 from remat.machine.start_up import available_cores
@@ -59,7 +59,7 @@ def key(words: Sequence[str], ranks: int, place: Place) -> str:
 
     Where a run lands and what it is called do not count. Raises ConfigError for arguments that no run can have.
     """
-    asked = flags.parse(list(words))
+    asked = command_line.parse(list(words))
     made = compose.compose_run(asked.overrides, asked.config_dirs)
     content = {
         "format": FORMAT,

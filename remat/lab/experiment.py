@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from remat.config import compose, flags
+from remat.config import command_line, compose
+from remat.config.command_line import read_values, split_points
 from remat.config.options import ConfigError
-from remat.config.words import read_values, split
 
 FOLDER = compose.CONF_DIR / "lab"
 MOST_POINTS = 64
@@ -159,7 +159,7 @@ def check(args: Sequence[str], baseline: str = "") -> None:
 
 def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
     """The experiment that the words of a command line ask for. Raises ConfigError."""
-    asked = flags.parse(list(args), compose.option_names())
+    asked = command_line.parse(list(args), compose.option_names())
     labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
     rest = [word for word in asked.overrides if not word.startswith("lab=")]
     if len(labs) > 1:
@@ -203,7 +203,7 @@ def named(
 
 def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = "") -> Experiment:
     """The experiment of a command line: words with commas are axes, the rest holds for all points."""
-    fixed, swept = split(args, asker="remat compare")
+    fixed, swept = split_points(args, asker="remat compare")
     expanded = [(_label(words), list(words), list[str]()) for words in swept]
     options = list(dict.fromkeys(word.partition("=")[0] for words in swept for word in words))
     recipe = next((word.partition("=")[2] for word in fixed if word.startswith("recipe=")), "train")

@@ -16,8 +16,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -289,12 +291,27 @@ def _library_bytes(marker: Path, name: str) -> int | None:
 def _builder(name: str) -> Any:
     import deepspeed.ops.op_builder as op_builder
 
-    builder = getattr(op_builder, BUILDERS[name])()
-    flags = [
-        flag for flag in builder.cxx_args() if flag != "-g"
-    ]  # symbols for a debugger double the time of a build
+    return getattr(op_builder, BUILDERS[name])()
+
+
+def _make_one_unit(builder: Any, folder: Path) -> None:
+    """Have `builder` compile what includes torch's headers once, and without symbols for a debugger.
+
+    That takes a half to a sixth of the time. `folder` gets copies of the sources, whose headers may come twice.
+    """
+    csrc = folder / "csrc"
+    shutil.copytree(builder.deepspeed_src_path("csrc"), csrc)
+    for header in csrc.rglob("*.h"):
+        header.write_text(f"#pragma once\n{header.read_text()}")
+    sources = [folder / path for path in builder.sources()]
+    alone = [str(path) for path in sources if path.parent.name == "common"]  # without torch's headers
+    unit = folder / f"{builder.name}.cpp"
+    unit.write_text("".join(f'#include "{path}"\n' for path in sources if str(path) not in alone))
+    includes = [str(folder / path) for path in builder.include_paths()]
+    flags = [flag for flag in builder.cxx_args() if flag != "-g"]
+    builder.sources = lambda: [str(unit), *alone]
+    builder.include_paths = lambda: includes
     builder.cxx_args = lambda: flags
-    return builder
 
 
 def _build(name: str, folder: Path, say: Callable[[str], None]) -> None:
@@ -304,7 +321,10 @@ def _build(name: str, folder: Path, say: Callable[[str], None]) -> None:
     beat.start()
     start = time.perf_counter()
     try:
-        _builder(name).load(verbose=False)
+        with tempfile.TemporaryDirectory() as sources:
+            builder = _builder(name)
+            _make_one_unit(builder, Path(sources))
+            builder.load(verbose=False)
     except Exception as error:
         raise OpError(f"DeepSpeed op {name} cannot be built: {_cause(error)}\n{_remedy(name)}") from error
     finally:

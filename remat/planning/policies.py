@@ -10,9 +10,9 @@ import torch
 from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import compose, validation
+from remat.config.command_line import without_policy
 from remat.config.options import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.config.units import MIB
-from remat.config.words import without_policy
 from remat.model import hf_model, layers, meta_kernels, packing
 from remat.planning import budget, strategy
 from remat.planning.simulation import simulate, zero3

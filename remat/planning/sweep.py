@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.config import compose
+from remat.config.command_line import split_points
 from remat.config.options import ConfigError
-from remat.config.words import split
 from remat.planning import plan
 from remat.planning.plan import Planned
 from remat.planning.recording import Recordings
@@ -36,7 +36,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
 
     Raises ConfigError when all are refused.
     """
-    fixed, points = split(args)
+    fixed, points = split_points(args)
     recordings = Recordings()
     found = []
     for done, overrides in enumerate(points):

@@ -27,12 +27,11 @@ from remat.config.options import (
     StrategyChoice,
 )
 from remat.data import cache
-from remat.data.batches import GlobalBatches, check_same_order, steps_of
+from remat.data.batches import GlobalBatches, ReadAhead, check_same_order, steps_of
 from remat.data.blocks import Blocks
 from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
-from remat.data.read_ahead import ReadAhead
 from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
@@ -52,7 +51,7 @@ from remat.report.tracking import Tracker
 from remat.saving import disk_space, load, nvme, reshard, shared_folder
 from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
-from remat.training import changes, lost_peer, out_of_memory, profiling, same_launch
+from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
 from remat.training.run import Run, record_folder
 from remat.training.stopping import StopVote
@@ -197,7 +196,7 @@ def _build(
     padding_share = batches.padding_share()
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
-        for line in changes.describe(point.state, cfg) if world.is_main else ():
+        for line in same_launch.describe_changes(point.state, cfg) if world.is_main else ():
             console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = nvme.own_folder(strategy.ds, folder, world)

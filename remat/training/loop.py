@@ -39,7 +39,7 @@ from remat.report.console import final_rows
 from remat.saving import nvme
 from remat.saving.exports import merge
 from remat.saving.manifest import SaveError
-from remat.training import best, ledger, lost_peer, out_of_memory, proof, saves
+from remat.training import ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
 
@@ -286,7 +286,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     stop.poll()  # a stop may have been asked for while the run was built
     if progress.to_evaluate:
         metrics |= _evaluate(run, first, progress)
-    while progress.step < last and stop.reason is None and not best.is_over(run, progress):
+    while progress.step < last and stop.reason is None and not saves.is_over(run, progress):
         metrics |= step(run, first, progress, last)
         saves.complete_save(run, progress.step)
         if (
@@ -299,16 +299,16 @@ def _train(run: Run, first: FirstStep) -> Outcome:
             stop.poll()  # a stop may have been asked for during the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(run, first, progress)
-        end = progress.step if best.is_over(run, progress) else last
+        end = progress.step if saves.is_over(run, progress) else last
         if _due(progress.step, cfg.save.every, end if cfg.save.at_end or cfg.train.stop_at else 0):
             saves.save_state(run, progress, must=progress.step == end)
             stop.poll()  # a stop may have been asked for during the save
     if stop.reason is not None:
         _stop(run, progress)
     saves.wait_for_save(run, progress.step)
-    over = best.is_over(run, progress) and stop.reason is None
+    over = saves.is_over(run, progress) and stop.reason is None
     if over:
-        run.console.note(best.in_words(run, progress))
+        run.console.note(saves.why_over(run, progress))
     finished = over or (progress.step >= run.steps and stop.reason is None)
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
@@ -439,7 +439,7 @@ def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
     """Evaluate at this step. If a stop comes first, note that it must be done after the resume."""
     metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.reason is not None and not metrics
-    best.judge(run, progress, metrics)
+    saves.count_evaluation(run, progress, metrics)
     return metrics
 
 

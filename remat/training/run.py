@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.activation_checkpointing.apply import Applied
 from remat.config.options import RunConfig
+from remat.data.batches import ReadAhead
 from remat.data.blocks import Blocks
 from remat.data.cache import Splits
-from remat.data.read_ahead import ReadAhead
 from remat.machine import distributed
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor

@@ -1,4 +1,6 @@
-"""Check that all ranks were started alike, before any data is read: the same options, code and library versions.
+"""Compare a launch: all ranks must be started alike, and a resumed one says what it changes in its run.
+
+Checked before any data is read are the options, the code and the library versions.
 
 A node that computes something else spoils the gradients of all without an error, or breaks a collective of
 another size far from the cause. What may differ from node to node is in MAY_DIFFER.
@@ -13,17 +15,20 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from remat.config.options import ConfigError, RunConfig
+from remat.config import resumed
+from remat.config.options import ConfigError, OptimConfig, RunConfig, Schedule
 from remat.config.redact import redact
 from remat.machine import distributed, peers
 from remat.machine.peers import Peers, Wait
+from remat.model import optimizer
 from remat.report import run_dir
+from remat.saving.manifest import SavedState
 
 MAY_DIFFER = {  # folders on a node's own disks, and what its terminal shows
     "data.cache_dir",
@@ -192,3 +197,64 @@ def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         text = text if isinstance(text, str) else json.dumps(text, default=str)
         found[name] = digest, text[:SHOWN] + "..." * (len(text) > SHOWN)
     return found
+
+
+BITS = "it changes what training computes from here on, not only where things live"
+EFFECTS = {  # the beginning of an option, and what changing it does
+    "train.precision": "a state of another precision cannot be loaded",
+    "train.micro_batch_size": "accumulation follows; sums are taken in another order",
+    "train.loss": "the same loss, in another order of sums",
+    "optim.": BITS,
+    "peft.": BITS,
+    "model.": BITS,
+    "data.": BITS,
+    "deepspeed.": "where states live; the ZeRO stage must stay",
+    "checkpointing.": "memory and speed, not the losses",
+}
+
+
+def describe_changes(state: SavedState, cfg: RunConfig) -> list[str]:
+    """Return a line for each option that differs from the launch which wrote `state`, and one for the learning rate.
+
+    Empty where nothing differs, or where the run has no configuration to compare with.
+    """
+    try:
+        before = resumed.read_config(resumed.find_config(state.path))
+    except ConfigError:
+        return []
+    changed = resumed.changes(before, asdict(cfg))
+    lines = [
+        f"changed: {name}: {_option_value(old)} -> {_option_value(new)}{_effect(name)}"
+        for name, old, new in changed
+    ]
+    if any(name == "train.steps" or name.startswith("optim.") for name, _, _ in changed):
+        lines += _learning_rate(before, cfg, state.step)
+    return lines
+
+
+def _effect(name: str) -> str:
+    text = next((text for start, text in EFFECTS.items() if name.startswith(start)), "")
+    return f" ({text})" if text else ""
+
+
+def _option_value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "nothing" if value is None else str(value)
+
+
+def _learning_rate(before: Mapping[str, Any], cfg: RunConfig, step: int) -> list[str]:
+    """Return the learning rate of the next step under both schedules; `step` counts those that are done."""
+    known = {item.name for item in fields(OptimConfig)}
+    options = {name: value for name, value in before.get("optim", {}).items() if name in known}
+    try:
+        if "schedule" in options:
+            options["schedule"] = Schedule(options["schedule"])
+        old = optimizer.lr_at(step, OptimConfig(**options), int(before["train"]["steps"]))
+    except (KeyError, TypeError, ValueError):  # a configuration of another version
+        return []
+    assert cfg.train.steps is not None, "the data is open, so the steps are known"
+    new = optimizer.lr_at(step, cfg.optim, cfg.train.steps)
+    if old == new:
+        return [f"lr at step {step + 1}: {new:.3g}, as before"]
+    longer = before["train"]["steps"] != cfg.train.steps and cfg.optim.schedule is not Schedule.constant
+    why = f" (optim.schedule={cfg.optim.schedule} spans train.steps={cfg.train.steps})" if longer else ""
+    return [f"lr at step {step + 1}: {old:.3g} -> {new:.3g}{why}"]

@@ -364,7 +364,7 @@ WRONG_VALUES = ["train.stepz=3", "train.steps=x", "a.b.c=1", "train.deadlines.x=
 CHOICES = ["checkpointing=offload", "data=alpaca", "data.path=/d.jsonl", "++model.architecture.n_layer=3"]
 
 
-@pytest.mark.sample(one_in=6)
+@pytest.mark.sample(one_in=14)
 @pytest.mark.parametrize("recipe", compose.recipe_names())
 def test_values_set_in_what_was_composed_before_are_what_hydra_composes(recipe: str) -> None:
     """And the choices that were composed once are left as they were."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from remat.config import compose, flags, hints, refusals
+from remat.config import command_line, compose, hints
 from remat.config.options import ConfigError
 
 OPTIONS = compose.option_names()
@@ -137,7 +137,7 @@ def test_no_option_of_ours_is_taken_for_another_tools_name() -> None:
     ],
 )
 def test_words_that_no_run_would_keep_are_refused(word: str, told: str) -> None:
-    assert told in (refusals.refusal(word, OPTIONS, GROUPS) or "")
+    assert told in (command_line.refusal(word, OPTIONS, GROUPS) or "")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_words_that_no_run_would_keep_are_refused(word: str, told: str) -> None:
     ],
 )
 def test_other_words_are_left_to_composing(word: str) -> None:
-    assert refusals.refusal(word, OPTIONS, GROUPS) is None
+    assert command_line.refusal(word, OPTIONS, GROUPS) is None
 
 
 @pytest.mark.parametrize(
@@ -182,18 +182,18 @@ def test_other_words_are_left_to_composing(word: str) -> None:
     ],
 )
 def test_flags_say_what_to_type(words: list[str], told: str) -> None:
-    assert told in "\n".join(flags.take_apart(words, OPTIONS).problems)
+    assert told in "\n".join(command_line.take_apart(words, OPTIONS).problems)
 
 
 def test_the_value_of_a_flag_is_not_told_as_a_word_of_its_own() -> None:
-    taken = flags.take_apart(["--learning_rate", "1e-5", "train.steps=3", "--bf16", "true"], OPTIONS)
+    taken = command_line.take_apart(["--learning_rate", "1e-5", "train.steps=3", "--bf16", "true"], OPTIONS)
     assert taken.overrides == ["train.steps=3"]
     assert len(taken.problems) == 2
 
 
 @pytest.mark.parametrize("words", [["--cfg"], ["--cfg", "job"], ["-c", "job"], ["--cfg=job"]])
 def test_cfg_may_be_followed_by_job(words: list[str]) -> None:
-    taken = flags.take_apart([*words, "train.steps=3"], OPTIONS)
+    taken = command_line.take_apart([*words, "train.steps=3"], OPTIONS)
     assert taken.show_config and taken.overrides == ["train.steps=3"] and not taken.problems
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.data.best_fit import best_fit
+from remat.data.blocks import best_fit
 from tests.support.chats import lengths
 
 

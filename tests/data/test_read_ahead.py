@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat.data.batches import GlobalBatches, StepBatch
-from remat.data.read_ahead import ReadAhead
+from remat.data.batches import GlobalBatches, ReadAhead, StepBatch
 from tests.data.test_batches import make_blocks, stream
 
 CPU = torch.device("cpu")
@@ -111,7 +110,7 @@ def test_closing_ends_the_thread_and_a_read_that_hangs_holds_nothing_up(
     reader.close()
     hung = ReadAhead(stream(make_blocks(10)), CPU)
     never, read_by = threading.Event(), GlobalBatches.read
-    monkeypatch.setattr("remat.data.read_ahead.CLOSE_S", 0.05)
+    monkeypatch.setattr("remat.data.batches.CLOSE_S", 0.05)
     monkeypatch.setattr(
         GlobalBatches,
         "read",

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource
-from remat.data import build, shards
+from remat.data import build
 from remat.data.cache import Splits, open_blocks
 from remat.data.tokenizer import byte_tokenizer
 from tests.support.chats import make_chats
@@ -93,7 +93,7 @@ def builder(cfg: DataConfig) -> int:
     pid = os.fork()
     if pid:
         return pid
-    real = shards._write
+    real = build._write_shard
 
     def hanging(folder: Path, index: int, *more: Any) -> None:
         if index >= 4:
@@ -101,7 +101,7 @@ def builder(cfg: DataConfig) -> int:
         real(folder, index, *more)
 
     try:
-        shards._write = hanging
+        build._write_shard = hanging
         opened(cfg)
     finally:
         os._exit(1)
@@ -113,7 +113,7 @@ class Inline:
     given: list[int] = []  # noqa: RUF012
 
     def __init__(self, count: int, context: Any, begin: Any, arguments: Any) -> None:
-        shards._work = arguments[:3]
+        build._work = arguments[:3]
 
     def submit(self, work: Any, index: int, documents: Any) -> Future[None]:
         self.given.append(index)
@@ -145,7 +145,7 @@ def test_after_a_kill_what_was_encoded_is_kept_and_checked(
     damaged[-100] ^= 1
     done[2].write_bytes(damaged)
     (done[0].with_name("00000006.npz")).write_bytes(done[0].read_bytes())  # whole, but of other rows
-    monkeypatch.setattr(shards, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Inline)
     Inline.given.clear()
     found = opened(cfg)
     assert Inline.given == [2, *range(4, 13)]

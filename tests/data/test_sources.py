@@ -10,8 +10,7 @@ import yaml
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data import sources
-from remat.data.chats import Chat
-from remat.data.rows import BadRowLog
+from remat.data.rows import BadRowLog, Chat
 from remat.data.sources import documents
 
 

@@ -146,7 +146,7 @@ def test_an_unknown_experiment_lists_the_choices() -> None:
         experiment.named("seed_b8x", [], "cpu")
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=6)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", experiment.names())
 def test_every_shipped_experiment_composes(name: str, device: str) -> None:

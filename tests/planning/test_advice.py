@@ -109,6 +109,7 @@ def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
         assert entry["fits"] and not entry["missing_bytes"] and entry["gpu_needed_bytes"] <= 0.9 * units.GIB
 
 
+@pytest.mark.exhaustive
 def test_settings_whose_times_are_unknown_come_last(known: recording.Recordings) -> None:
     args = [
         *(word for word in SMALL_GPU if word != "hardware=1x4090"),

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from remat import cli
 from remat.config import compose
+from remat.config.command_line import read_values, split_points
 from remat.config.options import ConfigError
-from remat.config.words import read_values, split
 from remat.planning import plan, sweep
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=1x4090", "model.architecture.num_hidden_layers=2"]
@@ -33,7 +33,7 @@ def test_commas_inside_a_value_do_not_split_it(word: str, expected: list[str]) -
 
 
 def test_words_without_commas_stay() -> None:
-    fixed, points = split(SWEPT)
+    fixed, points = split_points(SWEPT)
     assert fixed == BASE
     assert len(points) == 6 and points[0] == ("checkpointing=none", "train.micro_batch_size=1")
 
@@ -41,7 +41,7 @@ def test_words_without_commas_stay() -> None:
 @pytest.mark.parametrize("args", [BASE, [*BASE, "train.micro_batch_size=1,,2"]])
 def test_nothing_to_sweep_and_empty_values_are_refused(args: list[str]) -> None:
     with pytest.raises(ConfigError, match="--sweep"):
-        split(args)
+        split_points(args)
 
 
 def test_a_sweep_is_its_single_plans_and_a_refused_point_a_row() -> None:

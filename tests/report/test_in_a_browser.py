@@ -12,6 +12,7 @@ from tests.lab.test_command import CPU
 from tests.lab.test_pages import POLICIES, compared
 from tests.report.test_run_report import gpu, make
 from tests.support import browser
+from tests.support.grids import cases
 
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
@@ -37,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"report": run_dir / "report" / "index.html", "compare": folder / "compare.html"}
 
 
-@pytest.mark.parametrize("width_px", [*browser.WIDTHS_PX, 1100])
+@pytest.mark.parametrize("width_px", cases([*browser.WIDTHS_PX, 1100], {800, 1100}))
 @pytest.mark.parametrize("name", ["report", "compare"])
 def test_nothing_is_cut_and_nothing_overlaps(
     name: str, width_px: int, pages: dict[str, Path], tmp_path: Path

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from remat import cli
 from remat.config import compose, units
+from remat.config.command_line import check_picture
 from remat.config.options import ConfigError
-from remat.config.words import check_picture
 from remat.planning import plan, recording, sweep
 from remat.planning.simulation.types import Phase
 from remat.report import plan as plan_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from typer.testing import CliRunner
 
 from remat import cli
@@ -18,6 +19,17 @@ def test_every_recipe_is_listed_with_its_machine_and_planned_figures() -> None:
         assert row.gpu_gib != "-" or row.name == "tiny_zero3_offload"
     assert all(name in done.output for name in compose.starting_points())
     assert {row.name for row in recipes.rows()} == set(compose.recipe_names())
+
+
+@pytest.mark.sample(one_in=9)
+@pytest.mark.parametrize("recipe", compose.recipe_names())
+def test_what_is_listed_is_what_composes(recipe: str) -> None:
+    (row,) = [row for row in recipes.rows() if row.name == recipe]
+    run = compose.compose_run([f"recipe={recipe}"]).run
+    assert (row.summary, row.machine, row.status) == (run.meta.summary, run.meta.machine, run.meta.status)
+    assert row.strategy.startswith(f"{run.deepspeed.config}, ")
+    same = compose.compose_run([f"recipe={recipe}", f"checkpointing={row.strategy.split(', ')[1]}"]).run
+    assert same.checkpointing.policy is run.checkpointing.policy
 
 
 def test_the_strategy_names_what_the_recipe_chose() -> None:

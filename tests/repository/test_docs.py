@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from remat.config import compose, metrics
-from remat.config.words import split
+from remat.config.command_line import split_points
+from remat.planning import policies
 from scripts import granularity_table, reference_pages
+from scripts.generated import between
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
+def test_the_grid_of_the_granularity_page_and_its_first_counts_are_up_to_date() -> None:
+    page = granularity_table.PAGE.read_text()
+    grid = granularity_table.grid(json.loads(granularity_table.GRID.read_text()))
+    renewed = between(page, granularity_table.MARKS["grid"], granularity_table.END, grid)
+    assert renewed == page, "run python scripts/granularity_table.py"
+    for row in islice(policies.rows(granularity_table.COUNTED_ON), 2):
+        assert f"| {' | '.join(policies.cells(row))} |" in page
+
+
+@pytest.mark.exhaustive
 def test_the_granularity_page_is_up_to_date() -> None:
     page = granularity_table.PAGE.read_text()
     assert granularity_table.renewed(page) == page, "run python scripts/granularity_table.py"
@@ -51,7 +64,7 @@ def test_every_plan_in_the_docs_composes(command: str) -> None:
     words = [word for word in shlex.split(command.partition(" --plot")[0]) if word != "--best"]
     if "--sweep" in words:
         words.remove("--sweep")
-        fixed, points = split(words)
+        fixed, points = split_points(words)
         words = [*fixed, *points[0]]
     compose.from_command_line(words)
 

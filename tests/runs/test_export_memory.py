@@ -18,7 +18,8 @@ CLEAR = Path("/proc/self/clear_refs")
 pytestmark = pytest.mark.skipif(not CLEAR.exists(), reason="the peak of a process cannot be reset here")
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_export_of_a_saved_state(tmp_path: Path, zero_stage: int) -> None:
     script = str(ROOT / "tests/support/export_memory.py")
     done = run([sys.executable, script, str(zero_stage), str(tmp_path)])

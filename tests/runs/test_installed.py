@@ -96,7 +96,7 @@ def test_one_command_from_an_alpaca_file_to_a_merged_model_that_answers(
     ]
     here = ["train.precision=fp32", "run_id=run", f"data.cache_dir={place}/cache", "tracking=wandb_disabled"]
     words = ["recipe=lora", "model.path=model", "data.path=alpaca.json", "save.merge=true"]
-    done = run(place, "remat", "launch", "--num_gpus", "2", *words, *short, *here)
+    done = run(place, "remat", "launch", "--num_gpus", "1", *words, *short, *here)
     assert done.code == 0, done.out[-6000:]
     said = " ".join(done.out.split())
     assert "alpaca by its fields" in said and "held-out loss" in said

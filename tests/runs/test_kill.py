@@ -85,6 +85,7 @@ def where(path: Path) -> str:
     return str(json.loads(path.with_suffix(".fault.json").read_text())["where"])
 
 
+@pytest.mark.slow_fault
 def test_a_rank_killed_as_others_wait_for_it_in_a_gather(tmp_path: Path) -> None:
     """In backward, where ZeRO-3 gathers weights: the other rank is in that collective, or about to enter it."""
     workshop = tiny.make_workshop(tmp_path)

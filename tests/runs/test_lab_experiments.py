@@ -46,6 +46,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     return run
 
 
+@pytest.mark.exhaustive
 def test_b10_loss_curves_with_and_without_recomputation_are_the_same(compare: Compare) -> None:
     found = compare("seed_b10", ("none", "full"), "train.steps=6")
     assert len(found["none"]["loss"]) == 6
@@ -53,6 +54,7 @@ def test_b10_loss_curves_with_and_without_recomputation_are_the_same(compare: Co
     assert found["full"]["recomputed_percent"] > 50 and not found["none"]["recomputed_percent"]
 
 
+@pytest.mark.exhaustive
 def test_d2_accumulation_saves_activations_and_leaves_the_loss(compare: Compare) -> None:
     found = compare("seed_d2", ("16 at once", "4 at once"), "train.steps=3")
     whole, parts = found.values()

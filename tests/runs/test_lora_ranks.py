@@ -48,7 +48,7 @@ QLORA = {
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
-REST = {"zero2", "zero3", "qlora_zero0"}
+REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "random_base_again"}
 RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 

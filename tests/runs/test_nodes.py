@@ -57,6 +57,7 @@ def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
     assert states and all(manifest.verify(path) == [] for path in states)
 
 
+@pytest.mark.slow_fault
 def test_the_node_that_holds_the_store_is_named_when_it_is_lost(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
     words = tiny.words(workshop, "lost", *ENDLESS)
@@ -70,6 +71,7 @@ def test_the_node_that_holds_the_store_is_named_when_it_is_lost(tmp_path: Path) 
     assert "Traceback" not in text and "frame #" not in text, text[-4000:]
 
 
+@pytest.mark.slow_fault
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
     words = tiny.words(
         tiny.make_workshop(tmp_path), "alone", "train.deadlines.build_s=3", "train.global_batch_size=6"

@@ -46,7 +46,7 @@ STOPS: dict[str, tuple[list[str], dict[str, Any] | None, int, str]] = {
     "minutes": ([*ZERO2, "train.max_minutes=0.001"], None, 0, "train.max_minutes=0.001"),
 }
 RESUMED = list(STOPS)[:6]
-REST = {"first_evaluation", "last_step"}  # of the runs that go on
+REST = {"all_ranks", "evaluating", "first_evaluation", "last_step"}  # of the runs that go on
 
 
 Stopped = tuple[Path, dict[str, list[dict[str, Any]]], str]

@@ -35,7 +35,7 @@ def ends(run: Supervised, code: int) -> None:
     "signum",
     [
         signal.SIGTERM,
-        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR1, marks=slow),
         pytest.param(signal.SIGINT, marks=slow),
         pytest.param(signal.SIGHUP, marks=slow),
     ],
@@ -84,7 +84,7 @@ def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path) -> None:
         assert said and 0 < float(said[1]) <= psutil.virtual_memory().total / 2**30 + 0.1, run.out
 
 
-@pytest.mark.parametrize("which", ["runner", "node launcher"])
+@pytest.mark.parametrize("which", [pytest.param("runner", marks=slow), "node launcher"])
 def test_a_killed_launcher_ends_the_run(tmp_path: Path, which: str) -> None:
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.ready()
@@ -113,6 +113,7 @@ def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
         assert "1 rank did not end in time: killed" in run.out
 
 
+@slow
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with supervised(tmp_path, *rank(tmp_path, "deaf")) as run:
         run.ready()

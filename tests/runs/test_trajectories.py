@@ -69,11 +69,20 @@ OPTIMIZERS = {
 }
 # Each strategy is among the others in fp32 or in bf16, and each way to accumulate.
 REST = {
+    "zero0",
     "zero1_optimizer",
+    "zero2_micro1",
+    "zero3",
     "zero3_optimizer",
+    "zero3_full_logits",
     "bf16_zero1",
+    "bf16_zero1_optimizer",
+    "bf16_zero2",
     "bf16_zero2_optimizer",
+    "bf16_zero3",
     "bf16_zero3_optimizer_parameters",
+    "packed_zero2",
+    "switched_to_device",
     "one_rank_micro4",
     "lion_zero3",
     "lion_zero2_offload",
@@ -241,7 +250,7 @@ def test_two_ranks_follow_the_plain_loop_of_another_optimizer(
     assert losses == pytest.approx([loss for loss, _ in reference_of(name)], rel=rel)
 
 
-@pytest.mark.parametrize("name", list(PACKED))
+@pytest.mark.parametrize("name", cases(PACKED, REST))
 def test_packed_documents_train_as_documents_alone(
     name: str, two_rank_runs: Path, documents_alone: list[tuple[float, float]]
 ) -> None:
@@ -285,7 +294,7 @@ def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path)
     assert all(rank["parameters"]["sharded"] == 21 for rank in proof["placement_by_rank"])
 
 
-@pytest.mark.parametrize("name", cases(SWITCHED, WITH_CPU_LION))
+@pytest.mark.parametrize("name", cases(SWITCHED, WITH_CPU_LION | REST))
 def test_offload_may_be_switched_at_a_resume(
     name: str,
     two_rank_runs: Path,

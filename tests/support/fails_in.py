@@ -32,7 +32,7 @@ def ask_in_mlp(which: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from remat.config.flags import without_local_rank
+    from remat.config.command_line import without_local_rank
 
     which, *words = without_local_rank(argv)
     if os.environ.get("RANK") == "1":

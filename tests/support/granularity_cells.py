@@ -141,8 +141,8 @@ HARD_MODES = (
     "offload (full)",
 )
 IN_SAMPLE = {  # beside none: each mode where it is not refused
-    "shared K/V": ("full", "uniform"),
-    "shared K/V, keyword tensors": ("discard_output", "selective_ops, matmul"),
+    "shared K/V": ("uniform",),
+    "shared K/V, keyword tensors": ("selective_ops, matmul",),
     "repeated layers, two stacks": ("offload (full)",),
     PACKED: ("full_reentrant", "deepspeed"),
 }
@@ -186,11 +186,11 @@ def chosen(*, whole: bool, each: bool) -> list[tuple[str, str]]:
     """(mode, column) of the cells that run: all 240 take ten minutes, so usually modes in one column.
 
     Columns that have each strategy, full and LoRA take turns; `none`, which the others are held to, runs in each.
-    Without `each` variants of another mode do not run.
+    Without `each` variants of another mode do not run, and the columns are one of ZeRO-2 and one of ZeRO-3.
     """
     if whole:
         return [(mode, column) for column in COLUMNS for mode in MODES]
-    columns = [COLUMNS[index] for index in (0, 3, 5, 6)]
+    columns = [COLUMNS[index] for index in ((0, 3, 5, 6) if each else (3, 6))]
     modes = [mode for mode in MODES if each or mode not in VARIANTS]
     turns = {mode: columns[index % len(columns)] for index, mode in enumerate(modes)}
     return [(mode, column) for column in columns for mode in modes if mode == "none" or turns[mode] == column]

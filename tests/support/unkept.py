@@ -44,7 +44,7 @@ def whole_parameters() -> None:
 
 
 def main(argv: list[str]) -> int:
-    from remat.config.flags import without_local_rank
+    from remat.config.command_line import without_local_rank
 
     which, *words = without_local_rank(argv)
     if os.environ.get("RANK") == "1":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from remat.config import compose, validation
-from remat.training import best
+from remat.training import saves
 from remat.training.run import Progress
 
 
@@ -18,14 +18,14 @@ def judged(
 ) -> tuple[Progress, list[int], int]:
     """Progress after these evaluations, the steps whose model was exported, and the step it was over at (0: never)."""
     exported: list[int] = []
-    monkeypatch.setattr(best, "_export", lambda run, progress: exported.append(progress.step))
+    monkeypatch.setattr(saves, "_export_best", lambda run, progress: exported.append(progress.step))
     cfg = SimpleNamespace(save=SimpleNamespace(best=True), train=SimpleNamespace(early_stopping_evals=patience))
     run: Any = SimpleNamespace(cfg=cfg)
     progress, over = Progress(), 0
     for step, loss in enumerate(losses):
         progress.step = step
-        best.judge(run, progress, {} if loss is None else {"loss/eval": loss})
-        if best.is_over(run, progress) and not over:
+        saves.count_evaluation(run, progress, {} if loss is None else {"loss/eval": loss})
+        if saves.is_over(run, progress) and not over:
             over = step
     return progress, exported, over
 

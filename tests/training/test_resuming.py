@@ -12,7 +12,7 @@ import pytest
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.model import optimizer
-from remat.training import build, changes
+from remat.training import build, same_launch
 from tests.data.test_batches import make_blocks, stream
 
 
@@ -73,7 +73,7 @@ def changed(tmp_path: Path, *words: str, old: Sequence[str] = OLD) -> list[str]:
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text(compose.compose_run(list(old)).yaml)
     state: Any = SimpleNamespace(path=run / "saved" / "step-000030", step=30)
-    return changes.describe(state, compose.compose_run([*old, *words]).run)
+    return same_launch.describe_changes(state, compose.compose_run([*old, *words]).run)
 
 
 def test_a_longer_schedule_is_told_with_the_learning_rates_before_and_after(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_each_change_is_told_once_and_nothing_without_one(tmp_path: Path) -> Non
 
 def test_a_run_without_a_readable_configuration_has_nothing_to_compare(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(path=tmp_path / "run" / "saved" / "step-000030", step=30)
-    assert changes.describe(state, compose.compose_run(list(OLD)).run) == []
+    assert same_launch.describe_changes(state, compose.compose_run(list(OLD)).run) == []
 
 
 def test_a_folder_that_a_launch_left_before_its_first_state_is_started_in_again(tmp_path: Path) -> None:
