@@ -90,6 +90,8 @@ POINTS = [
     _train("mfu", "llama2-7b, LoRA, full", "deepspeed.config=zero2", "checkpointing=full", "peft=lora",
            shape="llama2-7b", micro_batch=4),
     *(_tests(name) for name in ("offload", "policies", "resume", "runs", "tools", "deepspeed_checkpointing")),
+    Point("budget", "budgets beside the policies of peers", "script", ("benchmarks/budget.py", "--rounds", "5"),
+          seconds=300, limit_s=560),
     Point("accuracy", "planner accuracy, the rest", "script",
           (*ACCURACY, "--minutes", "6"), seconds=380, limit_s=560),
     *(_lab(f"seed_{claim}") for claim in ("b8", "b7", "d3", "b10", "b5", "c4", "a5")),

@@ -23,7 +23,13 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     refuse_what_is_lost,
 )
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope, one_run
-from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, LayerForward, Setup, Site
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    KEEP,
+    LayerDecision,
+    LayerForward,
+    Setup,
+    Site,
+)
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.activation_checkpointing.op_tracer import OpTracer
@@ -169,6 +175,7 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
     offload = host.layer(index, counts) if host and decision.offload else None
     site = Site(index, layer, setup, offload)
     mechanism = decision.mechanism.treat(site)
+    runs_once = decision.mechanism in (KEEP, budget.MECHANISM) and host is None
     saved = SavedTensors(
         layer,
         by_reference=setup.zero_stage == 3,
@@ -197,8 +204,13 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         if decision.reentrant:
             refuse_second_call(counts, site.name)
         counts.forwards += 1
-        call, args = Replayable(layer_forward, around).put_state_first(args)
         recorder = applied.recorder
+        if runs_once and recorder is None and args:  # nothing but the table is to be kept up
+            with scope.inside(index), saved.hooks():
+                output = mechanism(layer_forward, *args)
+            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
+            return output
+        call, args = Replayable(layer_forward, around).put_state_first(args)
         if recorder is not None:
             recorder.before(index, layer, call, args)
         with scope.inside(index), saved.hooks():

@@ -85,7 +85,7 @@ def choose(
     recomputed = plan(whole)
     best: tuple[Trial, list[LayerDecision]] | None = None
     if least.needed_bytes <= limit:
-        best = _climb(decisions, least, plan, machine, limit, on_gpu=on_gpu)
+        best = _keep_last(_climb(decisions, least, plan, machine, limit, on_gpu=on_gpu), plan)
     fits = recomputed.needed_bytes <= limit
     if fits and (best is None or recomputed.speed <= best[0].speed):
         return recomputed, whole, "no table is faster than checkpointing=full here, which is taken"
@@ -147,6 +147,23 @@ def _climb(
             high = count
             beyond += found[0].needed_bytes - limit
     return best
+
+
+def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
+    """Let the last layer keep all where that needs no memory, as it often does.
+
+    Its backward is the first: what it makes again lives with all that other layers keep, at the same moment as what it
+    would have kept.
+    """
+    trial, decisions = found
+    last = max(
+        (i for i, decision in enumerate(decisions) if decision.mechanism == budget.MECHANISM), default=None
+    )
+    if last is None:
+        return found
+    tried = [replace(d, mechanism=KEEP, table=None) if i == last else d for i, d in enumerate(decisions)]
+    kept = plan(tried)
+    return (kept, tried) if kept.needed_bytes <= trial.needed_bytes and kept.speed < trial.speed else found
 
 
 def _frontiers(graphs: Mapping[int, Graph], machine: Machine, *, on_gpu: bool) -> dict[int, list[Point]]:

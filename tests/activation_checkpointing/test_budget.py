@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -29,7 +30,7 @@ from remat.activation_checkpointing.mechanisms.tables.graph import (
 )
 from remat.activation_checkpointing.mechanisms.tables.table import Table, choose_kept, compile_table
 from remat.config.options import Attention, CheckpointingConfig, OffloadConfig, Policy
-from remat.model import layers
+from remat.model import adapters, layers
 from tests.support import small_models, watched
 from tests.support.grids import cases
 
@@ -220,6 +221,62 @@ def test_an_argument_edited_after_it_was_kept_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         loss.backward()
     applied.remove()
+
+
+class Scaled(nn.Module):
+    """An activation with a buffer, which it may change."""
+
+    def __init__(self, *, grows: bool) -> None:
+        super().__init__()
+        self.grows = grows
+        self.register_buffer("scale", torch.full((), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = nn.functional.silu(x * self.scale.clone())
+        if self.grows:
+            self.scale.mul_(1.25)
+        return scaled
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_buffer_that_stays_as_it_is_is_read_again(grows: bool) -> None:
+    def build() -> Any:
+        net = small_models.build("llama")
+        net.model.layers[1].mlp.act_fn = Scaled(grows=grows)
+        return net
+
+    kept = watched.run(build(), watched.NONE)
+    found, _ = under(build(), [None] * 3)
+    assert watched.differences(found, kept) == []
+    graph = found.applied.graphs()[1]
+    again = {graph.values[number].name for number in compile_table(graph, choose_kept(graph, Table())).steps}
+    assert ("mlp.act_fn: clone" in again) != grows
+
+
+def test_a_buffer_edited_before_backward_is_an_error() -> None:
+    net = small_models.build("llama")
+    net.model.layers[1].mlp.act_fn = Scaled(grows=False)
+    applied = applied_to(net, None)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    loss = net(input_ids=ids, labels=ids).loss
+    net.model.layers[1].mlp.act_fn.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="layer 1 needs a buffer in backward"):
+        loss.backward()
+    applied.remove()
+
+
+def test_products_with_4_bit_weights_are_made_again() -> None:
+    net = small_models.build("llama", hidden_size=128, num_key_value_heads=2)
+    layers_of_net = layers.decoder_layers(net)
+    adapters.quantise(net, layers_of_net, torch.float32, torch.device("cpu"))
+    net = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).train()
+    kept = watched.run(net, watched.NONE)
+    found, _ = under(net, [None] * 3)
+    assert watched.differences(found, kept) == []
+    assert verification.unmet_expectations(found.applied, found.watch, BUDGET) == []
+    graph = found.applied.graphs()[1]
+    assert "gemm_4bit" in {op.label for op in graph.ops}
+    assert {graph.values[number].kind for number in choose_kept(graph, Table())} == {"arg"}  # its input alone
 
 
 def test_what_it_cannot_do_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms.budget import MECHANISM as TABLES
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision
 from remat.activation_checkpointing.mechanisms.tables.table import Table
@@ -86,6 +87,18 @@ def test_where_no_table_is_faster_full_is_taken_and_said(folder: Path) -> None:
 def middle(folder: Path) -> Planned:
     least, most = (plan(folder, f"checkpointing={name}").plan.peak_bytes for name in ("full", "none"))
     return plan(folder, "checkpointing=budget", gib((least + most) / 2))
+
+
+@pytest.mark.parametrize("needs_bytes", [0, 1])
+def test_the_last_layer_keeps_all_where_that_needs_no_memory(needs_bytes: int) -> None:
+    def plan_of(tried: list[LayerDecision]) -> budget.Trial:
+        return budget.Trial(100 + needs_bytes, 1.0, 0, {}, None)
+
+    before = budget.Trial(100, 2.0, 0, {}, None), policy.decide_layers(BUDGET, 3)
+    trial, decisions = budget._keep_last(before, plan_of)
+    last = TABLES if needs_bytes else KEEP
+    assert [d.mechanism for d in decisions] == [TABLES, TABLES, last]
+    assert trial.seconds == (2.0 if needs_bytes else 1.0)
 
 
 def test_a_table_can_be_written_edited_and_given_back(folder: Path) -> None:

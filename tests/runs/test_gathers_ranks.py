@@ -28,6 +28,7 @@ POLICIES = {
         policy=Policy.selective_modules, recompute_modules=["core_attention"]
     ),
     "discard_output": CheckpointingConfig(policy=Policy.discard_output),
+    "budget": CheckpointingConfig(policy=Policy.budget),  # the fewest bytes
 }
 NO_REUSE = {
     "stage3_param_persistence_threshold": 0,

@@ -36,6 +36,7 @@ from remat.activation_checkpointing.mechanisms.tables.graph import (
     Recorder,
     Ref,
     find_arguments,
+    find_weights,
     maker,
 )
 from remat.activation_checkpointing.mechanisms.tables.table import (
@@ -86,9 +87,14 @@ class LayerRunner:
         return self._run(program, call, args)
 
     @property
+    def gathers(self) -> bool:
+        """Return whether weights are there only while the modules that own them run."""
+        return self.site.setup.zero_stage == 3
+
+    @property
     def weights(self) -> list[Any]:
         if not self._weights:  # now, and not earlier: DeepSpeed partitions them after the policy is in place
-            self._weights = list(self.layer.parameters())
+            self._weights = find_weights(self.layer)
         return self._weights
 
     def _run(self, program: Program, call: Replayable, args: tuple[Any, ...]) -> Any:
@@ -102,15 +108,15 @@ class LayerRunner:
                 raise self._mismatch(f"saves more than the {total} tensors of its table")
             entry, node = entries[number], tensor.grad_fn
             number += 1
-            place = entry.ref.place
-            changed = tensor.dtype is not entry.ref.dtype or tensor.shape != place.size
-            if (changed and not entry.any_size) or (entry.maker is not None and maker(node) != entry.maker):
+            value, dtype, place = entry.ref
+            changed = (tensor.dtype is not dtype or tensor.shape != place.size) and not entry.any_size
+            if changed or (type(node) is not entry.node and not _is_made_by(entry, node)):
                 raise self._mismatch(
                     f"saves {tuple(tensor.shape)} {tensor.dtype} of {maker(node) or 'nothing'!r} as number "
-                    f"{number - 1}, where its table has {place.size} {entry.ref.dtype} of {entry.maker or 'nothing'!r}"
+                    f"{number - 1}, where its table has {place.size} {dtype} of {entry.maker or 'nothing'!r}"
                 )
             if entry.store:
-                frame.put(entry.ref.value, tensor.detach())
+                frame.put(value, tensor.detach())
             if entry.fate is Fate.keep:
                 # An output that is held by its own grad_fn is never freed.
                 return Kept(tensor if node is None else tensor.detach())
@@ -226,7 +232,7 @@ class LayerRunner:
         if not modules:
             return run()
         module, rest = modules[0], partial(self.with_weights, modules[1:], run)
-        if self.site.setup.zero_stage < 3 or self._is_there(module):
+        if not self.gathers or self._is_there(module):
             return rest()
         before, pending = module.__dict__.get("forward"), module.__dict__.get("ds_grads_remaining")
         module.forward = lambda: rest()
@@ -271,7 +277,7 @@ class LayerRunner:
 class Frame:
     """One forward of a layer until its backward is done: what is kept for programs, and who still reads it."""
 
-    __slots__ = ("began", "program", "runner", "uses", "values", "versions")
+    __slots__ = ("began", "constants", "program", "runner", "uses", "values", "versions")
 
     def __init__(
         self, runner: LayerRunner, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,6 +286,9 @@ class Frame:
         self.values: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
         self.uses = dict(program.uses)
+        self.constants = [
+            (runner.weights[place], runner.weights[place]._version) for place in program.constants
+        ]
         for value, (root, *path) in program.arguments.items():
             given: Any = args if root == "args" else kwargs
             for key in path:
@@ -297,22 +306,37 @@ class Frame:
             site.counts.expected += 1
             site.counts.is_reached()
             site.counts.recomputations += 1
-        with (
-            site.setup.scope.inside(site.index, recomputing=True),
-            torch.no_grad(),
-            torch._C._DisableAutocast(),
-        ):
-            self._need(entry.ref.value)
-        tensor = self._view(entry.ref.value, entry.exact, entry.ref.place)
-        self._used(entry.ref.value)
+            if any(tensor._version != version for tensor, version in self.constants):
+                raise RuntimeError(
+                    f"checkpointing=budget: layer {site.index} needs a buffer in backward that was modified by an "
+                    "in-place operation after its forward"
+                )
+        number = entry.ref.value
+        if number in self.values:
+            self._need(number)
+        elif torch.is_grad_enabled():  # as where somebody takes a gradient of a gradient
+            with torch.no_grad():
+                self._make(number)
+        else:
+            self._make(number)
+        tensor = self.values[number] if entry.exact else self._view(entry.ref)
+        self._used(number)
         return tensor
+
+    def _make(self, value: int) -> None:
+        site = self.runner.site
+        with site.setup.scope.inside(site.index, recomputing=True), torch._C._DisableAutocast():
+            self._need(value)
 
     def _need(self, value: int) -> None:
         base = self.values.get(value)
         if base is None:
-            self._prepare(self.program.steps[value])
             step = self.program.steps[value]
-            self.runner.with_weights(self.runner.holders(step), partial(self._finish, step))
+            if step.owners and self.runner.gathers:
+                self._prepare(step)
+                self.runner.with_weights(self.runner.holders(step), partial(self._finish, step))
+            else:
+                self._finish(step)
         elif self.versions.get(value, base._version) != base._version:
             raise RuntimeError(
                 f"checkpointing=budget: layer {self.runner.site.index} needs {self.program.graph.values[value].name!r} "
@@ -321,8 +345,8 @@ class Frame:
 
     def _prepare(self, step: Step) -> None:
         """Make what comes from outside of the module that owns the weights: one is gathered at a time, and once."""
-        for value in step.op.ins:
-            if value in self.values or self.program.graph.values[value].kind == "weight":
+        for value in step.inputs:
+            if value in self.values:
                 continue
             before = self.program.steps.get(value)
             if before is not None and step.owners and self.runner.holders(before) == self.runner.holders(step):
@@ -331,29 +355,38 @@ class Frame:
                 self._need(value)
 
     def _finish(self, step: Step) -> None:
-        inputs = [value for value in step.op.ins if self.program.graph.values[value].kind != "weight"]
-        for value in inputs:
+        for value in step.inputs:
             self._need(value)
         self._execute(step)
-        for value in inputs:
+        for value in step.inputs:
             self._used(value)
 
     def _execute(self, step: Step) -> None:
-        op, values, leaves = step.op, self.program.graph.values, []
-        for place, leaf in enumerate(op.args):
-            if not isinstance(leaf, Ref):
-                leaves.append(leaf)
-            elif values[leaf.value].kind == "weight":
-                leaves.append(_view_of(self.runner.weights[values[leaf.value].where].data, leaf.place))
-            elif place in op.writes:
-                leaves.append(self._copy(leaf, op.writes[place]))
-            else:
-                leaves.append(self._view(leaf.value, place in step.exact, leaf.place))
-        args, kwargs = tree_unflatten(leaves, op.spec)
-        results = tree_leaves(op.func(*args, **kwargs))
+        op, values, leaves = step.op, self.values, step.leaves.copy()
+        for place, value in step.exact:
+            leaves[place] = values[value]
+        for place, ref in step.views:
+            leaves[place] = self._view(ref)
+        for place, index, geometry in step.weights:
+            leaves[place] = _view_of(self.runner.weights[index].data, geometry)
+        for place, ref, becomes in step.writes:
+            leaves[place] = self._copy(ref, becomes)
+        if step.keywords is None:
+            args, kwargs = tree_unflatten(leaves, op.spec)
+            result = op.func(*args, **kwargs)
+        elif step.nested:
+            result = op.func(
+                *(leaves[at] if type(at) is int else [leaves[part] for part in at] for at in step.nested)
+            )
+        elif step.keywords:
+            first = len(leaves) - len(step.keywords)
+            result = op.func(*leaves[:first], **dict(zip(step.keywords, leaves[first:], strict=True)))
+        else:
+            result = op.func(*leaves)
+        results = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         for place, value in op.outs:
             if self.uses.get(value):
-                self.values.setdefault(value, results[place])
+                values.setdefault(value, results[place])
         self.runner.site.counts.takes_effect("operations made again")
 
     def _copy(self, leaf: Ref, becomes: int) -> torch.Tensor:
@@ -364,9 +397,9 @@ class Frame:
             self.values[becomes] = flat.as_strided(*self.program.canon[becomes])
         return flat.as_strided(*self._in_storage(leaf.value, leaf.place, base))
 
-    def _view(self, value: int, exact: bool, place: Geometry) -> torch.Tensor:
-        base = self.values[value]
-        return base if exact else base.as_strided(*self._in_storage(value, place, base))
+    def _view(self, ref: Ref) -> torch.Tensor:
+        base = self.values[ref.value]
+        return base.as_strided(*self._in_storage(ref.value, ref.place, base))
 
     def _in_storage(self, value: int, place: Geometry, base: torch.Tensor) -> Geometry:
         """Return `place` with an offset from the start of the storage; of an argument it counts from the argument."""
@@ -447,7 +480,20 @@ def _unpack(handle: Any) -> torch.Tensor:
     return tensor
 
 
+def _is_made_by(entry: Entry, node: Any) -> bool:
+    """Return whether `node` is of the kind that the table names, and remember its class where that says as much."""
+    if entry.maker is None:
+        return True
+    if maker(node) != entry.maker:
+        return False
+    if node is None or type(node).__name__ == node.name():
+        entry.node = type(node)
+    return True
+
+
 def _view_of(weight: torch.Tensor, place: Geometry) -> torch.Tensor:
+    if weight.shape == place.size and weight.stride() == place.stride:
+        return weight
     return weight.as_strided(place.size, place.stride, int(weight.storage_offset()) + place.offset)
 
 

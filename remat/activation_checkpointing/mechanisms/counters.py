@@ -82,18 +82,27 @@ class Scope:
         """Wrap the recomputation of a part of `layer`."""
         return self.note_later_run(layer) if self.note_later_run else nullcontext()
 
-    @contextmanager
-    def inside(self, layer: int, *, recomputing: bool = False) -> Iterator[None]:
-        before = self.layer, self.recomputing
-        self.layer, self.recomputing = layer, self.recomputing or recomputing
-        try:
-            yield
-        except Exception as error:
-            if not hasattr(error, PLACE):
-                setattr(error, PLACE, (self.layer, self.recomputing))
-            raise
-        finally:
-            self.layer, self.recomputing = before
+    def inside(self, layer: int, *, recomputing: bool = False) -> AbstractContextManager[None]:
+        return _Inside(self, layer, recomputing)
+
+
+class _Inside:
+    """Entered several times for each layer and step: a class, because a generator takes three times as long."""
+
+    __slots__ = ("_before", "_here", "_scope")
+
+    def __init__(self, scope: Scope, layer: int, recomputing: bool) -> None:
+        self._scope = scope
+        self._here = layer, scope.recomputing or recomputing
+
+    def __enter__(self) -> None:
+        self._before = self._scope.layer, self._scope.recomputing
+        self._scope.layer, self._scope.recomputing = self._here
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._scope.layer, self._scope.recomputing = self._before
+        if isinstance(error, Exception) and not hasattr(error, PLACE):
+            setattr(error, PLACE, self._here)
 
 
 @contextmanager

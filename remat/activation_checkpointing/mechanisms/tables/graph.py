@@ -29,6 +29,7 @@ from remat.model.flops import flop_formula
 Tap = tuple[Any, ...]
 VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}  # which one: whether a mode is active
 CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
+FIXED_RESULT = "bitsandbytes::"  # of a library whose operations draw no random numbers
 DATA_SIZED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -50,7 +51,7 @@ class Ref(NamedTuple):
 class Value:
     """One storage in one state. `kind`: op, arg, weight, or outside (neither made in the layer nor given to it).
 
-    `where`: the path of an argument, the place of a weight among the layer's parameters. `free`: it lives anyway.
+    `where`: the path of an argument, the place of a weight among `find_weights`. `free`: it lives anyway.
     `canon`: as the operation returned it. `taps`: where it can be had, and how it is seen there.
     """
 
@@ -112,13 +113,14 @@ class Save:
 
 @dataclass(eq=False)
 class Graph:
-    """`owners`: the module that owns each weight of the layer, by name."""
+    """`owners`: the module that owns each parameter of the layer, by name; other weights are nobody's to gather."""
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
     outputs: set[int] = field(default_factory=set)
+    edited: set[int] = field(default_factory=set)  # weights that the layer writes to: buffers that count
 
     def saved(self) -> list[int]:
         """Return the values that backward needs and that do not live anyway."""
@@ -128,8 +130,14 @@ class Graph:
     def named(self) -> dict[str, int]:
         return {value.name: value.id for value in self.values if value.name}
 
+    def owner(self, weight: int) -> str | None:
+        return self.owners[weight] if weight < len(self.owners) else None
+
     def finish(self) -> None:
         """Name what is alive (dead code, as gathers of weights, takes no part in the count), once saves are known."""
+        for op in self.ops:
+            if not op.fixed and self.edited.intersection(op.ins):
+                op.fixed = "it reads what the layer changes"
         for number, save in enumerate(self.saves):
             if save.dead:
                 self.values[save.ref.value].taps.pop(("save", number), None)
@@ -166,9 +174,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = Graph()
         self.tapped: dict[Tap, torch.Tensor] = {}
-        self._weights = list(layer.parameters())
+        self._weights = find_weights(layer)
         owner = {id(p): name for name, m in layer.named_modules() for p in m.parameters(recurse=False)}
-        self.graph.owners = [owner[id(p)] for p in self._weights]
+        self.graph.owners = [owner[id(p)] for p in layer.parameters()]
         self._now: dict[int, int] = {}  # storage: its value now
         self._alive: list[StorageWeakRef] = []  # keep the addresses of freed storages from being given away
         self._start: dict[int, int] = {}  # of leaves: storage offset of the tensor
@@ -216,11 +224,11 @@ class Recorder(TorchDispatchMode):
         number, graph = len(self.graph.ops), self.graph
         writes = {}
         for place, leaf in enumerate(leaves):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and operators.storage(leaf) in written
-                and self._weight(leaf) is None
-            ):
+            if not isinstance(leaf, torch.Tensor) or operators.storage(leaf) not in written:
+                continue
+            if self._weight(leaf) is not None:
+                graph.edited.add(self._ref(leaf).value)
+            else:
                 graph.values[self._now[operators.storage(leaf)]].overwritten = True
                 writes[place] = self._new(leaf, "op", number).id
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -262,7 +270,7 @@ class Recorder(TorchDispatchMode):
             return "it chooses"
         if operators.FUSED_ATTENTION.fullmatch(name):
             return "" if _without_dropout(op.func, args, kwargs) else "it draws random numbers"
-        unknown = described.random and name not in operators.MATMULS
+        unknown = described.random and name not in operators.MATMULS and not name.startswith(FIXED_RESULT)
         if unknown or not hasattr(op.func, "_schema"):
             return "it draws random numbers, or may"
         values = self.graph.values
@@ -331,6 +339,15 @@ class Recorder(TorchDispatchMode):
             look("out", output)
 
         return enter, leave
+
+
+def find_weights(layer: nn.Module) -> list[torch.Tensor]:
+    """Return what is there without the layer's call: parameters, then buffers and scales of quantised parameters."""
+    parameters = list(layer.parameters())
+    states = [vars(state) for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
+    states += [vars(nested) for state in states if (nested := state.get("state2")) is not None]
+    scales = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
+    return [*parameters, *layer.buffers(), *scales]
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:

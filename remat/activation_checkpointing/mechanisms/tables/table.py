@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.tables.frontier import least
 from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Graph, Op, Ref, Tap
@@ -50,15 +51,28 @@ class Entry:
     store: bool
     weight: int = -1
     any_size: bool = False
+    node: type | None = None  # of that autograd node, once one was seen: quicker to compare than its name
 
 
 @dataclass(eq=False)
 class Step:
-    """One operation that runs again. `exact`: the places of arguments that are values as they are."""
+    """One operation that runs again. Places are those among the leaves of its arguments.
+
+    `leaves`: what is no tensor. `exact`: (place, value) of values as they are. `views`: of others, with geometry.
+    `weights`: the same of weights. `writes`: what the operation edits, and the value that this becomes. `nested`: where
+    arguments are lists: their places, one by one. `keywords`: the names of the last leaves; None: deeper than that.
+    """
 
     op: Op
-    exact: frozenset[int]
     owners: tuple[str, ...]  # modules that own the weights it reads
+    inputs: tuple[int, ...] = ()  # values that are no weights
+    leaves: list[Any] = field(default_factory=list)
+    exact: list[tuple[int, int]] = field(default_factory=list)
+    views: list[tuple[int, Ref]] = field(default_factory=list)
+    weights: list[tuple[int, int, Geometry]] = field(default_factory=list)
+    writes: list[tuple[int, Ref, int]] = field(default_factory=list)
+    nested: list[Any] = field(default_factory=list)
+    keywords: tuple[str, ...] | None = ()
 
 
 @dataclass(eq=False)
@@ -66,7 +80,8 @@ class Program:
     """One graph under one table.
 
     `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of what
-    is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame.
+    is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame. `constants`:
+    buffers and the like that operations read again.
     """
 
     graph: Graph
@@ -77,6 +92,7 @@ class Program:
     arguments: dict[int, Any] = field(default_factory=dict)
     taps: dict[tuple[str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     canon: dict[int, Geometry] = field(default_factory=dict)
+    constants: list[int] = field(default_factory=list)
 
     @property
     def kept_bytes(self) -> int:
@@ -100,7 +116,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
     for number in _operations(graph, kept):
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
-        step = Step(op, frozenset(), tuple(dict.fromkeys(graph.owners[weight] for weight in weights)))
+        owners = dict.fromkeys(owner for weight in weights if (owner := graph.owner(weight)) is not None)
+        step = Step(op, tuple(owners))
         program.steps |= dict.fromkeys(op.made, step)
         program.uses.update(op.ins)
     for save in graph.saves:
@@ -111,7 +128,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
     for number, save in enumerate(graph.saves):
         value = graph.values[save.ref.value]
         stays = save.dead or value.free or value.id in kept
-        fate = Fate.weight if value.kind == "weight" else Fate.keep if stays else Fate.make
+        gathered = value.kind == "weight" and graph.owner(value.where) is not None
+        fate = Fate.weight if gathered else Fate.keep if stays else Fate.make
         program.entries.append(
             Entry(
                 fate, save.ref, save.maker if value.kind in ("op", "weight") else None,
@@ -121,12 +139,35 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
             )
         )  # fmt: skip
     for step in set(program.steps.values()):
-        step.exact = frozenset(
-            place
-            for place, leaf in enumerate(step.op.args)
-            if isinstance(leaf, Ref) and graph.values[leaf.value].kind != "weight" and _is_exact(program, leaf)
-        )
+        _lay_out(program, step)
+    read = {where for step in program.steps.values() for _, where, _ in step.weights}
+    program.constants = sorted(where for where in read if graph.owner(where) is None)
     return program
+
+
+def _lay_out(program: Program, step: Step) -> None:
+    """Sort the arguments of an operation by how they are had, so that a replay need not look."""
+    values, op = program.graph.values, step.op
+    step.inputs = tuple(value for value in op.ins if values[value].kind != "weight")
+    for place, leaf in enumerate(op.args):
+        step.leaves.append(None if isinstance(leaf, Ref) else leaf)
+        if not isinstance(leaf, Ref):
+            continue
+        if values[leaf.value].kind == "weight":
+            step.weights.append((place, values[leaf.value].where, leaf.place))
+        elif place in op.writes:
+            step.writes.append((place, leaf, op.writes[place]))
+        elif _is_exact(program, leaf):
+            step.exact.append((place, leaf.value))
+        else:
+            step.views.append((place, leaf))
+    if op.spec is not None:
+        args, kwargs = tree_unflatten(range(len(op.args)), op.spec)
+        flat = all(isinstance(leaf, int) for leaf in (*args, *kwargs.values()))
+        lists = not kwargs and all(isinstance(part, int) for leaf in args for part in tree_leaves(leaf))
+        lists = lists and all(isinstance(leaf, (int, list)) for leaf in args)
+        step.nested = list(args) if lists and not flat else []
+        step.keywords = tuple(kwargs) if flat or lists else None
 
 
 def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
