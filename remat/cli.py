@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +19,11 @@ from remat.config.redact import redact_text
 from remat.machine.start_up import share_cores, without_garbage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
     from rich.console import Console
 
     from remat.planning.plan import Recordings
     from remat.planning.search import Setting
-    from remat.saving.export import ExportResult
+    from remat.saving.exports.export import ExportResult, Form
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -355,14 +353,16 @@ def export(
     ] = False,
 ) -> None:
     """Write the newest saved state of a run as Hugging Face safetensors. Needs no GPU."""
-    from remat.saving import export as exporting
-    from remat.saving import manifest, merge
+    from remat.saving import manifest
+    from remat.saving.exports import export as exporting
+    from remat.saving.exports import merge
 
     if dtype and dtype not in exporting.DTYPES:
         raise ConfigError(f"--dtype {dtype} is not a precision: choose bf16, fp16 or fp32")
     write = _merge if merged else _export
+    form = exporting.Form(max_shard_size, exporting.DTYPES[dtype] if dtype else None)
     try:
-        result = write(run_dir, out, exporting.DTYPES[dtype] if dtype else None, max_shard_size)
+        result = write(run_dir, out, form)
     except manifest.SaveError as error:
         print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
         raise typer.Exit(70) from error
@@ -383,26 +383,24 @@ def _newest_state(run_dir: Path) -> Path:
     return found.state.path
 
 
-def _export(run_dir: Path, out: Path | None, dtype: torch.dtype | None, max_shard_size: str) -> ExportResult:
-    from remat.saving import export as exporting
-    from remat.saving import hf_files
+def _export(run_dir: Path, out: Path | None, form: Form) -> ExportResult:
+    from remat.saving.exports import export as exporting
+    from remat.saving.exports import hf_files
 
     adapter = (run_dir / exporting.MODEL_FOLDER / hf_files.ADAPTER_CONFIG).is_file()
     return exporting.export_saved_state(
         _newest_state(run_dir),
         run_dir,
         out or run_dir / "export",
-        dtype=dtype,
-        max_shard_size=max_shard_size,
+        replace(form, readme=_readme(run_dir, adapter=adapter)),
         verified=True,
-        readme=_readme(run_dir, adapter=adapter),
     )
 
 
-def _merge(place: Path, out: Path | None, dtype: torch.dtype | None, max_shard_size: str) -> ExportResult:
+def _merge(place: Path, out: Path | None, form: Form) -> ExportResult:
     """Merge the newest state of a run, or the adapters it has exported to `place`."""
     from remat.config import compose
-    from remat.saving import hf_files, merge
+    from remat.saving.exports import hf_files, merge
 
     exported = (place / hf_files.ADAPTER_CONFIG).is_file()
     run_dir = place.absolute().parent if exported else place
@@ -410,17 +408,15 @@ def _merge(place: Path, out: Path | None, dtype: torch.dtype | None, max_shard_s
         place if exported else _newest_state(run_dir),
         run_dir,
         out or run_dir / merge.FOLDER,
+        replace(form, readme=_readme(run_dir, adapter=False)),
         compose.from_command_line([command_line.override("resume", str(run_dir))]).run,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        readme=_readme(run_dir, adapter=False),
     )
 
 
 def _readme(run_dir: Path, *, adapter: bool) -> Callable[[], str] | None:
     """Return what writes the model card; None for a folder without a run's configuration."""
     from remat.config import resumed
-    from remat.release import model_card
+    from remat.report import model_card
 
     if not (run_dir / resumed.FILE).is_file():
         return None
@@ -444,7 +440,7 @@ def sample_command(
 ) -> None:
     """Ask a trained model, through its chat template if it has one; adapters are put on their base."""
     with without_garbage():
-        from remat.release import sample
+        from remat.saving.exports import sample
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
@@ -471,7 +467,7 @@ def push_command(
     message: Annotated[str, typer.Option(help="Of the commit")] = "Upload the model",
 ) -> None:
     """Upload an exported model to the Hugging Face hub. Saved states and secrets are refused."""
-    from remat.release import push
+    from remat.saving.exports import push
 
     print(push.push(folder, repo_id, public=public, message=message))
 

@@ -51,6 +51,7 @@ SHORT = {
 OWN = {"--help", "--version", "--cfg", "--config-dir"}
 WITHOUT_VALUE = {"--info", "--hydra-help", "--resolve", "--run", "--shell-completion"}
 KINDS_OF_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SHELLS = ("install=", "uninstall=", "query=")  # what Hydra's --shell-completion is followed by
 KINDS_OF_CFG = ("job", "hydra", "all")  # what Hydra's own --cfg may be followed by
 
 
@@ -144,6 +145,8 @@ def _take_flag(word: str, words: list[str], args: Arguments, options: Sequence[s
             return
         args.config_dirs.append(Path(folder).expanduser().resolve())
     else:
+        if flag == "--shell-completion" and words and words[-1].startswith(SHELLS):
+            value = words.pop()
         takes_next = not value and words and "=" not in words[-1] and words[-1][:1] != "-"
         if takes_next and (flag not in WITHOUT_VALUE or (flag == "--info" and words[-1] in KINDS_OF_INFO)):
             value = words.pop()
@@ -235,6 +238,16 @@ HYDRA = {  # the beginning of an option of Hydra, and what is typed here; the fi
     "hydra.hydra_logging": "write log_level=debug",
     "hydra": "Hydra only composes the configuration here, and its own settings have no effect: leave it out",
 }
+LISTS = {  # options of which a user names several, and does not mean to sweep over them
+    "data.path",
+    "data.eval_path",
+    "data.train_on_roles",
+    "peft.target_modules",
+    "peft.modules_to_save",
+    "tracking.tags",
+    "checkpointing.recompute_modules",
+    "checkpointing.discard_modules",
+}
 FUNCTIONS = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag)\(.*\)\Z", re.DOTALL)
 
 
@@ -247,13 +260,40 @@ def split_refused(
     user's folders.
     """
     kept, problems = list[str](), list[str]()
-    for word in words:
+    for word in _rejoined(words, problems):
         problem = refusal(word, options, groups, own_groups)
         if problem is None:
             kept.append(word)
         else:
             problems.append(f"{word}: {problem}")
     return kept, problems
+
+
+def _rejoined(words: Sequence[str], problems: list[str]) -> list[str]:
+    """Return the words that the shell did not cut at a space; what it cut is told as the one word that was meant."""
+    kept, left = list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        parts = [word]
+        if left and left[0] == "=" and "=" not in word:
+            parts += [left.pop(0), *left[:1]]
+            left = left[1:]
+        elif left and word.endswith("=") and word.count("=") == 1 and "=" not in left[0]:
+            parts.append(left.pop(0))
+        while _open_brackets("".join(parts)) > 0 and left:
+            parts.append(left.pop(0))
+        if len(parts) == 1:
+            kept.append(word)
+        elif "=" in parts or word.endswith("="):
+            problems.append(f"{' '.join(parts)}: write {''.join(parts)}, without spaces")
+        else:
+            joined = " ".join(parts)
+            problems.append(f"{joined}: the shell cuts this at its spaces: write {shlex.quote(joined)}")
+    return kept
+
+
+def _open_brackets(text: str) -> int:
+    return sum(text.count(opening) for opening in "[{") - sum(text.count(closing) for closing in "]}")
 
 
 def refusal(
@@ -279,6 +319,8 @@ def refusal(
     if key not in options and key not in groups and not _is_free_form(key):
         return None  # composing says that there is none
     listed, function = len(read_values(word)) > 1, FUNCTIONS.match(value)
+    if listed and key in LISTS:
+        return f"a list is written {key}=[{value}]"
     if listed or function:
         sweep = ONE_RUN.format(words=f"{key}={value if listed else 'FIRST,SECOND'}")
         return f"{sweep}. (A list is written [a,b]; text with such marks {quoted(key, value)})"

@@ -8,10 +8,11 @@ code, and serves `train.py` and every `remat` command alike.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import difflib
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -39,6 +40,8 @@ NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of
 RECIPE_DIR = ROOT / "recipes"
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
+NO_CHOICE = ("Available options", "Could not find", "Could not load", "Got None", "must be a string or a list")
+CHOSEN_BY_PLAN = ("train.micro_batch_size",)
 Files = tuple[tuple[str, int, int], ...]
 Value = tuple[str, str, Any, bool]  # the word, its option, the value, and whether it may be a new key
 
@@ -426,6 +429,8 @@ def _opened(override: str) -> str:
     An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
     """
     key, _, value = override.partition("=")
+    if value.startswith("~/"):  # the shell leaves it as it is after a =
+        return command_line.override(key, value)
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
         return f"++data.mix={{{source}: {{{option}: {value}}}}}"
@@ -463,27 +468,78 @@ def _explain_each(overrides: list[str], config_dirs: list[Path], error: Exceptio
 def _explain(override: str, error: Exception) -> str:
     option, _, value = override.lstrip("+~").partition("=")
     if "=" not in override:
-        return f"{override}: not an override; write option=value"
+        return f"{override}: {_explain_word(override)}"
     cause = _first_cause(error)
     if "override_grammar" in cause:
         return f"{option}={value}: this cannot be read; put the value in quotes: {command_line.quoted(option, value)}"
     if "'local/default'" in cause:
         return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
-    if choices and any(
-        text in cause for text in ("Available options", "Could not find", "Could not load", "Got None")
-    ):
-        near = (option == "optim" and hints.suggest_optimizer(value)) or _close(value, choices)
+    if choices and any(text in cause for text in NO_CHOICE):
+        near = hints.suggest_choice(option, value, choices)
         return f"{option}={value}: no such choice{near}; choices: {', '.join(choices)}"
-    if option == "recipe" and "no such option" in cause:
-        return f"recipe={value}: {cause}"
     if option == "recipe":
-        return f"recipe={value}: {cause}; a recipe of your own begins with the line `# @package _global_`"
+        return f"recipe={value}: {_explain_recipe(cause)}"
     unknown = any(f"'{part}'" in cause for part in option.split("."))
     if "Could not override" in cause or ("not in" in cause and unknown):
         return f"{option}={value}: no such option{hints.suggest(option, option_names())}"
-    known = f": a source has {', '.join(item.name for item in fields(MixedSource))}" * ("MixedSource" in cause)
-    return f"{option}={value}: {cause}{known}{hints.suggest_optimizer(value) if option == 'optim.name' else ''}"
+    if known := ", ".join(item.name for item in fields(MixedSource)) * ("MixedSource" in cause):
+        return f"{option}={value}: {cause}: a source has {known}"
+    return f"{option}={value}: {_explain_value(option, value, cause)}"
+
+
+def _explain_word(word: str) -> str:
+    """Return what to type in the place of a word without `=`."""
+    if word.endswith((".yaml", ".yml")):
+        name = Path(word).stem
+        return f"a file of options is a recipe, DIR/recipe/{name}.yaml: write --config-dir DIR recipe={name}"
+    if word.endswith(".json"):
+        return f"not an override; DeepSpeed's configuration is named by deepspeed.config={word}"
+    if any(name.startswith(f"{word}.") for name in option_names()):
+        choice = f"{word}=CHOICE or " * (word in _groups())
+        return f"{word} is a section: write {choice}{word}.OPTION=value; `--help {word}` lists its options"
+    return "not an override; write option=value"
+
+
+def _explain_recipe(cause: str) -> str:
+    """Return what is wrong with a user's own recipe."""
+    if "no such option" in cause:
+        return cause
+    if found := re.search(r"Key '(\w+)' not in '(\w+)'", cause):
+        name, section = found.groups()
+        if section != RunConfig.__name__:
+            option = f"{_section_of(section)}.{name}"
+            return f"{option}: no such option{hints.suggest(option, option_names())}; correct the file"
+        return f"{cause}; a recipe of your own begins with the line `# @package _global_`"
+    return f"{cause}; correct the file"
+
+
+def _section_of(kind: str, schema: Any = RunConfig, prefix: str = "") -> str:
+    """Return the dotted name of the section whose options the dataclass named `kind` holds."""
+    for name, own in get_type_hints(schema).items():
+        if is_dataclass(own):
+            assert isinstance(own, type)
+            inside = f"{prefix}{name}" if own.__name__ == kind else _section_of(kind, own, f"{prefix}{name}.")
+            if inside:
+                return inside
+    return ""
+
+
+def _explain_value(option: str, value: str, cause: str) -> str:
+    """Return what kind of value an option takes, in plain words."""
+    if found := re.search(r"could not be converted to (Integer|Float|Boolean)", cause):
+        kind = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}[found.group(1)]
+        with contextlib.suppress(ValueError, OverflowError):
+            if found.group(1) == "Integer" and (number := float(value)).is_integer():
+                return f"give a whole number, {option}={int(number)}"
+        chosen = "; strategy=auto chooses it by the plan" * (value == "auto" and option in CHOSEN_BY_PLAN)
+        return f"{value or 'nothing'} is not {kind}: give one, or leave the option out for its default{chosen}"
+    if found := re.search(r"Invalid value '.*', expected one of \[(.*)\]", cause, re.DOTALL):
+        return f"{cause}{hints.suggest_value(option, value, found.group(1).split(', '))}"
+    if "is not a ListConfig, list or tuple" in cause:
+        every = "; every linear layer is the default: leave it out" * (option == "peft.target_modules")
+        return f"give a list, {option}=[{value},...]{every}"
+    return cause
 
 
 def _first_cause(error: BaseException) -> str:
@@ -496,11 +552,6 @@ def _first_cause(error: BaseException) -> str:
     return text.replace(
         "See https://hydra.cc/docs/1.2/upgrades/1.0_to_1.1/automatic_schema_matching", ""
     ).strip()
-
-
-def _close(word: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _option_names(schema: Any, prefix: str = "") -> list[str]:

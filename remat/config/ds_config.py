@@ -96,7 +96,10 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
     if name_or_path.endswith(".json"):
         path = Path(name_or_path).expanduser()
         if not path.is_file():
-            raise ConfigError(f"deepspeed.config={name_or_path}: no such file; give a path to a JSON file")
+            raise ConfigError(
+                f"deepspeed.config={name_or_path}: no such file; give a path to a JSON file, or one of "
+                f"{', '.join(sorted(p.stem for p in folder.glob('*.json')))}"
+            )
     else:
         path = folder / f"{name_or_path}.json"
         choices = sorted(p.stem for p in folder.glob("*.json"))
@@ -109,7 +112,8 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: invalid JSON, {error.msg}"
+            f"deepspeed.config={name_or_path}: {path}, line {error.lineno}, column {error.colno}: invalid JSON, "
+            f"{error.msg}; correct the file"
         ) from error
     except (_DoubleKeyError, OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -324,7 +328,9 @@ def stage(merged: Mapping[str, Any]) -> list[str]:
     value = zero.get("stage") if isinstance(zero, dict) else None
     if type(value) is int and value in range(4):
         return []
-    return [f"{ZERO}.stage={_word(value)}: write 0, 1, 2 or 3"]
+    meant = close("stage", list(zero)) if isinstance(zero, dict) and "stage" not in zero else ""
+    slip = f"; {ZERO} has {', '.join(zero)}{meant}" if isinstance(zero, dict) and zero and not value else ""
+    return [f"{ZERO}.stage={_word(value)}: write 0, 1, 2 or 3{slip}"]
 
 
 def unknown_at_top(merged: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Say what to type instead of an option that does not exist: other tools' names for ours, and close spellings.
+"""Say what to type instead of an option, a choice or a value that does not exist: other tools' words, close spellings.
 
 Standard library only.
 """
@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 SLIP, SAME_SECTION, ANY_SECTION = 0.8, 0.66, 0.8  # how alike two names must be, of 1, to be taken for one
@@ -85,6 +86,8 @@ checkpointing=full (or another policy)
     gradient_checkpointing activation_checkpointing recompute use_gradient_checkpointing
     enable_gradient_checkpointing enable_activation_checkpointing gradient_checkpointing_kwargs
     recompute_granularity
+checkpointing=offload
+    enable_activation_offloading activation_offloading activation_cpu_offload offload_activations
 peft=lora peft.r
     lora_r lora_rank lora_dim rank
 peft=lora peft.alpha
@@ -92,7 +95,9 @@ peft=lora peft.alpha
 peft=lora peft.dropout
     lora_dropout
 peft=lora peft.target_modules
-    lora_target_modules lora_target lora_modules
+    lora_target_modules lora_target lora_modules lora_attn_modules target_layers
+peft=lora, beside every linear layer unless peft.target_modules names some
+    lora_target_linear apply_lora_to_mlp lora_mlp lora_query lora_key lora_value
 peft.rslora=true
     use_rslora rslora
 peft.dora=true
@@ -106,7 +111,15 @@ peft=lora
 peft=qlora
     load_in_4bit load_in_8bit quantization_bit use_qlora qlora bnb_4bit_quant_type quantization
 data.packing
-    packing sample_packing pack neat_packing multipack pack_sequences use_packing
+    packing sample_packing pack neat_packing multipack pack_sequences use_packing packed packing_strategy
+    pad_to_sequence_len pad_to_max_length padding
+data.train_on_roles=[assistant] (or all)
+    train_on_inputs train_on_prompt train_on_input train_on_source completion_only_loss assistant_only_loss
+    roles_to_train mask_history mask_prompt
+data.processes
+    dataset_num_proc num_proc preprocessing_num_workers dataset_processes preprocessing_workers
+train.deadlines
+    ddp_timeout nccl_timeout timeout
 data.path
     dataset train_file dataset_name datasets data_path train_data dataset_path data_files dataset_dir
     data_dir dataset_name_or_path training_data train_dataset dataset_id data.name data.file data.files
@@ -120,8 +133,8 @@ data.text_field
 data.cache_dir
     dataset_prepared_path preprocessed_path
 deepspeed.config=zero2, zero3 or another of ds_configs/
-    zero_stage deepspeed_config ds_config zero deepspeed_config_file stage zero_optimization_stage fsdp
-    sharding_strategy
+    zero_stage deepspeed_config ds_config zero deepspeed_config_file zero_optimization_stage fsdp
+    sharding_strategy fsdp_config fsdp_sharding_strategy deepspeed_plugin hf_deepspeed_config
 deepspeed.config=zero3_offload (or another of ds_configs/)
     offload_optimizer offload_params cpu_offload offload_param offload_model optimizer_offload
 output_dir
@@ -145,7 +158,7 @@ save.merge
 train.early_stopping_evals
     early_stopping_patience early_stopping patience early_stop_patience
 tracking=wandb_online, wandb_offline or wandb_disabled
-    report_to wandb use_wandb logger wandb_mode tracker log_with
+    report_to wandb use_wandb logger wandb_mode tracker log_with metric_logger loggers trackers
 tracking.tensorboard
     tensorboard use_tensorboard tensorboard_dir tb log_tensorboard
 tracking.project
@@ -168,6 +181,53 @@ def _read_table(table: str) -> dict[str, str]:
 
 
 MEANING = _read_table(_TABLE)
+WITHOUT = _read_table("""\
+a launch always trains, and evaluates as train.eval_every says: leave it out
+    do_train do_eval do_predict prediction_loss_only
+a run has a folder of its own, output_dir/NAME/RUN_ID, and none is overwritten: leave it out
+    overwrite_output_dir overwrite_cache overwrite_output
+the tokenizer's own chat template is used: leave it out, or name another with data.chat_template=FILE_OR_FOLDER
+    template conversation_template prompt_template chat_template_path prompt_style
+there is no torch.compile here: leave it out
+    compile torch_compile use_compile torch_compile_backend torch_compile_mode
+a run is as long as train.steps or train.epochs says: leave it out
+    max_steps_per_epoch steps_per_epoch max_train_samples max_samples limit_train_batches
+batches are prepared while the step before runs: leave it out
+    dataloader_num_workers num_workers dataloader_pin_memory dataloader_prefetch_factor pin_memory
+    dataloader_drop_last dataloader_persistent_workers
+rows are packed (data.packing), or batched by length without packing: leave it out
+    group_by_length length_column_name length_grouped_sampler
+only the fields that the format needs are read: leave it out
+    remove_unused_columns label_names
+ranks share the work by ZeRO (deepspeed.config): leave it out
+    ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers strategy_ddp
+records go to the folder of the run: set output_dir=FOLDER, or tracking.tensorboard=true
+    logging_dir log_dir logging_first_step tensorboard_log_dir
+upload after training: `remat push RUN_DIR/export OWNER/NAME`
+    push_to_hub hub_model_id hub_strategy hub_private_repo push_to_hub_model_id
+an evaluation keeps no logits: leave it out
+    eval_accumulation_steps include_inputs_for_metrics batch_eval_metrics
+train.loss=chunked, the default, never holds all logits: leave it out
+    use_liger_kernel liger_kernel enable_liger_kernel liger liger_fused_linear_cross_entropy use_liger
+set torch's own switch in a script of yours: leave it out
+    tf32 float32_matmul_precision allow_tf32
+the plan finds the largest micro-batch: recipe=finetune, lora or qlora, whose strategy=auto chooses it
+    auto_find_batch_size auto_micro_batch auto_batch_size
+special tokens are the tokenizer's: change them in its folder and name it with model.tokenizer=FOLDER
+    special_tokens pad_token eos_token bos_token unk_token added_tokens resize_vocab tokens
+a run trains on next tokens, of texts or of chats: there is no other stage. ZeRO's is chosen by deepspeed.config=zero3
+    stage rl training_type task rlhf dpo trainer_type
+the folder's own files are read, fast tokenizers alone: leave it out
+    use_fast_tokenizer use_fast tokenizer_type model_type is_llama_derived_model
+one version of a model is had as a folder: `hf download NAME --revision REVISION`, then model.path=FOLDER
+    revision model_revision
+a run that resumes goes on where it was, data position included: leave it out
+    ignore_data_skip save_only_model save_on_each_node restore_callback_states_from_checkpoint
+there are no experiments of a group: a recipe holds all that a run is, recipe=NAME
+    experiment experiments exp
+your own defaults are in conf/local/default.yaml, or DIR/local/default.yaml with --config-dir DIR: leave it out
+    local
+""")  # what is said of names that have no counterpart, and below it those names
 OPTIMIZERS = _read_table("""\
 adamw
     adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adam fusedadam torch_adam cpuadam
@@ -193,7 +253,13 @@ def suggest_optimizer(name: str) -> str:
 
 
 def suggest(option: str, known: Sequence[str]) -> str:
-    """Return ` (did you mean ...?)` for an option that is not among the `known` ones; empty without a good guess."""
+    """Return ` (did you mean ...?)` for an option that is not among the `known` ones, or `: why there is none`.
+
+    Empty without a good guess.
+    """
+    parts = option.lstrip("+~-").replace("-", "_").lower().split(".")
+    if answer := WITHOUT.get(parts[-1]) or WITHOUT.get(parts[0]):
+        return f": {answer}"
     meant = find(option, known)
     return f" (did you mean {meant}?)" if meant else ""
 
@@ -218,11 +284,19 @@ def find(option: str, known: Sequence[str]) -> str:
     if section in sections and (near := _nearest(leaf, own, SAME_SECTION)):
         return near
     if leaf in EVERYDAY:
-        return ""
+        return _of_section(section, sections)
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     if same:
         return max(same, key=lambda name: difflib.SequenceMatcher(None, name, plain).ratio())
-    return _nearest(leaf, known, ANY_SECTION)
+    return _nearest(leaf, known, ANY_SECTION) or _of_section(section, sections)
+
+
+def _of_section(section: str, ours: set[str]) -> str:
+    """Return what another tool's section is here: tokenizer.path, bf16.enabled, metric_logger._component_."""
+    name = section.rpartition(".")[2]
+    if not name or section.partition(".")[0] in ours or name in EVERYDAY:
+        return ""
+    return f"train.precision={name}" if name in SWITCHES else MEANING.get(name, "")
 
 
 def _with_known_section(option: str, known: Sequence[str], sections: set[str]) -> str:
@@ -250,3 +324,136 @@ def _nearest(leaf: str, names: Sequence[str], least: float) -> str:
         by_leaf.setdefault(name.rpartition(".")[2], name)
     near = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=least)
     return by_leaf[near[0]] if near else ""
+
+
+ON, OFF = {"true", "yes", "on", "1"}, {"false", "no", "off", "0", "none", "null", "disabled", "never"}
+SWITCHED = {  # what a switch in the place of a choice means: on, off
+    "checkpointing": ("checkpointing=full", "checkpointing=none"),
+    "peft": ("peft=lora", "peft=none"),
+    "profile": ("profile=summary", "profile=none"),
+    "save": ("save.every=STEPS", "save.every=0 save.at_end=false"),
+    "tracking": ("tracking=wandb_online", "tracking=wandb_disabled"),
+}
+CHOICES = {  # group -> another tool's choice -> ours
+    "checkpointing": {"selective": "checkpointing=selective_ops", "unsloth": "checkpointing=offload"},
+    "data": {
+        "json": "data=files",
+        "csv": "data=files",
+        "local": "data=files",
+        "openai": "data=chat",
+        "messages": "data=chat",
+        "conversations": "data=sharegpt",
+        "huggingface": "data=hub",
+    },
+    "hardware": {
+        "cpu": "hardware=this_machine",
+        "auto": "hardware=this_machine",
+        "local": "hardware=this_machine",
+    },
+    "peft": {
+        "dora": "peft=lora peft.dora=true",
+        "rslora": "peft=lora peft.rslora=true",
+        "qdora": "peft=qlora",
+        "full": "peft=none",
+        "freeze": "peft=lora",
+    },
+    "profile": {"torch": "profile=trace", "nsys": "profile=trace"},
+    "tracking": {
+        "wandb": "tracking=wandb_online",
+        "online": "tracking=wandb_online",
+        "offline": "tracking=wandb_offline",
+        "tensorboard": "tracking.tensorboard=true",
+    },
+}
+VALUES = {  # option -> another tool's value -> ours
+    "train.precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "16": "fp16",
+        "16-mixed": "fp16",
+        "bf16-mixed": "bf16",
+        "float32": "fp32",
+        "float": "fp32",
+        "32": "fp32",
+        "no": "fp32",
+        "true": "bf16",
+    },
+    "data.format": {
+        "openai": "chat",
+        "messages": "chat",
+        "chatml": "chat",
+        "chat_template": "chat",
+        "conversations": "sharegpt",
+        "completion": "plain",
+        "text": "plain",
+        "pretrain": "plain",
+        "instruction": "alpaca",
+    },
+    "data.packing": {"true": "documents", "false": "none"},
+    "model.attention": {
+        "flash": "flash_attention_2",
+        "flash_attention": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flash_attn_2": "flash_attention_2",
+        "fa2": "flash_attention_2",
+    },
+    "optim.schedule": {
+        "cosine_with_restarts": "cosine",
+        "cosine_with_min_lr": "cosine",
+        "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd",
+    },
+    "resume": dict.fromkeys([*ON, "latest", "last", "newest"], "auto"),
+}
+OWN_PATH = {"model": "model=hf model.path={value}", "data": "data=files data.path={value}"}
+
+
+def suggest_choice(group: str, value: str, choices: Sequence[str]) -> str:
+    """Return ` (did you mean ...?)` for a `value` that is no choice of `group`; empty without a good guess."""
+    plain = value.lower().strip("'\"")
+    own = plain.removesuffix(".yaml")
+    own = (own.rpartition("/")[2] if own != plain else own).replace("-", "_")
+    exact = [choice for choice in choices if own in (choice, choice.replace("-", "_"))]
+    if group == "optim" and (optimizer := suggest_optimizer(value)):
+        return optimizer
+    if meant := CHOICES.get(group, {}).get(plain) or _switched(group, plain):
+        return _ask(meant)
+    if exact:
+        return _ask(exact[0])
+    if group == "hardware":
+        return _machine(plain, choices)
+    if group in OWN_PATH and ("/" in value or group == "model" or "." in value):
+        near = difflib.get_close_matches(plain, choices, n=1, cutoff=0.8)
+        also = f", or {group}={near[0]}" if near else ""
+        return _ask(OWN_PATH[group].format(value=value) + also)
+    near = difflib.get_close_matches(plain, choices, n=1)
+    return _ask(near[0]) if near else ""
+
+
+def suggest_value(option: str, value: str, expected: Sequence[str]) -> str:
+    """The same for a `value` that is none of those that `option` takes."""
+    if option == "optim.name":
+        return suggest_optimizer(value)
+    meant = VALUES.get(option, {}).get(value.lower())
+    near = [meant] if meant else difflib.get_close_matches(value.lower(), expected, n=1)
+    return _ask(near[0]) if near else ""
+
+
+def _switched(group: str, value: str) -> str:
+    on, off = SWITCHED.get(group, ("", ""))
+    return on if value in ON else off if value in OFF else ""
+
+
+def _machine(value: str, choices: Sequence[str]) -> str:
+    """The machines with the card that `value` names, as many of them as it says if it does: rtx4090, 8xA100, h100."""
+    counted = re.match(r"(\d+)\s*[x*]\s*", value)
+    named = value[counted.end() :] if counted else value
+    card = re.sub(r"nvidia|geforce|rtx|tesla|gb\b|[^a-z0-9]", "", named)
+    with_card = [name for name in choices if card and name.partition("x")[2].replace("-", "").startswith(card)]
+    as_many = [name for name in with_card if counted and name.startswith(f"{counted.group(1)}x")]
+    return _ask(" or ".join((as_many or with_card)[:4])) if with_card else ""
+
+
+def _ask(meant: str) -> str:
+    return f" (did you mean {meant}?)"

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from remat.config.options import DataSource, ModelConfig, ModelInit, RunConfig
+from remat.config.options import NOT_FOLDERS, DataSource, ModelConfig, ModelInit, RunConfig
 
 LONGEST_HEADER_BYTES = 100_000_000  # as safetensors itself refuses
 LFS_POINTER = b"version https://git-lfs"
@@ -25,6 +25,9 @@ def model_problems(model: ModelConfig) -> list[str]:
     if not model.path or (model.init is ModelInit.random and model.architecture):
         return []
     option, place = f"model.path={model.path}", Path(model.path)
+    if "://" in model.path:
+        name = "/".join(model.path.partition("://")[2].split("/")[1:3])
+        return [f"{option}: addresses are not read; write the hub name, model.path={name}, or a folder"]
     if model.path.startswith("~") and (full := Path(os.path.expanduser(model.path))).exists():  # noqa: PTH111 - never raises
         return [f"{option}: write the path in full, model.path={full}"]
     if place.is_file():
@@ -36,9 +39,39 @@ def model_problems(model: ModelConfig) -> list[str]:
             else []
         )
     if not (place / "config.json").is_file():
-        inside = ", ".join(sorted(file.name for file in place.iterdir())[:8]) or "nothing"
-        return [f"{option} has no config.json (it holds {inside}): give the folder of a Hugging Face model"]
-    return _pointer(place / "config.json", option)
+        return [f"{option} {_no_model(place)}"]
+    return _pointer(place / "config.json", option) or _no_json(place / "config.json", option)
+
+
+def resume_problems(resume: str) -> list[str]:
+    """Return what is wrong with resume=FOLDER: nothing is there."""
+    if resume in NOT_FOLDERS or not resume or Path(os.path.expanduser(resume)).exists():  # noqa: PTH111 - never raises
+        return []
+    newest = ""
+    if resume.lower() in ("true", "latest", "last", "newest", "yes", "1"):
+        newest = " (did you mean resume=auto, the newest run of the recipe?)"
+    return [
+        f"resume={resume}: no such folder{newest}; give the folder of a run, outputs/RECIPE/RUN_ID, or auto"
+    ]
+
+
+def _no_model(folder: Path) -> str:
+    """Return what a folder without config.json holds, and what to give instead."""
+    names = sorted(file.name for file in folder.iterdir())
+    held = f"has no config.json (it holds {', '.join(names[:8]) or 'nothing'})"
+    if "adapter_config.json" in names:
+        return f"{held}: these are adapters; give their base, or merge them into it with `remat export --merge`"
+    if any(name.endswith(".gguf") for name in names):
+        return f"{held}: GGUF is not trained; give the folder of the model it was made of, with safetensors"
+    return f"{held}: give the folder of a Hugging Face model"
+
+
+def _no_json(file: Path, option: str) -> list[str]:
+    try:
+        json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"{option}: {file.name} is not JSON ({error}): copy or download it again"]
+    return []
 
 
 def weight_problems(model: ModelConfig) -> list[str]:
@@ -48,6 +81,8 @@ def weight_problems(model: ModelConfig) -> list[str]:
     folder, option = Path(model.path), f"model.path={model.path}"
     found: list[str] = []
     try:
+        if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+            found += _no_weights(folder, option, pickles=model.allow_pickle)
         for file in _weight_files(folder, option, found):
             found += _pointer(file, option) or _unsound(file, option)
         for name in ("tokenizer.json", "tokenizer.model"):
@@ -61,7 +96,12 @@ def weight_problems(model: ModelConfig) -> list[str]:
 def data_problems(cfg: RunConfig) -> list[str]:
     """Return which of data.path and data.eval_path, also those of data.mix, name nothing on this disk."""
     return [
-        f"{section}.{option}={path} does not exist: name a file, a folder or a glob"
+        f"{section}.{option}={path} "
+        + (
+            "is an address: download it and name the file"
+            if "://" in str(path)
+            else "does not exist: name a file, a folder or a glob"
+        )
         for name, data in cfg.data.sources().items()
         if data.source is DataSource.files
         for section in ["data" if not name else f"data.mix.{name}"]
@@ -106,7 +146,7 @@ def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Pa
         yield folder / SINGLE
         return
     if not (folder / INDEX).is_file():
-        return  # another format, or none: transformers says which files it looked for
+        return
     if pointer := _pointer(folder / INDEX, option):
         problems += pointer
         return
@@ -120,6 +160,24 @@ def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Pa
             yield folder / name
         else:
             problems.append(f"{option}: {name} is missing, which {INDEX} names: copy or download it")
+
+
+def _no_weights(folder: Path, option: str, *, pickles: bool) -> list[str]:
+    """Return what is wrong with a folder that has neither model.safetensors nor its index."""
+    if list(folder.glob("*.bin")):
+        return (
+            []
+            if pickles
+            else [
+                f"{option} has weights in .bin files alone, which can run code: give a folder with {SINGLE}, or set "
+                "model.allow_pickle=true if you trust them"
+            ]
+        )
+    names = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    return [
+        f"{option} has no weights, {SINGLE} or {INDEX} (it holds {names}): copy or download them, or set "
+        "model.init=random"
+    ]
 
 
 def _pointer(file: Path, option: str) -> list[str]:

@@ -74,8 +74,9 @@ def check_plan(cfg: RunConfig) -> None:
 def check_launch(cfg: RunConfig) -> None:
     """What a plan can do without, but a run cannot. Raises ConfigError."""
     found = [
+        *paths.resume_problems(cfg.resume),
         *paths.model_problems(cfg.model),
-        *(paths.weight_problems(cfg.model) if _reads_weights(cfg) else []),
+        *(paths.weight_problems(cfg.model) if reads_weights(cfg) else []),
         *paths.data_problems(cfg),
         *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
     ]
@@ -102,7 +103,7 @@ def check_launch(cfg: RunConfig) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _reads_weights(cfg: RunConfig) -> bool:
+def reads_weights(cfg: RunConfig) -> bool:
     """Whether the model's files are read: a saved state has all weights but frozen ones."""
     return cfg.resume in ("none", "auto_or_start") or cfg.peft.method is not PeftMethod.none
 
@@ -121,9 +122,10 @@ def check_environment(env: Mapping[str, str]) -> None:
 def _at_least(low: float, **options: float) -> list[str]:
     """Options are passed as group__name; a double underscore stands for the dot."""
     return [
-        f"{name.replace('__', '.')}={value:g} is too small: give at least {low:g}"
+        f"{name.replace('__', '.')}={value:g} is {'too small' if math.isfinite(value) else 'no size'}: give at least "
+        f"{low:g}"
         for name, value in options.items()
-        if value < low
+        if value < low or not math.isfinite(value)
     ]
 
 
@@ -179,7 +181,7 @@ def stop_problems(train: TrainConfig) -> list[str]:
     """Return what is wrong with `stop_at` once the steps are known; with train.epochs only the data tells them."""
     if train.stop_at < 0:
         return [f"train.stop_at={train.stop_at} must be at least 0"]
-    if train.steps is not None and train.stop_at > train.steps:
+    if train.steps is not None and train.stop_at > max(train.steps, 0):
         return [f"train.stop_at={train.stop_at} must lie between 0 and train.steps={train.steps}"]
     return []
 
@@ -424,13 +426,13 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         "train.stop_at": cfg.train.stop_at > 0,
         "train.max_minutes": cfg.train.max_minutes > 0,
     }
-    found = [
-        f"{option} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
-        "state or an export; set save.every=0 save.at_end=false save.export=false save.rehearse=false train.stop_at=0 "
-        "train.max_minutes=0 (and save.best=false)"
-        for option, wanted in saving.items()
-        if wanted
-    ]
+    found = []
+    if wanted := ", ".join(option for option, asked in saving.items() if asked):
+        found.append(
+            f"{wanted} with train.tensor_parallel_size={size}: the shares of the ranks are not gathered into a saved "
+            "state or an export; set save.every=0 save.at_end=false save.export=false save.rehearse=false "
+            "train.stop_at=0 train.max_minutes=0 (and save.best=false)"
+        )
     if cfg.resume != "none":
         found.append(f"resume={cfg.resume} with train.tensor_parallel_size={size}: such runs are not saved")
     if cfg.peft.method is not PeftMethod.none:

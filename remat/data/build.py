@@ -70,6 +70,10 @@ SURE = 0.8  # of what they let expect on the disk: the others may be shorter
 HALVES = ("train", "held_out")
 
 
+class NoRoom(ConfigError):
+    """The disk has no room for the cache: the machine is not able, whatever the options say."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A cache to be written. With `held_out` None, `cfg.eval_fraction` of `corpus` is held out, if not 0.
@@ -145,7 +149,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     """Write both halves and report.json into `folder` and sync them. Memory use does not grow with the data.
 
     Much data is encoded by several processes, and what they have done stays in `shards` for another try. Raises
-    ConfigError when the data has changed since the plan's key was computed, or when the disk has no room.
+    ConfigError when the data has changed since the plan's key was computed, NoRoom when the disk has no room.
     """
     started = time.perf_counter()
     blocks_bytes, shards_bytes = _estimate(plan)
@@ -234,10 +238,10 @@ def _estimate(plan: Plan) -> tuple[float, float]:
 
 
 def _check_room(plan: Plan, folder: Path, needed: float) -> None:
-    """Raise ConfigError when the disk of `folder` has far too little room."""
+    """Raise NoRoom when the disk of `folder` has far too little room."""
     free = shutil.disk_usage(folder).free
     if SURE * needed > free:
-        raise ConfigError(
+        raise NoRoom(
             f"data.cache_dir={plan.cfg.cache_dir} has {format_size(free)} free, and the blocks of "
             f"data.path={redact(plan.cfg.path)} need about {format_size(needed)} while they are written: free some, or "
             "name a cache folder on a disk with more room"
@@ -491,7 +495,8 @@ def _check_synthetic(cfg: DataConfig) -> None:
 def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
     both = sorted(corpus.files & held_out.files)
     if both or (not corpus.files and corpus.identity() == held_out.identity()):
-        what = f"{both[0]} and {len(both) - 1} more files are" if both else f"{cfg.eval_path} is"
+        more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
+        what = f"{both[0]}{more}" if both else f"{cfg.eval_path} is"
         raise ConfigError(
             f"{what} in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on "
             "training data. Keep them apart, or leave data.eval_path empty and set data.eval_fraction"

@@ -9,6 +9,7 @@ lock: then both use what the first one has built.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -28,15 +29,18 @@ from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, D
 from remat.config.redact import redact_text
 from remat.config.validation import of_source
 from remat.data.blocks import Blocks
-from remat.data.build import Plan, make_plan, write_blocks
+from remat.data.build import NoRoom, Plan, make_plan, write_blocks
 from remat.data.files import Hashes
 from remat.data.mixture import Mixture, mixed_report
 from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
 from remat.data.streaming import open_stream
 from remat.machine import distributed
-from remat.machine.owner_lock import OwnerLock, current_process, labelled
+from remat.machine.owner_lock import OwnerLock, current_process, holder_of, labelled
 
 LOOK_AGAIN_S = 0.5
+SHARDS = ".shards"  # after the key of a cache: what is done of it, until it is complete
+OLD_SHARDS_S = 7 * 24 * 3600.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +87,7 @@ def open_blocks(
     rank while any rank makes progress. The seed chooses what is held out (and the tokens of `synthetic`); it does not
     shuffle. `report` is the cache's `report.json` with its folder added. Raises ConfigError on every rank for data
     that cannot be used, rows that are refused as too long, a cache that cannot be written, and nodes with other data
-    than rank 0's. Collective.
+    than rank 0's, NoRoom on rank 0 (elsewhere ConfigError) where the disk has no room. Collective.
     """
     options: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
     options |= {"show_progress": show_progress, "on_progress": on_progress}
@@ -123,7 +127,8 @@ def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
         try:
             found[name] = _open_source(source, **options)
         except ConfigError as error:
-            raise ConfigError(of_source(name, f"data.mix.{name}: {error}")) from error
+            kind = NoRoom if isinstance(error, NoRoom) else ConfigError
+            raise kind(of_source(name, f"data.mix.{name}: {error}")) from error
     weights = {name: given.weight for name, given in cfg.mix.items()}
     try:
         train = Mixture({name: splits.train for name, splits in found.items()}, weights)
@@ -160,7 +165,8 @@ def _open_source(
             if not _is_there(folder):
                 _build_once(folder, plan, show_progress)
         except OSError as error:
-            raise ConfigError(
+            kind = NoRoom if error.errno in FULL else ConfigError
+            raise kind(
                 f"data.cache_dir={cfg.cache_dir} could not be filled from data.path={cfg.path}: {error}\n"
                 "Make the data readable, and name a cache folder on a disk that is writable and has room"
             ) from error
@@ -297,11 +303,13 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
     try:
         latest = _read(failure)
         if latest and latest != earlier:  # written while this process waited
-            raise ConfigError(json.loads(latest)["error"])
+            told = json.loads(latest)
+            raise (NoRoom if told.get("no_room") else ConfigError)(told["error"])
         _remove_dead(folder)
+        _remove_old_shards(folder)
         temporary = folder.with_name(f"{folder.name}.tmp-{current_process().label()}-{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
-        shards = folder.with_name(f"{folder.name}.shards")
+        shards = folder.with_name(f"{folder.name}{SHARDS}")
         try:
             write_blocks(plan, temporary, shards, show_progress=show_progress)
             _publish(temporary, folder)
@@ -309,7 +317,8 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
         except ConfigError as error:
             shutil.rmtree(shards, ignore_errors=True)  # the data will be other data
             # The random id tells this failure from the same one in an earlier run.
-            failure.write_text(json.dumps({"id": uuid.uuid4().hex, "error": redact_text(str(error))}))
+            told = {"id": uuid.uuid4().hex, "error": redact_text(str(error))}
+            failure.write_text(json.dumps(told | {"no_room": isinstance(error, NoRoom)}))
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -355,6 +364,17 @@ def _remove_dead(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
         else:
             log.warning("%s is another builder's: delete it if that is gone", left)
+
+
+def _remove_old_shards(folder: Path) -> None:
+    """Remove what builds of other data left that were killed and not begun again for OLD_SHARDS_S."""
+    for left in folder.parent.glob(f"*{SHARDS}"):
+        lock = left.with_name(f"{left.name.removesuffix(SHARDS)}.lock")
+        with contextlib.suppress(OSError):  # another launch removes it
+            old = time.time() - left.stat().st_mtime > OLD_SHARDS_S
+            if old and left.name.removesuffix(SHARDS) != folder.name and holder_of(lock) is None:
+                log.info("removing %s, which a build that was killed left", left)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_there(folder: Path) -> bool:

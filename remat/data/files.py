@@ -90,6 +90,8 @@ def recognise(path: Path, asked: FileType, option: str) -> Kind:
     for start, remedy in REFUSED.items():
         if head.startswith(start):
             raise ConfigError(f"{option}: {path} is {remedy}")
+    if head[257:262] == b"ustar":
+        raise ConfigError(f"{option}: {path} is a tar archive: unpack it")
     tables = [file_type for start, file_type in TABLES.items() if head.startswith(start)]
     if tables and compression:
         raise ConfigError(f"{option}: {path} is a {tables[0]} file in {compression}: decompress it first")

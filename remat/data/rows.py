@@ -8,6 +8,7 @@ The format of a file is told by the fields of its first rows.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -360,6 +361,12 @@ def _with_system(messages: Any, system: str) -> Any:
 
 
 FIRST_ROWS = 20  # looked at; the format is that of the first usable one
+OFTEN = {  # what others call the fields of a format
+    "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "user", "source"),
+    "completion": ("completion", "answer", "response", "output", "solution", "chosen", "assistant", "target"),
+    "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
+    "text": ("content", "body", "document", "article", "raw_content"),
+}
 MOST_FIELDS, IN_HEADER = 30, 8  # listed in an error, and in the line that says what was found
 
 
@@ -417,27 +424,42 @@ def _no_rows(rows: list[tuple[str, Any]], option: str, path: Any) -> str:
 
 def _nothing_fits(origin: str, row: dict[str, Any], cfg: DataConfig, option: str, path: Any) -> str:
     fitting = [each for each in _in_order(cfg) if fits(row, each, cfg)]
-    asked = "no known format" if cfg.format is DataFormat.auto else f"not data.format={cfg.format}"
+    asked = "of no known format" if cfg.format is DataFormat.auto else f"not of data.format={cfg.format}"
     needs = [f"  data.format={each} needs {_needs(each, cfg)}" for each in REQUIRED]
     there = ", ".join(_fields(row, MOST_FIELDS))
     theirs = ", ".join(f"{ours} is {name}" for ours, name in cfg.columns.items())
     if option == "data.eval_path":  # `cfg.format` is what the training data was found to be
         remedy = f"Held-out data is read as data.path is: give rows of data.format={cfg.format}"
     else:
-        remedy = _remedy(fitting)
+        remedy = _remedy(fitting, row)
     return (
-        f"{option}={path}: the rows are of {asked}. {origin} has the fields {there or '(none)'}"
+        f"{option}={path}: the rows are {asked}. {origin} has the fields {there or '(none)'}"
         f"{f' (data.columns: {theirs})' * bool(theirs)}\n" + "\n".join(needs) + f"\n{remedy}"
     )
 
 
-def _remedy(fitting: list[DataFormat]) -> str:
-    return (
-        f"The fields are those of {fitting[0]}: set data.format={fitting[0]}, or leave data.format out"
-        if fitting
-        else "Choose one with data.format, and name your fields for it: data.columns={messages: dialogue}, "
-        "data.columns={prompt: question, completion: answer}, data.text_field=body"
-    )
+def _remedy(fitting: list[DataFormat], row: dict[str, Any]) -> str:
+    if fitting:
+        return f"The fields are those of {fitting[0]}: set data.format={fitting[0]}, or leave data.format out"
+    for name, value in row.items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            lines = f"jq -c {shlex.quote(f'.{name}[]')} FILE > rows.jsonl"
+            return f"The field {name} holds rows itself: write them to a file, {lines}, and name that"
+    usual = "data.columns={messages: dialogue}", "data.columns={prompt: question, completion: answer}"
+    named = _columns(row)
+    shown = " ".join(shlex.quote(each) for each in ([named] if named else usual))
+    return f"Name your fields for one of them: {shown}, data.text_field=body"
+
+
+def _columns(row: dict[str, Any]) -> str:
+    """Return data.columns for the fields of `row` that often go by other names; empty where none is known."""
+    named = {
+        ours: next((name for name in row if str(name).lower() in often), None) for ours, often in OFTEN.items()
+    }
+    for ours in (("prompt", "completion"), ("messages",), ("text",)):
+        if all(named[name] for name in ours):
+            return "data.columns={" + ", ".join(f"{name}: {named[name]}" for name in ours) + "}"
+    return ""
 
 
 def _needs(each: DataFormat, cfg: DataConfig) -> str:

@@ -352,6 +352,8 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
     import datasets
 
     name, subset, split = _hub_name(cfg, path, option)
+    if Path(name).expanduser().is_file():
+        raise ConfigError(f"{option}={path} is a file on this machine, and data.source=hub: choose data=files")
     try:
         table = datasets.load_dataset(name, subset or None, split=split, streaming=cfg.streaming)
     except Exception as error:  # the library raises its own, fsspec's, the hub's and the network's errors

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,8 +99,15 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
     )
     config.base_model_name_or_path = model.name_or_path or None
     wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+    config.base_model_name_or_path = _name_of_base(model)
     config.init_lora_weights = True  # what `add_lora` does, and what a reader of adapter_config.json expects
     return wrapped
+
+
+def _name_of_base(model: PreTrainedModel) -> str | None:
+    """Return what peft finds the base by from any folder: a hub name, or the whole path of a folder on this machine."""
+    name = model.name_or_path
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name or None
 
 
 def add_lora(

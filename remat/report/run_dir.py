@@ -6,6 +6,7 @@ record. Commands that only read (`remat report`, `remat export`) need not own it
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -31,6 +32,7 @@ class Ownership:
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self._say = say
         self._lock: OwnerLock | None = None
+        self.made: list[Path] = []  # folders that this launch has made for its run, the run's own first
 
     def take(self, folder: Path) -> None:
         """Own `folder` and give up any other; a folder that does not exist is not owned. Collective.
@@ -49,6 +51,12 @@ class Ownership:
         """Give up the folder. For every end of a launch, also from another thread. Raises nothing."""
         if self._lock is not None:
             self._lock.release()
+
+    def remove_unused(self) -> None:
+        """Remove the folders that this launch has made, as long as nothing is in them: a refused run leaves nothing."""
+        with contextlib.suppress(OSError):
+            for folder in self.made:
+                folder.rmdir()
 
     def _take(self, folder: Path) -> str | None:
         if not folder.is_dir():
@@ -97,7 +105,7 @@ def open_run_dir(
     if distributed.rank_from_env() == 0:
         recipe = Path(output_dir).expanduser() / name
         try:
-            folder = _new_folder(recipe, run_id)
+            folder = _new_folder(recipe, run_id, ownership.made)
         except FileExistsError:
             folder = recipe / str(run_id)
             holder = holder_of(folder / OWNER)
@@ -118,17 +126,19 @@ def open_run_dir(
     return folder
 
 
-def _new_folder(recipe: Path, run_id: str | None) -> Path:
-    """Make the folder in this process.
+def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
+    """Make the folder in this process, and note in `made` which folders were not there before.
 
     Without a run_id it is named after the launch time, which another launch may share.
     """
+    above = [folder for folder in (recipe, *recipe.parents) if not folder.exists()]
     names = (
         [run_id] if run_id else [f"{_launch_time()}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
     )
     for number, name in enumerate(names, 1):
         try:
             (recipe / name).mkdir(parents=True)
+            made += [recipe / name, *above]
             return recipe / name
         except FileExistsError:
             if number == len(names):

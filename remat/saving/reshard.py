@@ -21,7 +21,7 @@ from remat.config.options import ConfigError, Reshard
 from remat.machine import distributed, rng
 from remat.saving import disk_space, frozen, manifest, safe_load, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
-from remat.saving.state_files import MASTER, MOMENTS, SavedWeights
+from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights
 
 UNIVERSAL = f"{TMP}universal"
 BYTES_PER_PARAMETER = 12  # master and two moments
@@ -47,9 +47,11 @@ def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: M
     if wanted is Reshard.refuse:
         return [f"{ranks}: {start}, or set reshard=auto"]
     found, zero = [], rendered["zero_optimization"]
-    if info.optimizer != "adamw" and info.zero_stage:
+    if info.optimizer not in MOMENTS_OF and info.zero_stage:
+        known = " and ".join(MOMENTS_OF)
         found.append(
-            f"{ranks}, and only the state of adamw can be cut anew, not that of {info.optimizer}: {start}"
+            f"{ranks}, and only the state of {known} can be cut anew, not that of {info.optimizer}, whose numbers "
+            f"belong to more weights than one: {start}"
         )
     devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
     if any("/offloaded_tensors/" in name for name in info.files):
@@ -111,7 +113,7 @@ def _room(state: SavedState, world_size: int) -> tuple[int, int]:
     if stage == 0:
         return 0, disk_space.free_bytes(state.path)
     try:
-        weights = SavedWeights(folder, stage, moments=True)
+        weights = SavedWeights(folder, stage, moments=MOMENTS_OF[state.info.optimizer])
         _step(folder, stage)
     except SaveError as error:
         raise ConfigError(f"resume: {state.path} cannot be cut for {world_size} ranks: {error}") from error
@@ -151,12 +153,16 @@ def convert(state: SavedState, target: Path) -> Exception | None:
     try:
         rank, size = manifest.place()
         step = _step(source, stage)
-        weights = SavedWeights(source, stage, moments=True)
+        held = MOMENTS_OF[state.info.optimizer]
+        weights = SavedWeights(source, stage, moments=held)
         for name in sorted(weights.trained)[rank::size]:
             folder = target / "zero" / name
             folder.mkdir(parents=True)
-            for key in (MASTER, *MOMENTS):
-                torch.save({"param": weights.read(name, key)}, folder / f"{key}.pt")
+            for key in (MASTER, *MOMENTS):  # DeepSpeed reads both moments, whichever the optimizer has
+                value = (
+                    weights.read(name, key) if key in (MASTER, *held) else torch.zeros(weights.trained[name])
+                )
+                torch.save({"param": value}, folder / f"{key}.pt")
             torch.save(step, folder / "step.pt")
         if rank == 0:
             _write_rest(source, target, stage, step)

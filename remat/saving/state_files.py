@@ -1,4 +1,4 @@
-"""Read weights and Adam's moments from DeepSpeed's files of a saved state, one at a time and without an engine.
+"""Read weights and the optimizer's moments from DeepSpeed's files of a state, one at a time and without an engine.
 
 Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
 ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts for the ranks; ZeRO 3 cuts
@@ -15,23 +15,27 @@ from typing import Any
 
 import torch
 
+from remat.model.optimizer import WRAPPED
 from remat.saving import safe_load
 from remat.saving.manifest import SaveError
 
 WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
+MOMENTS_OF = {  # of the optimizers whose state is one number per weight, cut as DeepSpeed cuts weights
+    "adamw": MOMENTS,
+    "lion": MOMENTS[:1],
+}
 
 
 class SavedWeights:
     """Weights of a saved state. `names` are those that `read` accepts: trained weights and buffers.
 
-    Trained weights are in fp32, at stage 0 as the module holds them. With `moments`, which exist from stage 1 on,
-    `read` also returns the two moments of each trained weight. Raises SaveError when the files do not hold what they
-    describe.
+    Trained weights are in fp32, at stage 0 as the module holds them. `read` also returns the `moments` of each trained
+    weight, which exist from stage 1 on. Raises SaveError when the files do not hold what they describe.
     """
 
-    def __init__(self, folder: Path, zero_stage: int, *, moments: bool = False) -> None:
-        self._stage, self._states = zero_stage, (MASTER, *MOMENTS) if moments else (MASTER,)
+    def __init__(self, folder: Path, zero_stage: int, *, moments: Sequence[str] = ()) -> None:
+        self._stage, self._states = zero_stage, (MASTER, *moments)
         self._ranks = optimizer_files(folder) if zero_stage else []
         self._module_file = module_file(folder, zero_stage)
         self._open()
@@ -113,9 +117,10 @@ class SavedWeights:
             masters: list[torch.Tensor] = optimizer[key]
             return masters
         groups, count = base_optimizer(optimizer, self._stage)["state"], len(self._own(optimizer, MASTER))
-        if any(state not in groups.get(index, {}) for index in range(count)):
+        held = [moments_in(groups.get(index, {})) for index in range(count)]
+        if any(state not in own for own in held):
             raise SaveError(f"{self._module_file.parent} holds no {state}: no optimizer step was applied yet")
-        return [groups[index][state] for index in range(count)]
+        return [own[state] for own in held]
 
     def _numel(self, flats: list[list[torch.Tensor]], group: int) -> int:
         if self._stage == 3:
@@ -129,8 +134,13 @@ class SavedWeights:
         return [part for own in flats for part in _slices(own, offset, numel)]
 
 
+def moments_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's state with the first moment under its usual name, which bitsandbytes' Lion calls state1."""
+    return {MOMENTS[0]: state[WRAPPED]["state1"]} if WRAPPED in state else state
+
+
 def base_optimizer(optimizer: dict[str, Any], zero_stage: int) -> dict[str, Any]:
-    """Return Adam's own state dict from one rank's "optimizer_state_dict" of DeepSpeed."""
+    """Return the optimizer's own state dict from one rank's "optimizer_state_dict" of DeepSpeed."""
     found: dict[str, Any] = optimizer["optimizer_state_dict" if zero_stage == 3 else "base_optimizer_state"]
     return found
 

@@ -29,13 +29,14 @@ from remat.config.options import (
 from remat.data import cache
 from remat.data.batches import GlobalBatches, ReadAhead, check_same_order, steps_of
 from remat.data.blocks import Blocks
+from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import adapters, flops, hf_model, layers, loss, noise
+from remat.model import adapters, flops, hf_model, layers, loss, noise, weight_files
 from remat.model import optimizer as optim
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
@@ -47,7 +48,8 @@ from remat.report import run_dir, summary
 from remat.report.console import Console
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving import disk_space, export, hf_files, load, nvme, reshard, shared_folder
+from remat.saving import disk_space, load, nvme, reshard, shared_folder
+from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
@@ -161,6 +163,7 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
             run = _build(cfg, yaml, words, console, watchdog, ownership)
     except BaseException:
         ownership.release()
+        ownership.remove_unused()
         watchdog.close()
         raise
     watchdog.enter("built")  # a phase without a deadline: what comes next is the caller's
@@ -172,7 +175,7 @@ def _build(
 ) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
-    looked = look_first(cfg.data, cfg.model) if distributed.rank_from_env() == 0 else None
+    looked = _look_first(cfg) if distributed.rank_from_env() == 0 else None
     strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
     if strategy.length_warning:
         console.warning(strategy.length_warning)
@@ -210,7 +213,7 @@ def _build(
     if world.is_main:
         _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
-        _write_card(folder, hf_config, tokenizer, engine.module)
+        _write_config_and_tokenizer(folder, hf_config, tokenizer, engine.module)
     snapshots.take("engine")
     run = Run(
         cfg=cfg,
@@ -237,6 +240,22 @@ def _build(
     )
     console.header(f"remat {cfg.name}", summary.rows(run))
     return run
+
+
+def _look_first(cfg: RunConfig) -> FirstLook:
+    """Look at the data, the tokenizer and the names and shapes of the weights, before anything slow."""
+    looked = look_first(cfg.data, cfg.model)
+    try:
+        config = hf_model.load_config(cfg.model)
+        skeleton = hf_model.skeleton(config, cfg.model)
+    except ConfigError:  # told when the strategy is decided; its tokenizer could not be loaded either
+        own = f"model.path={cfg.model.path} holds no tokenizer"
+        return looked._replace(problems=[text for text in looked.problems if not text.startswith(own)])
+    if not validation.reads_weights(cfg):
+        return looked
+    found = weight_files.refuse_quantised(config, cfg.model, cfg.peft.method)
+    found += weight_files.find_differences(skeleton, cfg.model)
+    return looked._replace(problems=looked.problems + found)
 
 
 def _decide(
@@ -356,14 +375,17 @@ def _data(
     watchdog.enter("data")
     tokenizer = (looked and looked.tokenizer) or load_run_tokenizer(cfg.data, cfg.model)
     hf_model.check_vocabulary(hf_config, len(tokenizer), cfg.model.tokenizer or str(cfg.model.path))
-    splits = open_blocks(
-        replace(cfg.data, packing=strategy.packed.form),
-        tokenizer=tokenizer,
-        seq_len=cfg.train.seq_len,
-        seed=cfg.train.seed,
-        show_progress=True,
-        on_progress=lambda: watchdog.enter("data"),
-    )
+    try:
+        splits = open_blocks(
+            replace(cfg.data, packing=strategy.packed.form),
+            tokenizer=tokenizer,
+            seq_len=cfg.train.seq_len,
+            seed=cfg.train.seed,
+            show_progress=True,
+            on_progress=lambda: watchdog.enter("data"),
+        )
+    except NoRoom as error:
+        raise DoesNotFit(str(error)) from error
     watchdog.enter("wait")  # a node may still build: no deadline, no collective that times out
     if (others := peers.present()) is not None:
         others.meet("data", _say)
@@ -484,11 +506,11 @@ def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[
     return found
 
 
-def _write_card(
+def _write_config_and_tokenizer(
     folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
 ) -> None:
     adapter = hf_files.find_adapter_config(module)
-    export.write_model_card(folder, hf_config, tokenizer, module.generation_config, adapter)
+    export.write_config_and_tokenizer(folder, hf_config, tokenizer, module.generation_config, adapter)
 
 
 def _tracker(

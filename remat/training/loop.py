@@ -36,7 +36,8 @@ from remat.machine.peers import LostPeer
 from remat.model import optimizer
 from remat.report import run_dir, summary
 from remat.report.console import final_rows
-from remat.saving import merge, nvme
+from remat.saving import nvme
+from remat.saving.exports import merge
 from remat.saving.manifest import SaveError
 from remat.training import ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep

@@ -21,10 +21,10 @@ from remat.config.options import ConfigError, PeftMethod, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import makes_trial_save
-from remat.release import model_card
-from remat.report import run_dir
-from remat.saving import export, load, manifest, merge, read_back, save
-from remat.saving.export import ExportResult
+from remat.report import model_card, run_dir
+from remat.saving import load, manifest, save
+from remat.saving.exports import export, merge, read_back
+from remat.saving.exports.export import ExportResult, Form
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
@@ -68,13 +68,11 @@ def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult
     """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
     write = merge.export_merged if merged else export.export
-    return write(
-        run.engine,
-        folder,
-        tokenizer=run.tokenizer,
-        max_shard_size=run.cfg.save.max_shard_size,
+    form = Form(
+        run.cfg.save.max_shard_size,
         readme=lambda: model_card.compose(run.folder, run.record_folder, adapter=adapter),
     )
+    return write(run.engine, folder, form, tokenizer=run.tokenizer)
 
 
 def complete_save(run: Run, step: int) -> None:

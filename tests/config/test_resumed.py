@@ -102,7 +102,7 @@ def test_a_recipe_that_is_given_is_what_the_words_change(run: Path) -> None:
     [
         ("train.stepz=3", "no such option (did you mean train.steps?)"),
         ("+train.foo=3", "no such option"),
-        ("train.steps=x", "Integer"),
+        ("train.steps=x", "x is not a whole number"),
         ("checkpointing=fulll", "no such choice"),
         ("data.path=a=b", "put the value in quotes"),
         ("run_id=x", "has no effect with resume="),

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,11 +14,20 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, DataSource
+from remat.config.options import (
+    AlpacaPrompt,
+    BadRows,
+    ConfigError,
+    DataConfig,
+    DataFormat,
+    DataSource,
+    MixedSource,
+)
 from remat.data import build, cache
 from remat.data.blocks import Blocks, TextWriter
 from remat.data.cache import Splits, open_blocks, summary
 from remat.data.tokenizer import byte_tokenizer
+from remat.machine.owner_lock import OwnerLock
 
 ROWS = 200
 
@@ -319,7 +331,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     disk = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: disk._replace(free=expected // 2))
     with pytest.raises(
-        ConfigError, match=r"data\.cache_dir=.* free, and the blocks of data\.path=.* need about "
+        build.NoRoom, match=r"data\.cache_dir=.* free, and the blocks of data\.path=.* need about "
     ):
         opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280)
     assert not [*Path(cfg.cache_dir).glob("*.tmp-*"), *Path(cfg.cache_dir).glob("*/report.json")]
@@ -327,6 +339,30 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert (
         opened(replace(cfg, format=form, eval_fraction=0.0), seq_len=1280).report["train"]["documents"] == ROWS
     )
+
+
+def test_a_disk_that_fills_up_is_no_bad_option(cfg: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "write_blocks", full)
+    with pytest.raises(build.NoRoom, match=r"data\.cache_dir=.*No space left on device"):
+        opened(cfg)
+    with pytest.raises(build.NoRoom, match=r"data\.mix\.a: "):
+        opened(DataConfig(mix={"a": MixedSource(path=cfg.path)}, cache_dir=cfg.cache_dir))
+
+
+def test_what_killed_builds_left_is_removed_after_a_week(cfg: DataConfig, tmp_path: Path) -> None:
+    root = Path(cfg.cache_dir)
+    for name, age_s in {"old": 8 * 24 * 3600, "new": 3600, "held": 8 * 24 * 3600}.items():
+        (root / f"{name}.shards").mkdir(parents=True)
+        (root / f"{name}.shards" / "00000000.npz").write_text("")
+        os.utime(root / f"{name}.shards", (time.time() - age_s,) * 2)
+    held = OwnerLock(root / "held.lock")
+    assert held.take() is None
+    opened(cfg)
+    held.release()
+    assert {path.name for path in root.glob("*.shards")} == {"new.shards", "held.shards"}
 
 
 def test_an_unexpected_failure_leaves_nothing_and_the_next_call_builds(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -19,12 +19,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from remat.config import compose, validation
-from remat.config.options import ConfigError, LossKind, ModelConfig, PeftConfig, PeftMethod, Precision
+from remat.config.options import (
+    ConfigError,
+    LossKind,
+    ModelConfig,
+    ModelInit,
+    PeftConfig,
+    PeftMethod,
+    Precision,
+)
 from remat.model import adapters, flops, hf_model, loss, noise
 from remat.model.layers import decoder_layers
 from remat.planning import strategy
 from remat.planning.plan import Recordings
-from remat.saving import export
+from remat.saving.exports import export
 from tests.support.pool import RankPool
 
 SIZES: dict[str, Any] = {
@@ -245,13 +253,31 @@ def test_rslora_scales_by_the_root_of_the_rank() -> None:
         assert found == {scaling}
 
 
+def test_adapters_find_their_base_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported from model.path=base, which was typed in the folder that holds it."""
+    built(LLAMA).save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    cfg = ModelConfig(init=ModelInit.pretrained, path="base")
+    loaded = hf_model.load_config(cfg)
+    base = hf_model.build(cfg, loaded, precision=Precision.fp32, ds_config={}, zero_stage=0, seed=3)
+    net = filled(adapted(base, config()))
+    export.export(engine(net), tmp_path / "export", export.Form(), tokenizer=None)
+    monkeypatch.chdir("/")
+    ids = torch.arange(8)[None]
+    found = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "export")).eval()
+    assert torch.equal(found(input_ids=ids).logits, net.eval()(input_ids=ids).logits)
+    named = AutoModelForCausalLM.from_config(loaded)
+    named.name_or_path = "owner/model"
+    assert adapted(named, config()).peft_config["default"].base_model_name_or_path == "owner/model"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_trained_and_written_as_peft_writes_it(tmp_path: Path, kind: str) -> None:
     net = filled(adapted(built(LLAMA), config(**KINDS[kind])))
     ids = torch.arange(8)[None]
     net(input_ids=ids, labels=ids).loss.backward()
     assert all((p.grad is not None) == p.requires_grad for p in net.parameters())
-    result = export.export(engine(net), tmp_path / "ours", tokenizer=None, max_shard_size="1GB")
+    result = export.export(engine(net), tmp_path / "ours", export.Form("1GB"), tokenizer=None)
     net.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -262,11 +288,11 @@ def test_each_kind_is_trained_and_written_as_peft_writes_it(tmp_path: Path, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skeleton_of_each_kind_plans_the_same_files(tmp_path: Path, kind: str) -> None:
-    from remat.saving import hf_files
+    from remat.saving.exports import hf_files
 
     net = adapted(built(LLAMA), config(**KINDS[kind]))
     hf_config = copy.deepcopy(net.get_base_model().config)
-    export.write_model_card(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
+    export.write_config_and_tokenizer(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
     card = tmp_path / "model"
     model_class = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(card)))
     skeleton = hf_files.build_adapter_skeleton(model_class, AutoConfig.from_pretrained(card), card)
@@ -410,7 +436,7 @@ def test_frozen_weights_cost_two_thirds(targets: list[str]) -> None:
 
 def test_the_written_folder_is_pefts_own(tmp_path: Path) -> None:
     net = filled(adapted(built(LLAMA), config(dropout=0.1)))
-    result = export.export(engine(net), tmp_path / "ours", tokenizer=None, max_shard_size="3KB")
+    result = export.export(engine(net), tmp_path / "ours", export.Form("3KB"), tokenizer=None)
     net.save_pretrained(tmp_path / "theirs")
     assert sorted(p.name for p in result.path.iterdir()) == [
         "adapter_config.json",
@@ -424,25 +450,25 @@ def test_the_written_folder_is_pefts_own(tmp_path: Path) -> None:
     ids = torch.arange(8)[None]
     assert torch.equal(reloaded(input_ids=ids).logits, net.eval()(input_ids=ids).logits)
     assert reloaded.peft_config["default"].inference_mode
-    export.export(engine(net), tmp_path / "ours", tokenizer=None, max_shard_size="1GB")  # replaces its own
+    export.export(engine(net), tmp_path / "ours", export.Form("1GB"), tokenizer=None)  # replaces its own
     with pytest.raises(ConfigError, match="not a former export"):
-        export.export(engine(net), tmp_path / "theirs", tokenizer=None, max_shard_size="1GB")
+        export.export(engine(net), tmp_path / "theirs", export.Form("1GB"), tokenizer=None)
 
 
 def test_export_in_another_dtype(tmp_path: Path) -> None:
     net = filled(adapted(built(LLAMA), config()))
-    export.export(engine(net), tmp_path / "out", tokenizer=None, dtype=torch.bfloat16, max_shard_size="1GB")
+    export.export(engine(net), tmp_path / "out", export.Form(dtype=torch.bfloat16), tokenizer=None)
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
 def test_a_skeleton_plans_the_same_files(tmp_path: Path) -> None:
     """What `remat export` builds from run_dir/model alone."""
-    from remat.saving import hf_files
+    from remat.saving.exports import hf_files
 
     net = adapted(built(GPT2), config(target_modules=["c_attn"]))
     hf_config = copy.deepcopy(net.get_base_model().config)
-    export.write_model_card(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
+    export.write_config_and_tokenizer(tmp_path, hf_config, None, None, hf_files.find_adapter_config(net))
     card = tmp_path / "model"
     kind = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(card)))
     skeleton = hf_files.build_adapter_skeleton(kind, AutoConfig.from_pretrained(card), card)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.config import compose
+from remat.config import compose, metrics
 from remat.config.command_line import split_points
 from remat.planning import policies
 from scripts import granularity_table, reference_pages
@@ -106,3 +106,12 @@ def test_every_file_that_contributing_names_is_there() -> None:
     places = [DOCS.parent / place for place in ("", "remat", room, f"{room}/mechanisms")]
     lost = [name for name in named if not any((place / name).exists() for place in places)]
     assert not [name for name in lost if name != "utils.py" and "torch_selective" not in name]
+
+
+def test_the_page_of_metrics_names_every_metric() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    names = {text for name, text in vars(metrics).items() if name.isupper() and not text.endswith("/")}
+    assert len(names) > 20
+    assert not [name for name in names if f"`{name}`" not in page]
+    sections = {name.partition("/")[0] for name in (*names, metrics.lost_rows("x"))}
+    assert not [section for section in sections if f"| `{section}` |" not in page]

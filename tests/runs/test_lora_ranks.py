@@ -17,7 +17,8 @@ from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod,
 from remat.model import hf_model
 from remat.model.adapters import add_lora
 from remat.model.layers import decoder_layers
-from remat.saving import export, manifest
+from remat.saving import manifest
+from remat.saving.exports import export
 from tests.support import tiny
 from tests.support.grids import cases, chosen
 from tests.support.launcher import deepspeed
@@ -162,7 +163,7 @@ def test_saved_states_hold_adapters_only_and_export_offline(name: str, runs: Pat
     live = load_file(run / "export" / "adapter_model.safetensors")
     adapters = sum(value.numel() for value in live.values())
     assert sum(entry.size_bytes for entry in info.files.values()) < 16 * adapters + 200_000
-    result = export.export_saved_state(state, run, tmp_path / "out", max_shard_size="1KB")
+    result = export.export_saved_state(state, run, tmp_path / "out", export.Form("1KB"))
     offline = load_file(result.path / "adapter_model.safetensors")
     assert offline.keys() == live.keys()
     assert all(torch.equal(offline[key], live[key]) for key in live)
@@ -207,7 +208,7 @@ def trained_engine(folder: Path, stage: int, offload: bool) -> dict[str, Any]:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
     out = folder / f"engine-{stage}-{offload}"
-    export.export(engine, out, tokenizer=None, max_shard_size="1GB")
+    export.export(engine, out, export.Form("1GB"), tokenizer=None)
     with torch.no_grad():
         engine.eval()
         live = engine(input_ids=torch.arange(40)[None]).logits

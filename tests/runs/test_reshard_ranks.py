@@ -14,7 +14,7 @@ from deepspeed.checkpoint import ds_to_universal
 
 from remat.saving import manifest, reshard
 from remat.saving.manifest import SavedState
-from remat.saving.state_files import MASTER, MOMENTS, SavedWeights, mapped, optimizer_files
+from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights, mapped, optimizer_files
 from tests.support import tiny
 from tests.support.launcher import deepspeed
 
@@ -25,6 +25,8 @@ ESSENTIAL = {
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],  # with round_robin_gradients
     "zero3": ["deepspeed.config=zero3", "deepspeed.overrides.zero_optimization.sub_group_size=10000"],
     "zero3_lora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=lora"],
+    "zero2_lion": ["deepspeed.config=zero2", "optim.name=lion", "optim.lr=1e-3"],
+    "zero3_lion": ["deepspeed.config=zero3", "optim.name=lion", "optim.lr=1e-3"],
 }
 MORE = {
     "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
@@ -149,10 +151,11 @@ def test_the_engine_holds_what_was_saved_bit_for_bit(
         assert (manifest.read(then).world_size, manifest.read(now).world_size) == (3 - ranks, ranks)
         if stage(name) == 0:
             continue
-        a, b = (SavedWeights(path / "engine", stage(name), moments=True) for path in (then, now))
+        moments = MOMENTS_OF["lion" if name.endswith("lion") else "adamw"]
+        a, b = (SavedWeights(path / "engine", stage(name), moments=moments) for path in (then, now))
         assert a.trained == b.trained and len(a.trained) >= 20
         for weight in a.trained:
-            for state in (MASTER, *MOMENTS):
+            for state in (MASTER, *moments):
                 assert torch.equal(a.read(weight, state), b.read(weight, state)), (weight, state)
     left = [path.name for path in (run / "saved").iterdir() if path.name.startswith("tmp-")]
     assert left == []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from remat.machine import ops
-from remat.saving import export, manifest
+from remat.saving import manifest
+from remat.saving.exports import export
 from remat.saving.safe_load import UnsafeFile
 from tests.support import saving_cases as cases
 from tests.support.pool import RankPool
@@ -261,7 +262,7 @@ def test_offline_export_equals_the_live_one(
     state = two_ranks.run(cases.offline_case, folder=tmp_path, stage=stage, precision=precision, tie=tie)[0][
         "state"
     ]
-    result = export.export_saved_state(state, tmp_path / "run", tmp_path / "offline", max_shard_size="40KB")
+    result = export.export_saved_state(state, tmp_path / "run", tmp_path / "offline", export.Form("40KB"))
     assert sorted(p.name for p in result.path.iterdir()) == sorted(
         p.name for p in (tmp_path / "live").iterdir()
     )
@@ -272,9 +273,7 @@ def test_offline_export_equals_the_live_one(
 
     def in_fp32() -> Path:
         out = tmp_path / "offline32"
-        return export.export_saved_state(
-            state, tmp_path / "run", out, dtype=torch.float32, max_shard_size="1GB"
-        ).path
+        return export.export_saved_state(state, tmp_path / "run", out, export.Form(dtype=torch.float32)).path
 
     if stage == 0 and precision == "bf16":
         with pytest.raises(ValueError, match="export in bf16"):
@@ -286,7 +285,7 @@ def test_offline_export_equals_the_live_one(
         kept, out = file.read_bytes(), tmp_path / "poisoned"
         torch.save({"module": cases.Evil(tmp_path / "ran")}, file)
         with pytest.raises(UnsafeFile, match=f"{file.name} is refused"):
-            export.export_saved_state(state, tmp_path / "run", out, max_shard_size="1GB", verified=True)
+            export.export_saved_state(state, tmp_path / "run", out, export.Form(), verified=True)
         assert not (tmp_path / "ran").exists() and not out.exists()
         file.write_bytes(kept)
 

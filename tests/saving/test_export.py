@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from remat.config.options import ConfigError
-from remat.saving import export, hf_files, manifest
+from remat.saving import manifest
+from remat.saving.exports import export, hf_files
 from remat.saving.manifest import SaveError
 
 SIZES: dict[str, Any] = {
@@ -69,7 +70,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_files_equal_save_pretrained(tmp_path: Path, name: str, max_shard_size: str) -> None:
     net = model(name)
-    result = export.export(engine(net), tmp_path / "out", tokenizer=None, max_shard_size=max_shard_size)
+    result = export.export(engine(net), tmp_path / "out", export.Form(max_shard_size), tokenizer=None)
     net.save_pretrained(tmp_path / "reference")
     expected, written = tensors(tmp_path / "reference"), tensors(tmp_path / "out")
     assert written.keys() == expected.keys()
@@ -99,9 +100,7 @@ def test_only_one_shard_is_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
         held.append(sum(t.nbytes for shard in self.open.values() for t in shard.values()))
 
     monkeypatch.setattr(hf_files.Shards, "add", watched)
-    result = export.export(
-        engine(model("llama-untied")), tmp_path / "out", tokenizer=None, max_shard_size="3KB"
-    )
+    result = export.export(engine(model("llama-untied")), tmp_path / "out", export.Form("3KB"), tokenizer=None)
     assert max(held) <= 3000 < result.bytes / 5
     assert held[-1] == 0
 
@@ -112,9 +111,7 @@ def test_dtype_and_tokenizer_and_generation_settings(tmp_path: Path) -> None:
     net.generation_config.temperature = 0.3  # contradicts do_sample=False: save_pretrained would refuse
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
-    export.export(
-        engine(net), tmp_path / "out", tokenizer=tokenizer, dtype=torch.bfloat16, max_shard_size="1GB"
-    )
+    export.export(engine(net), tmp_path / "out", export.Form(dtype=torch.bfloat16), tokenizer=tokenizer)
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("b")["input_ids"] == [1]
@@ -124,21 +121,21 @@ def test_dtype_and_tokenizer_and_generation_settings(tmp_path: Path) -> None:
 
 def test_a_former_export_is_replaced_anything_else_is_not(tmp_path: Path) -> None:
     net = model("llama-tied")
-    export.export(engine(net), tmp_path / "out", tokenizer=None, max_shard_size="3KB")
-    result = export.export(engine(net), tmp_path / "out", tokenizer=None, max_shard_size="1GB")
+    export.export(engine(net), tmp_path / "out", export.Form("3KB"), tokenizer=None)
+    result = export.export(engine(net), tmp_path / "out", export.Form("1GB"), tokenizer=None)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in (tmp_path / "out").glob("*.safetensors")] == result.files
     net.save_pretrained(tmp_path / "theirs")
     before = sorted((tmp_path / "theirs").iterdir())
     with pytest.raises(ConfigError, match=r"theirs exists and is not a former export"):
-        export.export(engine(net), tmp_path / "theirs", tokenizer=None, max_shard_size="1GB")
+        export.export(engine(net), tmp_path / "theirs", export.Form("1GB"), tokenizer=None)
     assert sorted((tmp_path / "theirs").iterdir()) == before
 
 
 def test_a_model_unlike_its_config_is_refused(tmp_path: Path) -> None:
     def error(net: PreTrainedModel) -> str:
         with pytest.raises(SaveError) as caught:
-            export.export(engine(net), tmp_path / "out", tokenizer=None, max_shard_size="1GB")
+            export.export(engine(net), tmp_path / "out", export.Form("1GB"), tokenizer=None)
         assert not any(tmp_path.iterdir())
         return str(caught.value)
 
@@ -175,7 +172,7 @@ def test_what_was_written_is_checked(tmp_path: Path) -> None:
 
 def test_a_bad_shard_size_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"save.max_shard_size=5 gigs"):
-        export.export(engine(model("llama-tied")), tmp_path / "o", tokenizer=None, max_shard_size="5 gigs")
+        export.export(engine(model("llama-tied")), tmp_path / "o", export.Form("5 gigs"), tokenizer=None)
 
 
 def test_code_of_a_custom_model_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +183,7 @@ def test_code_of_a_custom_model_goes_along(tmp_path: Path, monkeypatch: pytest.M
     custom = importlib.import_module("custom_llama").CustomLlama
     custom.register_for_auto_class("AutoModelForCausalLM")
     net = custom(model("llama-tied").config)
-    export.export(engine(net), tmp_path / "out", tokenizer=None, max_shard_size="1GB")
+    export.export(engine(net), tmp_path / "out", export.Form("1GB"), tokenizer=None)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["auto_map"] == {"AutoModelForCausalLM": "custom_llama.CustomLlama"}
     assert config["architectures"] == ["CustomLlama"]
@@ -218,13 +215,13 @@ def saved_state(run: Path, *, files: dict[str, bytes], zero_stage: int) -> Path:
 def test_offline_export_says_why_it_cannot(tmp_path: Path) -> None:
     def error(state: Path) -> str:
         with pytest.raises(ConfigError) as caught:
-            export.export_saved_state(state, tmp_path, tmp_path / "out", max_shard_size="1GB")
+            export.export_saved_state(state, tmp_path, tmp_path / "out", export.Form())
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
     state = saved_state(tmp_path, files={"engine/offloaded_tensors/rank00/0.swp": b"x"}, zero_stage=3)
     assert f"{tmp_path}/model/config.json is missing" in error(state)
-    export.write_model_card(tmp_path, model("llama-tied").config, None)
+    export.write_config_and_tokenizer(tmp_path, model("llama-tied").config, None)
     assert "NVMe files" in error(state)
     (state / "engine/offloaded_tensors/rank00/0.swp").write_bytes(b"y")
     assert "content changed" in error(state)
@@ -236,6 +233,4 @@ def test_offline_export_says_why_it_cannot(tmp_path: Path) -> None:
 def test_offline_export_names_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "saved" / "step-000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"step-000001 is not complete: manifest.json is missing"):
-        export.export_saved_state(
-            tmp_path / "saved" / "step-000001", tmp_path, tmp_path / "out", max_shard_size="1GB"
-        )
+        export.export_saved_state(tmp_path / "saved" / "step-000001", tmp_path, tmp_path / "out", export.Form())

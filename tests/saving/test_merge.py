@@ -26,7 +26,7 @@ from remat.config.options import (
 from remat.machine.host_memory import HostMemory
 from remat.model import adapters
 from remat.model.layers import decoder_layers
-from remat.saving import export, hf_files, merge
+from remat.saving.exports import export, hf_files, merge
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -94,7 +94,7 @@ def test_a_merged_model_answers_as_the_adapted_one(kind: str, tmp_path: Path) ->
     base = base_at(tmp_path / "base", fields)
     net = adapted(base, peft)
     expected, before = logits(net), {name: value.clone() for name, value in net.state_dict().items()}
-    live = merge.export_merged(engine(net), tmp_path / "live", tokenizer=None, max_shard_size="100KB")
+    live = merge.export_merged(engine(net), tmp_path / "live", export.Form("100KB"), tokenizer=None)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     found, report = AutoModelForCausalLM.from_pretrained(live.path, output_loading_info=True)
     assert not isinstance(found, PeftModel) and not any(
@@ -108,11 +108,9 @@ def test_a_merged_model_answers_as_the_adapted_one(kind: str, tmp_path: Path) ->
 
     run = tmp_path / "run"
     card = copy.deepcopy(net.get_base_model().config)
-    export.write_model_card(run, card, None, None, hf_files.find_adapter_config(net))
-    export.export(engine(net), run / "export", tokenizer=None, max_shard_size="1GB")
-    offline = merge.merge_folder(
-        run / "export", run, run / "merged", run_of(base, peft), max_shard_size="100KB"
-    )
+    export.write_config_and_tokenizer(run, card, None, None, hf_files.find_adapter_config(net))
+    export.export(engine(net), run / "export", export.Form("1GB"), tokenizer=None)
+    offline = merge.merge_folder(run / "export", run, run / "merged", export.Form("100KB"), run_of(base, peft))
     assert offline.files == live.files
     state, other = found.state_dict(), AutoModelForCausalLM.from_pretrained(offline.path).state_dict()
     assert state.keys() == other.keys() and all(
@@ -123,10 +121,10 @@ def test_a_merged_model_answers_as_the_adapted_one(kind: str, tmp_path: Path) ->
 def test_other_precisions_are_merged_in_fp32_and_then_cast(tmp_path: Path) -> None:
     peft = PeftConfig(method=PeftMethod.lora, r=4)
     net = adapted(base_at(tmp_path / "base", LLAMA), peft)
-    settings: dict[str, Any] = {"tokenizer": None, "max_shard_size": "1GB"}
     whole, half = (
         AutoModelForCausalLM.from_pretrained(
-            merge.export_merged(engine(net), tmp_path / name, dtype=dtype, **settings).path, dtype="auto"
+            merge.export_merged(engine(net), tmp_path / name, export.Form(dtype=dtype), tokenizer=None).path,
+            dtype="auto",
         )
         for name, dtype in (("whole", None), ("half", torch.bfloat16))
     )
@@ -135,7 +133,9 @@ def test_other_precisions_are_merged_in_fp32_and_then_cast(tmp_path: Path) -> No
         if "layers" not in name:
             assert torch.equal(value, whole.state_dict()[name].bfloat16()), name
     net.bfloat16()
-    exact = merge.export_merged(engine(net), tmp_path / "exact", dtype=torch.float32, **settings).path
+    exact = merge.export_merged(
+        engine(net), tmp_path / "exact", export.Form(dtype=torch.float32), tokenizer=None
+    ).path
     layer = net.get_base_model().model.layers[0].self_attn.q_proj
     delta = (
         layer.scaling["default"]
@@ -149,7 +149,7 @@ def test_other_precisions_are_merged_in_fp32_and_then_cast(tmp_path: Path) -> No
 def test_what_cannot_be_merged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(cfg: RunConfig, error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
-            merge.merge_folder(tmp_path, tmp_path, tmp_path / "out", cfg, max_shard_size="1GB")
+            merge.merge_folder(tmp_path, tmp_path, tmp_path / "out", export.Form(), cfg)
         assert not (tmp_path / "out").exists()
 
     peft = PeftConfig(method=PeftMethod.lora)

@@ -16,15 +16,19 @@ import pytest
 import torch
 
 from remat.config import compose
-from remat.config.options import ConfigError, Reshard
+from remat.config.options import ConfigError, OptimName, Reshard
 from remat.machine import rng
+from remat.model.optimizer import WRAPPED, kind_named
 from remat.planning.preflight import DoesNotFit
-from remat.saving import load, manifest, reshard
+from remat.saving import load, manifest, reshard, state_files
 from remat.saving.manifest import Manifest, SavedState
 from remat.training import build
 
 SHAPES = [{"a": torch.Size([3, 4]), "b": torch.Size([5])}, {"c": torch.Size([7])}]
 CPU: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+ALL = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 def value(name: str, state: str) -> torch.Tensor:
@@ -117,12 +121,39 @@ def test_nvme_and_loading_in_turn_are_refused_by_name(tmp_path: Path) -> None:
     assert "choose a config without NVMe" in lines[0] and "pipeline_loading_checkpoint" in lines[1]
 
 
-def test_only_the_state_of_adamw_is_cut_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [kind for kind in map(kind_named, OptimName) if kind not in ("adamw", "lion")]
+)
+def test_only_a_state_of_one_number_per_weight_is_cut_anew(tmp_path: Path, optimizer: str) -> None:
     state = save(tmp_path, 3)
+    other = SavedState(state.path, dataclasses.replace(state.info, optimizer=optimizer))
+    (line,) = reshard.refusals(other, Reshard.auto, world_size=1, rendered=CPU)
+    assert f"only the state of adamw and lion can be cut anew, not that of {optimizer}" in line
+    assert line.endswith(": start 2 ranks")
+    assert reshard.refusals(other, Reshard.auto, world_size=2, rendered=CPU) == []
     lion = SavedState(state.path, dataclasses.replace(state.info, optimizer="lion"))
-    (line,) = reshard.refusals(lion, Reshard.auto, world_size=1, rendered=CPU)
-    assert "not that of lion: start 2 ranks" in line
-    assert reshard.refusals(lion, Reshard.auto, world_size=2, rendered=CPU) == []
+    assert reshard.refusals(lion, Reshard.auto, world_size=1, rendered=CPU) == []
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["bitsandbytes", "deepspeed"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_one_moment_of_lion_is_cut_in_either_form(tmp_path: Path, stage: int, wrapped: bool) -> None:
+    state = save(tmp_path, stage)
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    for file in state_files.optimizer_files(state.path / "engine"):
+        content = torch.load(file)
+        for group in content["optimizer_state_dict"][key]["state"].values():
+            del group["exp_avg_sq"]
+            if wrapped:
+                group[WRAPPED] = {"state1": group.pop("exp_avg")}
+        torch.save(content, file)
+    lion = SavedState(state.path, dataclasses.replace(state.info, optimizer="lion"))
+    assert reshard.convert(lion, tmp_path / "universal") is None
+    for name in "abc":
+        found = {key: torch.load(tmp_path / f"universal/zero/{name}/{key}.pt")["param"] for key in ALL}
+        assert torch.equal(found["fp32"], value(name, "fp32"))
+        assert torch.equal(found["exp_avg"], value(name, "exp_avg"))
+        assert not found["exp_avg_sq"].any() and found["exp_avg_sq"].shape == found["fp32"].shape
 
 
 def test_another_optimizer_is_refused_with_the_one_that_saved(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import torch
 from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
-from remat.saving import export, load, manifest, safe_load, state_files
+from remat.saving import load, manifest, safe_load, state_files
+from remat.saving.exports import export
 from remat.saving.manifest import SavedState
 from remat.saving.safe_load import UnsafeFile
 from remat.training import build
@@ -220,5 +221,5 @@ def test_a_configuration_that_names_code_is_refused(tmp_path: Path) -> None:
     )
     (tmp_path / "model" / "mine.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
     with pytest.raises(ConfigError, match=r"config.json is refused"):
-        export.export_saved_state(state.path, tmp_path, tmp_path / "out", max_shard_size="1GB")
+        export.export_saved_state(state.path, tmp_path, tmp_path / "out", export.Form())
     assert not (tmp_path / "ran").exists()

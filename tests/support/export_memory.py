@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from remat.config.options import ModelConfig, Precision
 from remat.model.hf_model import build
-from remat.saving import export, manifest, state_files
+from remat.saving import manifest, state_files
+from remat.saving.exports import export
 
 SHARD_BYTES = 8 * 10**6
 WINDOW_BYTES = 16 * 2**20
@@ -67,7 +68,7 @@ def make_state(run: Path, zero_stage: int, layers: int) -> Path:
     info = {"step": 1, "sequence": 1, "world_size": RANKS, "zero_stage": zero_stage, "precision": "bf16"}
     more = {"layout": "", "frozen_excluded": False, "created": "", "versions": {}, "client_state": {}}
     manifest.write(state, manifest.Manifest(**info, **more, files={}))  # type: ignore[arg-type]
-    export.write_model_card(run, config, None)
+    export.write_config_and_tokenizer(run, config, None)
     return state
 
 
@@ -75,7 +76,7 @@ def of_state(zero_stage: int, folder: Path) -> dict[str, int]:
     state_files.WINDOW_BYTES = WINDOW_BYTES
     state = make_state(folder / "warm", zero_stage, layers=1)
     size = f"{SHARD_BYTES // 10**6}MB"
-    settings: dict[str, Any] = {"max_shard_size": size, "verified": True}
+    settings: dict[str, Any] = {"form": export.Form(size), "verified": True}
     export.export_saved_state(state, folder / "warm", folder / "warm" / "export", **settings)
     state = make_state(folder / "run", zero_stage, layers=20)
     before = start()
@@ -101,7 +102,7 @@ def live_case(*, folder: Path) -> dict[str, int]:
     engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
     size = f"{SHARD_BYTES // 10**6}MB"
     before = start()
-    result = export.export(engine, folder, tokenizer=None, dtype=torch.float32, max_shard_size=size)
+    result = export.export(engine, folder, export.Form(size, torch.float32), tokenizer=None)
     return {"above": held("VmHWM") - before, "exported": result.bytes}
 
 

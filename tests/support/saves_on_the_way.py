@@ -29,7 +29,8 @@ hide_gpus_from_cpu_ranks()
 
 from remat.config import compose  # noqa: E402
 from remat.machine import distributed, signals  # noqa: E402
-from remat.saving import hf_files, manifest  # noqa: E402
+from remat.saving import manifest  # noqa: E402
+from remat.saving.exports import hf_files  # noqa: E402
 from remat.training import build, loop, saves  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])

@@ -28,8 +28,9 @@ from remat.config.options import Attention, ModelConfig, OptimConfig, OptimName,
 from remat.machine import distributed, ops
 from remat.model import optimizer
 from remat.model.hf_model import build
-from remat.saving import disk_space, export, hf_files, load, manifest, read_back, save
+from remat.saving import disk_space, load, manifest, save
 from remat.saving import frozen as frozen_weights
+from remat.saving.exports import export, hf_files, read_back
 
 VOCAB, NORM = 97, "model.norm.weight"
 
@@ -364,10 +365,8 @@ def export_case(
     target = engine(stage, nvme=nvme and nvme / "target", **settings)
     train(target, 0, 2)
     masters = _masters(target)
-    result = export.export(target, folder / "own", tokenizer=None, max_shard_size=max_shard_size)
-    in_fp32 = export.export(
-        target, folder / "fp32", tokenizer=None, dtype=torch.float32, max_shard_size=max_shard_size
-    )
+    result = export.export(target, folder / "own", export.Form(max_shard_size), tokenizer=None)
+    in_fp32 = export.export(target, folder / "fp32", export.Form(max_shard_size, torch.float32), tokenizer=None)
     reloaded = _reload(target, folder, max_shard_size)
     live = logits(target)
     train(target, 2, 3)
@@ -383,7 +382,9 @@ def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
     """What a rehearsal finds in folder/own and in a state saved beside it: as they are, with a weight damaged, lost."""
     state = save.save(target, folder / "run", step=2, client_state={}, keep=1).path
     if dist.get_rank() == 0:
-        export.write_model_card(folder / "run", target.module.config, None, target.module.generation_config)
+        export.write_config_and_tokenizer(
+            folder / "run", target.module.config, None, target.module.generation_config
+        )
     distributed.barrier()
 
     def found() -> str | None:
@@ -456,11 +457,11 @@ def export_failure_case(*, folder: Path) -> dict[str, Any]:
         original(*args, **kwargs)
 
     hf_files.save_file = second_fails
-    error = _error(lambda: export.export(target, folder / "out", tokenizer=None, max_shard_size="20KB"))
+    error = _error(lambda: export.export(target, folder / "out", export.Form("20KB"), tokenizer=None))
     left = _names(folder)
     hf_files.save_file = original
     train(target, 1, 2)
-    export.export(target, folder / "out", tokenizer=None, max_shard_size="20KB")
+    export.export(target, folder / "out", export.Form("20KB"), tokenizer=None)
     return {"error": error, "left": left, "after_retry": _names(folder)}
 
 
@@ -469,11 +470,13 @@ def offline_case(*, folder: Path, stage: int, precision: str, tie: bool) -> dict
     target = engine(stage, precision=precision, tie=tie)
     train(target, 0, 2)
     saved = save.save(target, folder / "run", step=2, client_state={}, keep=1)
-    export.export(target, folder / "live", tokenizer=None, max_shard_size="40KB")
-    export.export(target, folder / "live32", tokenizer=None, dtype=torch.float32, max_shard_size="1GB")
+    export.export(target, folder / "live", export.Form("40KB"), tokenizer=None)
+    export.export(target, folder / "live32", export.Form(dtype=torch.float32), tokenizer=None)
     report: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        export.write_model_card(folder / "run", target.module.config, None, target.module.generation_config)
+        export.write_config_and_tokenizer(
+            folder / "run", target.module.config, None, target.module.generation_config
+        )
     return report | {"state": saved.path}
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from remat.config import compose
 from remat.config.options import ConfigError, DataFormat, Packing, RunConfig
+from remat.data.build import NoRoom
 from remat.data.first_look import look_first
+from remat.model import hf_model
 from remat.planning import strategy
+from remat.planning.preflight import DoesNotFit
 from remat.training import build
 
 
@@ -93,6 +97,17 @@ def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
     for data in (bundled.data, run_of("data=synthetic").data):
         assert look_first(data, bundled.model)[:2] == (replace(data, format=DataFormat.plain), [])
     assert strategy.decide(bundled, world_size=1, can_pin=False).packed.form is Packing.documents
+
+
+def test_a_cache_without_room_is_a_machine_that_is_not_able(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise NoRoom("data.cache_dir=cache has 1 KiB free")
+
+    cfg = run_of("data=synthetic")
+    monkeypatch.setattr(build, "open_blocks", full)
+    decided = strategy.decide(cfg, world_size=1, can_pin=False)
+    with pytest.raises(DoesNotFit, match=r"data\.cache_dir=cache has 1 KiB free"):
+        build._data(cfg, hf_model.load_config(cfg.model), decided, Mock(), None)
 
 
 def test_a_hub_dataset_is_looked_at_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

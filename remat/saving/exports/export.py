@@ -24,7 +24,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from remat.config.options import ConfigError, Precision
 from remat.model import adapters
-from remat.saving import hf_files, manifest, safe_load
+from remat.saving import manifest, safe_load
+from remat.saving.exports import hf_files
 from remat.saving.manifest import ENGINE, SaveError
 from remat.saving.state_files import SavedWeights
 
@@ -38,6 +39,18 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
+class Form:
+    """How an export is written: `max_shard_size` of its largest file, as "5GB"; dtype None keeps that of the weights.
+
+    `readme`, called on rank 0, returns the model card that goes with the model.
+    """
+
+    max_shard_size: str = "5GB"
+    dtype: torch.dtype | None = None
+    readme: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True)
 class ExportResult:
     """An exported model: its folder, weight files, their bytes and number of parameters, the seconds it took."""
 
@@ -48,33 +61,24 @@ class ExportResult:
     seconds: float
 
 
-def export(
-    engine: Any,
-    folder: Path,
-    *,
-    tokenizer: Any,
-    dtype: torch.dtype | None = None,
-    max_shard_size: str,
-    readme: Callable[[], str] | None = None,
-) -> ExportResult:
+def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportResult:
     """Export the live model to `folder`. Call it on every rank, between steps, at any ZeRO stage.
 
-    `dtype` None keeps the dtype of the weights. Another dtype is converted from the fp32 master copy where there is
-    one. `readme`, called on rank 0, returns the model card that goes with the model. A former export at `folder` is
-    replaced; raises ConfigError if anything else is there. Raises SaveError on every rank when writing fails, or when
-    the weights are not those of a plain model of this config.
+    Another dtype than that of the weights is converted from the fp32 master copy where there is one. A former export
+    at `folder` is replaced; raises ConfigError if anything else is there. Raises SaveError on every rank when writing
+    fails, or when the weights are not those of a plain model of this config.
     """
     module = engine.module
-    dtype = dtype or dtype_of(module)
-    plan, adapter = live_plan(module, dtype, max_shard_size), hf_files.find_adapter_config(module)
+    dtype = form.dtype or dtype_of(module)
+    plan, adapter = live_plan(module, dtype, form.max_shard_size), hf_files.find_adapter_config(module)
     if adapter is None:
         _check_same_weights(module, plan)
 
     def describe(target: Path) -> None:
         if adapter is None:
-            return describe_plain(target, module, plan, tokenizer, readme)
+            return describe_plain(target, module, plan, tokenizer, form)
         hf_files.write_adapter_config(target, adapter)
-        return _write_extras(target, tokenizer, None, readme)
+        return _write_extras(target, tokenizer, None, form.readme)
 
     with gathering(engine.optimizer):
         return write(plan, engine_reader(engine, dtype), folder, describe)
@@ -92,15 +96,13 @@ def gathering(optimizer: Any) -> Iterator[None]:
             optimizer.checkpoint_event_epilogue()  # gathers them again
 
 
-def describe_plain(
-    target: Path, module: Any, plan: hf_files.Plan, tokenizer: Any, readme: Callable[[], str] | None
-) -> None:
+def describe_plain(target: Path, module: Any, plan: hf_files.Plan, tokenizer: Any, form: Form) -> None:
     """Write what goes with the weights of the plain model `module`: config, code, tokenizer, model card."""
     config: Any = plan.skeleton.config  # upstream annotates a dict, but takes a config too
     if module.is_remote_code():
         custom_object_save(module, target, config=config)
     config.save_pretrained(target)
-    _write_extras(target, tokenizer, module.generation_config if module.can_generate() else None, readme)
+    _write_extras(target, tokenizer, module.generation_config if module.can_generate() else None, form.readme)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -115,10 +117,10 @@ def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.
     return hf_files.plan(type(module), module.config, dtype, max_shard_size, conversions)
 
 
-def write_model_card(
+def write_config_and_tokenizer(
     run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None, adapter: Any = None
 ) -> None:
-    """Write config and tokenizer to run_dir/model: `export_saved_state` needs them beside the weights. Rank 0 only.
+    """Write both to run_dir/model: `export_saved_state` needs them beside the weights. Rank 0 only.
 
     `adapter` is peft's configuration of the adapters, if the model has any.
     """
@@ -131,16 +133,9 @@ def write_model_card(
 
 
 def export_saved_state(
-    state_dir: Path,
-    run_dir: Path,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: str,
-    verified: bool = False,
-    readme: Callable[[], str] | None = None,
+    state_dir: Path, run_dir: Path, folder: Path, form: Form, *, verified: bool = False
 ) -> ExportResult:
-    """Export a saved state without GPU or engine, in one process. `dtype` None: the precision of the run.
+    """Export a saved state without GPU or engine, in one process, by default in the precision of the run.
 
     `verified`: `find_newest` has just read and hashed every file of the state, so this is not done again.
 
@@ -150,16 +145,16 @@ def export_saved_state(
     problems = [] if verified else manifest.verify(state_dir)
     if problems:
         raise ConfigError(f"{state_dir} is not complete: {problems[0]}; choose another saved state")
-    card = run_dir / MODEL_FOLDER
-    plan, read = open_saved_state(state_dir, run_dir, dtype=dtype, max_shard_size=max_shard_size)
+    described = run_dir / MODEL_FOLDER
+    plan, read = open_saved_state(state_dir, run_dir, form)
     refuse_code(state_dir)
-    adapted = (card / hf_files.ADAPTER_CONFIG).exists()
+    adapted = (described / hf_files.ADAPTER_CONFIG).exists()
 
     def describe(target: Path) -> None:
         if not adapted:
             plan.skeleton.config.save_pretrained(target)
-        copy_extras(card, target, but=["config.json", *(["generation_config.json"] if adapted else [])])
-        _write_extras(target, None, None, readme)
+        copy_extras(described, target, but=["config.json", *(["generation_config.json"] if adapted else [])])
+        _write_extras(target, None, None, form.readme)
 
     return write(plan, read, folder, describe)
 
@@ -171,33 +166,33 @@ def refuse_code(state_dir: Path) -> None:
         raise safe_load.UnsafeFile(unsafe)
 
 
-def copy_extras(card: Path, target: Path, *, but: Collection[str]) -> None:
-    """Copy what `write_model_card` wrote, except the files named."""
-    for extra in card.iterdir():
+def copy_extras(source: Path, target: Path, *, but: Collection[str]) -> None:
+    """Copy what `write_config_and_tokenizer` wrote to `source`, except the files named."""
+    for extra in source.iterdir():
         if extra.name not in but:
             shutil.copy2(extra, target / extra.name)
 
 
 def open_saved_state(
-    state_dir: Path, run_dir: Path, *, dtype: torch.dtype | None, max_shard_size: str
+    state_dir: Path, run_dir: Path, form: Form
 ) -> tuple[hf_files.Plan, Callable[[str], torch.Tensor]]:
     """Return the plan for an export of a saved state, and a function that reads a weight by name. No collectives.
 
     Raises ConfigError when the state or run_dir/model is incomplete.
     """
     info = manifest.read(state_dir)
-    card = run_dir / MODEL_FOLDER
-    if not (card / "config.json").exists():
-        raise ConfigError(f"{card}/config.json is missing: give the run directory of {state_dir}")
-    config = _described(card)
+    described = run_dir / MODEL_FOLDER
+    if not (described / "config.json").exists():
+        raise ConfigError(f"{described}/config.json is missing: give the run directory of {state_dir}")
+    config = _config(described)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not isinstance(model_class, type):
-        raise ConfigError(f"{card}/config.json: {config.model_type} is not one causal language model")
-    wanted = dtype or DTYPES[info.precision]
+        raise ConfigError(f"{described}/config.json: {config.model_type} is not one causal language model")
+    wanted = form.dtype or DTYPES[info.precision]
     plan = (
-        hf_files.plan_adapter(hf_files.build_adapter_skeleton(model_class, config, card), wanted)
-        if (card / hf_files.ADAPTER_CONFIG).exists()
-        else hf_files.plan(model_class, config, wanted, max_shard_size, None)
+        hf_files.plan_adapter(hf_files.build_adapter_skeleton(model_class, config, described), wanted)
+        if (described / hf_files.ADAPTER_CONFIG).exists()
+        else hf_files.plan(model_class, config, wanted, form.max_shard_size, None)
     )
     weights = _saved_weights(state_dir, info, wanted)
     missing = [name for unit in plan.units for name in unit if name not in weights.names]
@@ -212,12 +207,12 @@ def open_saved_state(
     return plan, read
 
 
-def _described(card: Path) -> Any:
+def _config(folder: Path) -> Any:
     """Load the model's configuration. Hub code and attention kernels that a config.json can name are not loaded."""
     try:
-        return AutoConfig.from_pretrained(card, trust_remote_code=False, attn_implementation="eager")
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, attn_implementation="eager")
     except ValueError as error:
-        raise ConfigError(f"{card}/config.json is refused: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(f"{folder}/config.json is refused: {str(error).strip().splitlines()[0]}") from error
 
 
 def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:

@@ -15,8 +15,7 @@ from remat.config.options import ConfigError, PeftConfig, PeftMethod
 from remat.data.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from remat.model import adapters
 from remat.model.layers import decoder_layers
-from remat.release import sample
-from remat.saving import export, merge
+from remat.saving.exports import export, merge, sample
 from tests.saving.test_merge import engine
 from tests.support import tiny
 
@@ -100,12 +99,12 @@ def test_adapters_answer_on_their_base_and_merged_as_there(model: Path, tmp_path
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3)
-    settings = {"tokenizer": byte_tokenizer(), "max_shard_size": "1GB"}
-    export.export(engine(wrapped), tmp_path / "export", **settings)  # type: ignore[arg-type]
+    tokenizer = byte_tokenizer()
+    export.export(engine(wrapped), tmp_path / "export", export.Form(), tokenizer=tokenizer)
     words = ["--prompt", "Hi", "--temperature", "0", "--max-new-tokens", "16"]
     told = answers(tmp_path, *words)
     assert told != answers(model, *words)
-    merge.export_merged(engine(wrapped), tmp_path / "merged", **settings)  # type: ignore[arg-type]
+    merge.export_merged(engine(wrapped), tmp_path / "merged", export.Form(), tokenizer=tokenizer)
     assert sample.find_model(tmp_path) == tmp_path / "merged"
     assert answers(tmp_path, *words) == told
 

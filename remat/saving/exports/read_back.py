@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from remat.saving import export, hf_files, manifest
+from remat.saving import manifest
+from remat.saving.exports import export, hf_files
 
 
 def verify_export(
@@ -31,7 +32,7 @@ def verify_export(
     if not _readable_without_engine(module, state):
         wrong = (_wrong(name, files[name], plan, None) for name in sorted(files)[part::parts])
         return next((text for text in wrong if text is not None), None)
-    _, read = export.open_saved_state(state, run_dir, dtype=dtype, max_shard_size=max_shard_size)
+    _, read = export.open_saved_state(state, run_dir, export.Form(max_shard_size, dtype))
     if max(len(unit) for unit in plan.units) > 1:
         part, parts = (0, 1) if part == 0 else (len(plan.units), parts)
     for unit in plan.units[part::parts]:

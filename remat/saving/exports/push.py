@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from remat.config import redact
 from remat.config.options import ConfigError
-from remat.saving import hf_files
+from remat.saving.exports import hf_files
 
 ENDINGS = {".safetensors", ".json", ".jinja", ".md", ".txt", ".model", ".tiktoken", ".py"}
 ANY_WORD = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"}  # a vocabulary names everything

@@ -22,8 +22,9 @@ from remat.config.options import ConfigError, ModelInit, PeftMethod, RunConfig
 from remat.config.units import format_size
 from remat.machine.host_memory import host_memory
 from remat.model import adapters, hf_model, layers
-from remat.saving import export, hf_files, manifest
-from remat.saving.export import ExportResult
+from remat.saving import manifest
+from remat.saving.exports import export, hf_files
+from remat.saving.exports.export import ExportResult, Form
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,45 +37,28 @@ class NoRoom(RuntimeError):
     """The base does not fit into the memory that is free."""
 
 
-def export_merged(
-    engine: Any,
-    folder: Path,
-    *,
-    tokenizer: Any,
-    dtype: torch.dtype | None = None,
-    max_shard_size: str,
-    readme: Callable[[], str] | None = None,
-) -> ExportResult:
+def export_merged(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportResult:
     """Export the live model with its adapters merged. Collective, as `export.export`, whose errors it raises."""
     live = engine.module
     base, held = live.get_base_model(), export.dtype_of(live)
-    wanted = dtype or held
+    wanted = form.dtype or held
     skeleton = hf_files.adapter_skeleton(type(base), base.config, copy.deepcopy(live.peft_config["default"]))
     read = export.engine_reader(engine, torch.float32 if wanted is torch.float32 else held)
     conversions = getattr(base, "_weight_conversions", None)
-    plan, merged = _merge(skeleton, read, wanted, max_shard_size, conversions)
+    plan, merged = _merge(skeleton, read, wanted, form.max_shard_size, conversions)
 
     def describe(target: Path) -> None:
-        export.describe_plain(target, base, plan, tokenizer, readme)
+        export.describe_plain(target, base, plan, tokenizer, form)
 
     with export.gathering(engine.optimizer):
         return export.write(plan, merged, folder, describe)
 
 
-def merge_folder(
-    adapter: Path,
-    run_dir: Path,
-    folder: Path,
-    cfg: RunConfig,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: str,
-    readme: Callable[[], str] | None = None,
-) -> ExportResult:
+def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: RunConfig) -> ExportResult:
     """Merge the adapters in `adapter`, a saved state or an export of the run `cfg` at `run_dir`, without an engine.
 
-    Needs in host memory the whole base in the precision of the run. `dtype` None: that precision. Raises ConfigError
-    when there are no adapters or the base is on no disk, NoRoom when it does not fit into memory.
+    Needs in host memory the whole base in the precision of the run, in which it is written by default. Raises
+    ConfigError when there are no adapters or the base is on no disk, NoRoom when it does not fit into memory.
     """
     if cfg.peft.method is PeftMethod.none:
         raise ConfigError(f"{run_dir} trained every weight: there are no adapters to merge; leave out --merge")
@@ -84,14 +68,14 @@ def merge_folder(
             "save.merge=true, which merges at its end"
         )
     held = hf_model.DTYPES[cfg.train.precision]
-    wanted = dtype or held
+    wanted = form.dtype or held
     config = hf_model.load_config(cfg.model)
     _check_room(hf_model.facts(hf_model.skeleton(config, cfg.model)).num_params * held.itemsize, cfg)
     base = hf_model.build(
         cfg.model, config, precision=cfg.train.precision, ds_config={}, zero_stage=0, seed=cfg.train.seed
     )
     skeleton, trained = _adapters(
-        adapter, run_dir, type(base), torch.float32 if dtype is torch.float32 else held
+        adapter, run_dir, type(base), torch.float32 if form.dtype is torch.float32 else held
     )
     quantised = (
         adapters.quantised_names(base, layers.decoder_layers(base))
@@ -110,12 +94,14 @@ def merge_folder(
             )
         return plain[own].detach()
 
-    plan, merged = _merge(skeleton, read, wanted, max_shard_size, getattr(base, "_weight_conversions", None))
-    card = run_dir / export.MODEL_FOLDER
+    plan, merged = _merge(
+        skeleton, read, wanted, form.max_shard_size, getattr(base, "_weight_conversions", None)
+    )
+    described = run_dir / export.MODEL_FOLDER
 
     def describe(target: Path) -> None:
-        export.describe_plain(target, base, plan, None, readme)
-        export.copy_extras(card, target, but=["config.json", hf_files.ADAPTER_CONFIG])
+        export.describe_plain(target, base, plan, None, form)
+        export.copy_extras(described, target, but=["config.json", hf_files.ADAPTER_CONFIG])
 
     return export.write(plan, merged, folder, describe)
 
@@ -126,7 +112,7 @@ def _adapters(
     """Return the adapted model without storage, and a function that reads what was trained; None for another name."""
     if (place / manifest.FILE).is_file():
         export.refuse_code(place)
-        plan, read = export.open_saved_state(place, run_dir, dtype=dtype, max_shard_size="1GB")
+        plan, read = export.open_saved_state(place, run_dir, Form(dtype=dtype))
         names = {name for unit in plan.units for name in unit}
         return plan.skeleton, lambda name: read(name) if name in names else None
     config = AutoConfig.from_pretrained(run_dir / export.MODEL_FOLDER, trust_remote_code=False)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from remat.config import paths
 from remat.config.options import ConfigError, ModelConfig, ModelInit
-from remat.saving import hf_files, merge
+from remat.saving.exports import hf_files, merge
 
 ANSWER = "the answer"
 IN_A_RUN = (merge.FOLDER, "export", "best")  # where a run directory has models, the first that is there

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config.options import ConfigError
 from remat.data.tokenizer import byte_tokenizer
-from remat.release import model_card, push
+from remat.report import model_card
+from remat.saving.exports import push
 from tests.report.test_run_report import make, row
 from tests.support import tiny
 
