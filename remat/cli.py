@@ -21,7 +21,7 @@ from remat.machine.start_up import share_cores, without_garbage
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from remat.planning.recording import Recordings
+    from remat.planning.plan import Recordings
     from remat.planning.search import Setting
     from remat.saving.exports.export import ExportResult, Form
 
@@ -93,18 +93,27 @@ def plan_command(
             "--best", help="The fastest settings that fit: ZeRO stage, offload, checkpointing, micro-batch."
         ),
     ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option("--curve", help="Step time over GiB: checkpointing=budget from the least to keeping all."),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit; then the nearest changes that make it fit."""
     if plot is not None:
         check_picture(plot)
-    if best and (swept or plot):
-        raise ConfigError("--best: looks for settings itself; leave out --sweep and --plot")
+    if best and (swept or plot or curve):
+        raise ConfigError("--best: looks for settings itself; leave out --sweep, --curve and --plot")
+    if swept and curve:
+        raise ConfigError("--curve and --sweep: give one of them")
     if best:
         _plan_best(ctx.args, as_json)
         return
-    fits = _plan_sweep(ctx.args, as_json, plot) if swept else _plan_one(ctx.args, as_json, plot)
+    several = swept or curve
+    fits = (
+        _plan_several(ctx.args, as_json, plot, curve=curve) if several else _plan_one(ctx.args, as_json, plot)
+    )
     if not fits:
         raise typer.Exit(3)
 
@@ -115,11 +124,11 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import advice, recording
-        from remat.planning.plan import make_plan, plan_as_json
+        from remat.planning import search
+        from remat.planning.plan import Recordings, make_plan, plan_as_json
         from remat.report import plan
 
-    known, console = recording.Recordings(), _console()
+    known, console = Recordings(), _console()
     if run.strategy is StrategyChoice.auto:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
@@ -127,9 +136,9 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
         plan.show(planned, console)
     if not planned.plan.fits:
         print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
-    found = advice.advise(args, planned, recordings=known, progress=_count("settings looked at"))
+    found = search.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
-        print(json.dumps(plan_as_json(planned) | advice.as_json(found), indent=2))
+        print(json.dumps(plan_as_json(planned) | search.advice_as_json(found), indent=2))
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:
@@ -159,13 +168,12 @@ def _plan_best(args: list[str], as_json: bool) -> None:
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import advice, recording
+        from remat.planning import search
+        from remat.planning.plan import Recordings
         from remat.report import plan
-    found = _settings(args, run, BEST_SHOWN, recording.Recordings())
+    found = _settings(args, run, BEST_SHOWN, Recordings())
     if as_json:
-        print(
-            json.dumps([advice.change_as_json(advice.Change(s.overrides, s.planned)) for s in found], indent=2)
-        )
+        print(json.dumps([search.setting_as_json(setting) for setting in found], indent=2))
     else:
         plan.show_best(found, _console())
 
@@ -191,16 +199,19 @@ def _count(what: str) -> Callable[[int, int], None]:
     return show
 
 
-def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
+def _plan_several(args: list[str], as_json: bool, plot: Path | None, *, curve: bool) -> bool:
     from remat.config import compose
 
-    fixed, points = split_points(args)
-    compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
+    if curve:
+        compose.check_plan(compose.from_command_line(args).run)
+    else:
+        fixed, points = split_points(args)
+        compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
     with without_garbage():
         from remat.planning import sweep
         from remat.report import plan
 
-    planned = sweep.run(args, _count("planned"))
+    planned = (sweep.curve if curve else sweep.run)(args, _count("planned"))
     if as_json:
         print(json.dumps(sweep.as_json(planned), indent=2))
     else:
@@ -210,6 +221,23 @@ def _plan_sweep(args: list[str], as_json: bool, plot: Path | None) -> bool:
 
         plan_charts.draw_sweep(planned, plot)
     return any(point.fits for point in planned)
+
+
+@app.command("retune")
+def retune_command(
+    run_dir: RunDir,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of a table.")] = False,
+) -> None:
+    """Choose the tables of a run with checkpointing=budget again, with the seconds that its phases really took."""
+    with without_garbage():
+        from remat.planning import retune
+        from remat.report import plan
+
+    found = retune.retune(run_dir)
+    if as_json:
+        print(json.dumps(retune.as_json(found), indent=2))
+    else:
+        plan.show_retuned(found, _console())
 
 
 def _console() -> Console:

@@ -20,8 +20,7 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.data.blocks import best_fit  # noqa: E402
-from remat.planning.plan import Planned, make_plan  # noqa: E402
-from remat.planning.recording import Recordings  # noqa: E402
+from remat.planning.plan import Planned, Recordings, make_plan  # noqa: E402
 from remat.planning.simulation.peaks import Instant  # noqa: E402
 from remat.planning.simulation.types import Category, Phase  # noqa: E402
 from remat.report import plan_charts  # noqa: E402

@@ -1,7 +1,8 @@
 """Write the tables of docs/strategies.md: `python scripts/strategy_table.py [--check]`.
 
-For each model, card and number of cards the fastest planned choice that fits. The choices and their figures are kept
-in docs/strategies.json, because planning all of them takes hours; `--plan` plans those that the file lacks.
+For each model, card and number of cards the fastest settings that fit, as `remat plan --best` finds them. They and
+their figures are kept in docs/strategies.json, because planning all of them takes hours; `--plan` plans those that it
+lacks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from remat.config import compose  # noqa: E402
-from remat.config.options import ConfigError  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
-from remat.planning.plan import Planned, make_plan, needed_bytes  # noqa: E402
-from remat.planning.recording import Recordings  # noqa: E402
-from remat.planning.screening import Screen  # noqa: E402
+from remat.planning.plan import Planned, Recordings, needed_bytes  # noqa: E402
+from remat.planning.search import Search  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE, FOUND = ROOT / "docs" / "strategies.md", ROOT / "docs" / "strategies.json"
@@ -37,9 +35,6 @@ MODELS = {
 }
 COUNTS = (1, 2, 4, 8)
 METHODS = {"all weights": "finetune", "LoRA": "lora", "QLoRA": "qlora"}
-GRANULARITIES = ("none", "selective_linears", "discard_output", "full", "offload")
-MICRO_BATCHES = (1, 2, 4, 8)
-SHARDING = ("zero2", "zero2_offload", "zero3", "zero3_offload_optimizer", "zero3_offload")
 
 
 @dataclass(frozen=True)
@@ -71,53 +66,10 @@ CARDS = (
 )
 
 
-def choices(method: str, count: int) -> Iterator[tuple[str, tuple[str, ...], list[int]]]:
-    """Yield a strategy, the granularities to try with it, and the micro-batches, smallest first."""
-    if method == "QLoRA":
-        strategies = ("zero2",)
-    elif method == "LoRA":
-        strategies = ("zero2",) if count == 1 else ("zero2", "zero3")
-    else:
-        strategies = ("zero2", "zero2_offload") if count == 1 else SHARDING
-    sizes = [size for size in MICRO_BATCHES if 32 % (size * count) == 0]
-    for strategy in strategies:
-        yield strategy, GRANULARITIES, sizes
-
-
 def fixed(model: str, method: str, card: Card, count: int) -> list[str]:
     """Return the words that name what is trained, and where."""
     named = [f"recipe={METHODS[method]}", f"model={MODELS[model]}", "data.path=rows.jsonl"]
     return [*named, "train.global_batch_size=32", *card.words(count)]
-
-
-def fastest(screen: Screen, model: str, method: str, card: Card, count: int) -> list[list[str]]:
-    """Return the overrides of the choices that fit by an estimate, the fastest first."""
-    found: list[tuple[float, list[str]]] = []
-    for strategy, granularities, sizes in choices(method, count):
-        largest_whole = 0  # micro-batch that fits with nothing recomputed: smaller ones only take longer
-        for granularity in granularities:
-            for size in [size for size in sizes if size > largest_whole]:
-                own = [
-                    f"deepspeed.config={strategy}",
-                    f"checkpointing={granularity}",
-                    f"train.micro_batch_size={size}",
-                ]
-                speed = _speed(screen, [*fixed(model, method, card, count), *own])
-                if speed == 0.0:
-                    break  # larger ones do not fit either
-                if granularity == "none":
-                    largest_whole = size
-                found.append((speed, own))
-    return [own for _, own in sorted(found, key=lambda entry: -entry[0])]
-
-
-def _speed(screen: Screen, words: list[str]) -> float:
-    """Return planned tokens per second, 0 for what does not fit or is refused."""
-    try:
-        planned = screen.estimate(compose.compose_run(words).run)
-    except ConfigError:
-        return 0.0
-    return (planned.time.tokens_per_s or 0.0) if planned.plan.fits else 0.0
 
 
 def figures(planned: Planned) -> dict[str, float]:
@@ -135,17 +87,13 @@ def plan_missing() -> None:
     known = {_key(cell): cell for cell in cells}
     for model, method in itertools.product(MODELS, METHODS):
         recordings = Recordings()
-        screen = Screen(recordings)
         for card, count in itertools.product(CARDS, COUNTS):
             cell: dict[str, Any] = {"model": model, "method": method, "card_gib": card.gib, "cards": count}
             if _key(cell) in known:
                 continue
-            for words in fastest(screen, model, method, card, count):
-                run = compose.compose_run([*fixed(model, method, card, count), *words]).run
-                planned = make_plan(run, recordings=recordings)
-                if planned.plan.fits:  # an estimate may be a little too low
-                    cell |= {"fits": True, "overrides": words, **figures(planned)}
-                    break
+            words = fixed(model, method, card, count)
+            for found in Search(words, compose.compose_run(words).run, recordings).fastest(1):
+                cell |= {"fits": True, "overrides": found.overrides, **figures(found.planned)}
             known[_key(cell)] = cell
             print(json.dumps(cell), flush=True)
             _write(list(known.values()))

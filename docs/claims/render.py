@@ -25,8 +25,11 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.lab.publish import ENVIRONMENTS, read_points  # noqa: E402
-from remat.planning.plan import Planned, make_plan  # noqa: E402
-from remat.planning.recording import Recordings  # noqa: E402
+from remat.planning.plan import (  # noqa: E402
+    Planned,
+    Recordings,
+    make_plan,
+)
 from remat.planning.simulation.timeline import LOSS  # noqa: E402
 from remat.planning.simulation.types import Category, Phase  # noqa: E402
 

@@ -9,9 +9,11 @@ workspaces, what is made again and the optimizer are in their peaks.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -52,8 +54,13 @@ class Trial:
         return self.seconds, self.recomputed_flops
 
 
+class NoRoom(ConfigError):
+    """Nothing that could be planned is within the budget."""
+
+
 Plan = Callable[[list[LayerDecision]], Trial]
 Climb = tuple[int, int]  # a layer and the corner of its frontier that it climbs to
+Corners = dict[Any, list[Point]]  # of each layer that was seen, by what it does
 
 
 def is_open(decisions: Sequence[LayerDecision]) -> bool:
@@ -69,37 +76,43 @@ def choose(
     *,
     gpu_bytes: int | None,
     on_gpu: bool,
+    known: Corners | None = None,
 ) -> tuple[Trial, list[LayerDecision], str]:
     """Return the plan that is taken, its decisions, and why it is not a table where it is not.
 
-    `gpu_bytes`: of the GPU; None: unknown. Raises ConfigError for a budget that nothing fits, and for a table that
-    does not suit the model.
+    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. Raises NoRoom for a budget that
+    nothing fits, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
         given = _read(Path(cfg.table).expanduser(), decisions, least.graphs)
         return plan(given), given, ""
-    limit = _limit(cfg, gpu_bytes, on_gpu=on_gpu)
+    limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
     least = plan(decisions)
-    whole = [replace(d, mechanism=RECOMPUTE) if d.mechanism == budget.MECHANISM else d for d in decisions]
-    recomputed = plan(whole)
     best: tuple[Trial, list[LayerDecision]] | None = None
     if least.needed_bytes <= limit:
-        best = _keep_last(_climb(decisions, least, plan, machine, limit, on_gpu=on_gpu), plan)
+        corners = _frontiers(least.graphs, machine, {} if known is None else known, on_gpu=on_gpu)
+        best = _keep_last(_climb(decisions, least, plan, corners, limit), plan)
+        # What `full` runs again is what the least does, or more.
+        if 2 * best[0].recomputed_flops < least.recomputed_flops:
+            return *best, ""
+    whole = [replace(d, mechanism=RECOMPUTE) if d.mechanism == budget.MECHANISM else d for d in decisions]
+    recomputed = plan(whole)
     fits = recomputed.needed_bytes <= limit
     if fits and (best is None or recomputed.speed <= best[0].speed):
         return recomputed, whole, "no table is faster than checkpointing=full here, which is taken"
     if best is None:
         smallest = min(least.needed_bytes, recomputed.needed_bytes)
-        raise ConfigError(
-            f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {_gib_up(smallest)} GiB of "
-            f"each GPU; set checkpointing.budget_gib={_gib_up(smallest)}, or make the run smaller "
+        raise NoRoom(
+            f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
+            f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
             "(train.micro_batch_size, train.seq_len, the ZeRO stage, offload)"
         )
     return *best, ""
 
 
-def _limit(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool) -> int:
+def limit_bytes(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool) -> int:
+    """Return the bytes of each GPU that the run may take. Raises ConfigError where they are not known."""
     if cfg.budget_gib != "auto":
         return int(float(cfg.budget_gib) * GIB)
     if gpu_bytes is None or not on_gpu:
@@ -111,22 +124,17 @@ def _limit(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool) -> 
 
 
 def _climb(
-    decisions: list[LayerDecision], least: Trial, plan: Plan, machine: Machine, limit: int, *, on_gpu: bool
+    decisions: list[LayerDecision],
+    least: Trial,
+    plan: Plan,
+    frontiers: Mapping[int, list[Point]],
+    limit: int,
 ) -> tuple[Trial, list[LayerDecision]]:
     """Return the plan that keeps the most of those within `limit`, found by as few plans as may be."""
-    frontiers = _frontiers(least.graphs, machine, on_gpu=on_gpu)
-    steps = _order(frontiers)
-    added = [0]
-    for layer, corner in steps:
-        points = frontiers[layer]
-        added.append(added[-1] + points[corner].bytes - points[corner - 1].bytes)
+    steps, added = _order(frontiers)
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
-        corners = dict.fromkeys(frontiers, 0) | dict(steps[:count])
-        tried = [
-            _decide(decision, least.graphs[i], frontiers[i][corners[i]]) if i in corners else decision
-            for i, decision in enumerate(decisions)
-        ]
+        tried = _after(steps[:count], decisions, least.graphs, frontiers)
         return plan(tried), tried
 
     best, low, high, beyond = (least, decisions), 0, len(steps) + 1, 0
@@ -149,6 +157,33 @@ def _climb(
     return best
 
 
+def curve(
+    decisions: list[LayerDecision], plan: Plan, machine: Machine, parts: int, *, known: Corners
+) -> Iterator[tuple[Trial, list[LayerDecision]]]:
+    """Yield plans from the fewest bytes to keeping all, `parts` steps of about as many bytes; on a GPU."""
+    least = plan(decisions)
+    yield least, decisions
+    frontiers = _frontiers(least.graphs, machine, known, on_gpu=True)
+    steps, added = _order(frontiers)
+    for count in dict.fromkeys(bisect_left(added, part / parts * added[-1]) for part in range(1, parts + 1)):
+        tried = _after(steps[:count], decisions, least.graphs, frontiers)
+        yield plan(tried), tried
+
+
+def _after(
+    steps: Sequence[Climb],
+    decisions: Sequence[LayerDecision],
+    graphs: Mapping[int, Graph],
+    frontiers: Mapping[int, list[Point]],
+) -> list[LayerDecision]:
+    """Return the decisions after `steps` from the fewest bytes."""
+    corners = dict.fromkeys(frontiers, 0) | dict(steps)
+    return [
+        _decide(decision, graphs[i], frontiers[i][corners[i]]) if i in corners else decision
+        for i, decision in enumerate(decisions)
+    ]
+
+
 def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
     """Let the last layer keep all where that needs no memory, as it often does.
 
@@ -166,9 +201,10 @@ def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Tr
     return (kept, tried) if kept.needed_bytes <= trial.needed_bytes and kept.speed < trial.speed else found
 
 
-def _frontiers(graphs: Mapping[int, Graph], machine: Machine, *, on_gpu: bool) -> dict[int, list[Point]]:
+def _frontiers(
+    graphs: Mapping[int, Graph], machine: Machine, known: Corners, *, on_gpu: bool
+) -> dict[int, list[Point]]:
     """Return the corners of each layer, worked out once for layers that do the same."""
-    known: dict[Any, list[Point]] = {}
     found = {}
     for index, graph in graphs.items():
         operations = [
@@ -188,15 +224,38 @@ def _kind(label: str, flops: int) -> str:
     return "matmul" if flops else "elementwise"
 
 
-def _order(frontiers: Mapping[int, list[Point]]) -> list[Climb]:
-    """Order the climbs of all layers by seconds per byte. A frontier is convex: each layer's come in their order."""
+def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]]:
+    """Order the climbs of all layers by seconds per byte. A frontier is convex: each layer's come in their order.
+
+    Returns also the bytes that are kept on top of the fewest before the first climb, and after each.
+    """
 
     def worth(climb: Climb) -> tuple[Fraction, int, int]:
         low, high = frontiers[climb[0]][climb[1] - 1 : climb[1] + 1]
         return -Fraction(low.cost - high.cost, max(1, high.bytes - low.bytes)), climb[1], -climb[0]
 
     climbs = [(layer, corner) for layer, points in frontiers.items() for corner in range(1, len(points))]
-    return sorted(climbs, key=worth)
+    climbs.sort(key=worth)
+    sizes = (frontiers[layer][to].bytes - frontiers[layer][to - 1].bytes for layer, to in climbs)
+    return climbs, list(itertools.accumulate(sizes, initial=0))
+
+
+class Tables:
+    """What tables of some layers save on a GPU by what they keep. `added`: bytes before and after each climb."""
+
+    def __init__(self, graphs: Mapping[int, Graph], machine: Machine, known: Corners) -> None:
+        frontiers = _frontiers(graphs, machine, known, on_gpu=True)
+        steps, self.added = _order(frontiers)
+        saved = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
+        self._saved = list(itertools.accumulate(saved, initial=0))
+
+    def time_saved(self, share: float) -> float:
+        """Return the share of recomputation that goes when `share` of the bytes from the least to all is kept."""
+        kept = share * self.added[-1]
+        after = min(bisect_left(self.added, kept, lo=1), len(self.added) - 1)
+        part = (kept - self.added[after - 1]) / max(1, self.added[after] - self.added[after - 1])
+        saved = self._saved[after - 1] + part * (self._saved[after] - self._saved[after - 1])
+        return saved / max(1, self._saved[-1])
 
 
 def _decide(decision: LayerDecision, graph: Graph, point: Point) -> LayerDecision:
@@ -301,7 +360,7 @@ def _indices(key: str) -> list[int]:
     return found
 
 
-def _gib_up(size: int) -> str:
+def gib_up(size: int) -> str:
     """Return GiB, rounded up to two decimals, or to three digits where they are small."""
     decimals = max(2, 2 - math.floor(math.log10(max(size, 1) / GIB)))
     return f"{math.ceil(size / GIB * 10**decimals) / 10**decimals:.{decimals}f}"

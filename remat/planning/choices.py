@@ -17,8 +17,12 @@ LONGEST_MICRO_BATCH = 65536  # tokens
 AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
 # What recomputes least comes first. Of policies that differ in how alone, one is here.
 POLICIES = (
-    "none", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops", "full",
-    "offload", "uniform", "sqrt",
+    "none", "budget", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
+    "full", "offload", "uniform", "sqrt",
+)  # fmt: skip
+# What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
+OUTDONE_BY_TABLES = (
+    "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
 )  # fmt: skip
 ZERO = "deepspeed.overrides.zero_optimization"
 
@@ -44,12 +48,14 @@ class Option:
     kind: Kind = Kind.same_training
 
 
-def same_training(args: Sequence[str], cfg: RunConfig) -> dict[str, list[Option | None]]:
+def same_training(
+    args: Sequence[str], cfg: RunConfig, policies: Sequence[str] = POLICIES
+) -> dict[str, list[Option | None]]:
     """Return the values of each axis that leave alone what is trained; None is the present value.
 
     Micro-batches come smallest first, policies with the least recomputation first.
     """
-    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg))
+    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg, policies))
     return dict(zip(AXES, values, strict=True))
 
 
@@ -113,9 +119,9 @@ def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
     return compose.from_command_line([*args, *words]).run
 
 
-def _policies(args: Sequence[str], cfg: RunConfig) -> list[Option | None]:
+def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> list[Option | None]:
     found: list[Option | None] = []
-    for name in POLICIES:
+    for name in policies:
         words = (f"checkpointing={name}",)
         try:
             chosen = _composed(args, words).checkpointing

@@ -26,9 +26,8 @@ from remat.machine.node import Machine
 from remat.model import hf_model
 from remat.planning import budget, preflight, search, strategy
 from remat.planning.model_states import Item
-from remat.planning.plan import Capacity, Planned, make_plan, plan_as_json
+from remat.planning.plan import Capacity, Planned, Recordings, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
-from remat.planning.recording import Recordings
 from remat.planning.strategy import Strategy
 
 GPU_RESOURCE = "GPU memory"

@@ -6,24 +6,30 @@ is what persists plus the largest total of temporary bytes at one instant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from remat.activation_checkpointing import apply
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.activation_checkpointing.policy import without_engine
 from remat.config import ds_config, validation
-from remat.config.options import DataSource, HardwareConfig, RunConfig
+from remat.config.options import ConfigError, DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.node import CONTEXT_BYTES
-from remat.model import optimizer_state
+from remat.model import loss, meta_kernels, optimizer_state, packing
 from remat.planning import budget, model_states, preflight, step_time, strategy
-from remat.planning.budget import Trial
+from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
-from remat.planning.recording import Recordings
+from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 
+META = torch.device("meta")
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 
@@ -208,6 +214,65 @@ def _by_name(items: Iterable[Item], place: str) -> dict[str, int]:
     return found
 
 
+class Recordings:
+    """A cache of recorded micro-batches. Pass the same one to every `make_plan` of a search.
+
+    `made` counts the recordings that were really made. `corners` are those of the layers that tables were chosen for.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.corners: Corners = {}
+        self._found: dict[str, simulate.Recording] = {}
+
+    def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
+        """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
+
+        It does not depend on the machine, nor on ZeRO settings, except whether the stage is 3.
+        """
+        train = cfg.train
+        depends_on = (
+            (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
+            decided.packed,
+            (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
+        )
+        key = repr(depends_on)
+        if key not in self._found:
+            self._found[key] = _record(cfg, decided, on_gpu=on_gpu)
+            self.made += 1
+        return self._found[key]
+
+
+def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simulate.Recording:
+    """Record one micro-batch of the real model on meta tensors, with the run's policies applied."""
+    decisions = without_engine(decided.decisions)
+    if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
+        raise ConfigError(
+            "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
+            "host; plan with checkpointing=offload, which moves the same"
+        )
+    net = strategy.meta_model(cfg)
+    with ExitStack() as undo:
+        applied = apply.apply(net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META)
+        undo.callback(applied.remove)
+        recording = simulate.record(
+            net,
+            loss=loss.TokenLoss(
+                net, cfg.train.loss, verify=False, cross_entropy=meta_kernels.cross_entropy if on_gpu else None
+            ),
+            scope=applied.scope,
+            around=applied.micro_batch(),
+            stage_3=decided.zero_stage == 3,
+            micro_batch_size=cfg.train.micro_batch_size,
+            seq_len=cfg.train.seq_len,
+            given=packing.planned(decided.packed, cfg.model.attention, net),
+            ignored=applied.offload.storages if applied.offload else tuple,
+            workspaces=on_gpu,
+            on_gpu=on_gpu,
+        )
+        return replace(recording, graphs=applied.graphs())
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan and what it was made from."""
@@ -240,31 +305,62 @@ def make_plan(
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
-
-    def plan(decisions: list[LayerDecision]) -> Trial:
-        own = replace(decided, decisions=decisions)
-        recording = known.get(cfg, own, on_gpu=on_gpu)
-        simulation = recording.under(ZeroSettings.of(decided.ds, ranks))
-        made = estimate(cfg, own, simulation, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
-        needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
-        again = simulation.flops[Phase.recompute]
-        return Trial(needed, made.time.total_s, again, recording.graphs, made)
-
+    plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
         return made
-    gpu_bytes = (capacity or capacity_of(cfg.hardware)).gpu_bytes
     trial, decisions, because = budget.choose(
         cfg.checkpointing,
         decided.decisions,
         plan,
         gpus.machine(cfg.hardware),
-        gpu_bytes=gpu_bytes,
+        gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
         on_gpu=on_gpu,
+        known=known.corners,
     )
-    chosen = replace(trial.made.strategy, decided_because=because or decided.decided_because)
+    return _with_table(trial, decisions, cfg, because or decided.decided_because)
+
+
+def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[Planned]:
+    """Yield the plans of `cfg`, a run with checkpointing=budget, under tables that keep from the least to all.
+
+    They are about `parts` equal steps of bytes apart, whatever the budget of `cfg`. Raises ConfigError.
+    """
+    validation.check_plan(cfg)
+    decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
+    plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
+    machine = gpus.machine(cfg.hardware)
+    for trial, decisions in budget.curve(decided.decisions, plan, machine, parts, known=recordings.corners):
+        yield _with_table(trial, decisions, cfg, "")
+
+
+def _planner(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    known: Recordings,
+    *,
+    world_size: int,
+    capacity: Capacity | None = None,
+    on_gpu: bool = True,
+) -> budget.Plan:
+    """Return what plans the run under other decisions for its layers."""
+
+    def plan(decisions: list[LayerDecision]) -> Trial:
+        own = replace(decided, decisions=decisions)
+        recording = known.get(cfg, own, on_gpu=on_gpu)
+        simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
+        made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
+        needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
+        again = simulation.flops[Phase.recompute]
+        return Trial(needed, made.time.total_s, again, recording.graphs, made)
+
+    return plan
+
+
+def _with_table(trial: Trial, decisions: list[LayerDecision], cfg: RunConfig, because: str) -> Planned:
+    made: Planned = trial.made
     table = budget.as_record(trial, decisions, cfg.checkpointing)
-    return replace(trial.made, strategy=chosen, table=table)
+    return replace(made, strategy=replace(made.strategy, decided_because=because), table=table)
 
 
 def estimate(

@@ -1,7 +1,8 @@
 """Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
 
 All of them train the same: the global batch stays. Settings are estimated on a few layers (remat.planning.screening);
-what is returned was planned whole, as the command line with its overrides would be.
+what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
+run fit: the same training in less memory, other training, or a larger machine.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from remat.config import compose
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError, Policy, RunConfig
 from remat.config.units import format_size
 from remat.machine import gpus
-from remat.planning import choices
-from remat.planning.choices import Option
-from remat.planning.plan import Planned, capacity_of, make_plan, needed_bytes
+from remat.planning import budget, choices
+from remat.planning.choices import OUTDONE_BY_TABLES, Option
+from remat.planning.plan import Planned, Recordings, capacity_of, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.recording import Recordings
-from remat.planning.screening import NO_ACTIVATIONS, Screen, with_shape
+from remat.planning.screening import MAY_FIT_BELOW, NO_ACTIVATIONS, SURELY_FITS_BELOW, Screen, with_shape
 
-MAY_FIT_BELOW = 1.03  # share of the machine up to which an estimate may fit when it is planned whole
 NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
+NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
 TRIED_FOR_CLOSEST = 3
+TABLES = "checkpointing=budget"
 Candidate = tuple[Option, ...]
 
 
@@ -35,6 +37,7 @@ class Setting:
 
     overrides: list[str]
     planned: Planned
+    changes_training: bool = False
 
     @property
     def cost(self) -> tuple[bool, float, int]:
@@ -83,14 +86,13 @@ def _set_by(args: Sequence[str]) -> set[str]:
 
 
 def _missing(setting: Setting) -> str:
-    short = (r for r in setting.planned.plan.resources if r.spare_bytes is not None and not r.fits)
-    return ", ".join(f"{format_size(-(r.spare_bytes or 0))} of {r.name}" for r in short)
+    return ", ".join(f"{format_size(size)} of {name}" for name, size in missing_bytes(setting.planned).items())
 
 
 class Search:
     """A search for other settings of the run that `args` ask for and `cfg` is.
 
-    `progress` is called with the number of settings looked at, and of all.
+    `progress` is called with the number of settings looked at, and of all. `policies` and the present one are tried.
     """
 
     def __init__(
@@ -99,16 +101,20 @@ class Search:
         cfg: RunConfig,
         recordings: Recordings,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        policies: Sequence[str] = choices.POLICIES,
     ) -> None:
         self._args, self._recordings, self._progress = list(args), recordings, progress
         self._cfg = with_shape(cfg)
-        self._axes = choices.same_training(self._args, self._cfg)
+        self._axes = choices.same_training(self._args, self._cfg, policies)
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
         """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+
+        Of tables there is one in all.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
         first.
@@ -158,16 +164,28 @@ class Search:
             for micro_batch in axes["train.micro_batch_size"]:
                 fixed = (*given, *_changes(loss, micro_batch))
                 for least_s, strategy in self._by_least_time(fixed, strategies, known):
+                    keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
+                    all_fits = keeping is not None and _excess(keeping) <= 1 - budget.MARGIN
+                    has_tables = False
                     for policy in policies:
                         done += 1
                         self._progress(done, total)
                         if known.is_hopeless(strategy, policy, least_s, best_s):
                             continue
+                        kind = _policy_of(policy)
+                        if (kind == Policy.budget and all_fits) or (has_tables and kind in OUTDONE_BY_TABLES):
+                            continue
                         candidate = (*fixed, *_changes(strategy, policy))
                         if (estimate := self._estimate(candidate)) is None:
+                            known.refuse(strategy, policy)
                             continue
                         known.add(strategy, policy, estimate, least_s)
-                        if _excess(estimate) <= 1 and not estimate.time.unknown:
+                        has_tables |= (
+                            kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
+                        )
+                        # Tables are made to fit: those of an estimate do, when all layers are planned.
+                        fits = kind == Policy.budget or _excess(estimate) <= SURELY_FITS_BELOW
+                        if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
                         yield candidate
         self._progress(total, total)
@@ -203,6 +221,8 @@ class Search:
         taken: set[tuple[str, ...]] = set()
         for candidate in candidates:
             kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            if TABLES in kind:  # one is enough: they take longest to plan
+                kind = (TABLES,)
             if len(found) == limit:
                 break
             if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
@@ -251,6 +271,9 @@ class _Known:
         if least_s and estimate.simulation is not NO_ACTIVATIONS:
             self._slower.setdefault((strategy, policy), estimate.time.total_s / least_s)
 
+    def refuse(self, strategy: Option | None, policy: Option | None) -> None:
+        self._too_large.add((strategy, policy))
+
     def states_do_not_fit(self, strategy: Option | None) -> bool:
         return (strategy,) in self._too_large
 
@@ -260,6 +283,11 @@ class _Known:
         if self.states_do_not_fit(strategy) or (strategy, policy) in self._too_large:
             return True
         return least_s * self._slower.get((strategy, policy), 1.0) * (1 - SAME_TIME) > best_s
+
+
+def _policy_of(option: Option | None) -> str | None:
+    """Return the policy that an option of the axis changes to; None for the present one."""
+    return option.words[0].partition("=")[2] if option else None
 
 
 def _changes(*options: Option | None) -> Candidate:
@@ -280,3 +308,83 @@ def _excess(planned: Planned) -> float:
         (r.needed_bytes / max(1, r.found_bytes) for r in planned.plan.resources if r.found_bytes is not None),
         default=0.0,
     )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes to a run that does not fit.
+
+    All `changes` fit. If none of them keeps the machine, `closest` is the setting that lacks least on it.
+    """
+
+    changes: list[Setting]
+    closest: Setting | None
+
+
+def advise(
+    args: Sequence[str],
+    planned: Planned,
+    *,
+    limit: int = 3,
+    recordings: Recordings | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Advice:
+    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
+
+    The changes come in this order: up to `limit` that leave alone what is trained, the fastest first; then the
+    smallest change of the sequence length and of the adapters that would do, with what else it needs; then the
+    smallest machine of conf/hardware that holds the run unchanged.
+    """
+    if planned.plan.fits:
+        return Advice([], None)
+    search = Search(args, planned.cfg, recordings or Recordings(), progress)
+    changes = search.fastest(limit)
+    for axis in choices.other_training(args, planned.cfg):
+        fitting = (found for option in axis if (found := search.with_change(option)))
+        changes += [replace(found, changes_training=True) for found in itertools.islice(fitting, 1)]
+    # The run itself where nothing else could be planned.
+    closest = None if changes else search.closest() or Setting([], planned)
+    return Advice([*changes, *_machine(args, planned, search)], closest)
+
+
+def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:
+    for option in choices.machines(args, planned.cfg):
+        found = search.plan(list(option.words))
+        if found and found.planned.plan.fits:
+            return [found]
+    return []
+
+
+def advice_as_json(advice: Advice) -> dict[str, Any]:
+    """Return the two keys that a plan's JSON gets.
+
+    They are `advice`, a list, and `closest`, null or an entry like those of the list.
+    """
+    return {
+        "advice": [setting_as_json(change) for change in advice.changes],
+        "closest": setting_as_json(advice.closest) if advice.closest else None,
+    }
+
+
+def setting_as_json(setting: Setting) -> dict[str, Any]:
+    """Return a setting as plain data: bytes of one GPU and of one node, seconds of a step.
+
+    `unknown_times` are not part of the seconds.
+    """
+    planned = setting.planned
+    return {
+        "overrides": setting.overrides,
+        "changes_training": setting.changes_training,
+        "fits": planned.plan.fits,
+        "step_time_s": planned.time.total_s,
+        "tokens_per_s": planned.time.tokens_per_s,
+        "unknown_times": planned.time.unknown,
+        "gpu_needed_bytes": needed_bytes(planned, "GPU memory"),
+        "host_needed_bytes": needed_bytes(planned, "host memory per node"),
+        "missing_bytes": missing_bytes(planned),
+    }
+
+
+def missing_bytes(planned: Planned) -> dict[str, int]:
+    """Return the bytes missing of each resource that is too small."""
+    return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}

@@ -6,8 +6,9 @@ A term whose rate is not known is left out and named in `StepTime.unknown`: the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.config.options import Precision
 from remat.config.units import GB
@@ -15,6 +16,7 @@ from remat.machine.gpus import ADAM_BYTES, Machine
 from remat.planning.simulation.types import OpCost, Phase, Simulation, ZeroSettings
 
 TERA = 1e12
+TINY_S = 1e-12  # where no time is known
 STATE_BYTES = (
     16  # fp32 parameter, two moments and gradient: what goes to NVMe and back for each trained parameter
 )
@@ -43,7 +45,8 @@ AFTER = (
 class StepTime:
     """Seconds of one optimizer step on each rank, by cause. They add up to `total_s`.
 
-    `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing.
+    `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing. `phases_s` is
+    the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer.
     """
 
     compute_s: float
@@ -54,6 +57,7 @@ class StepTime:
     nvme_s: float
     tokens: int
     hidden_s: Mapping[str, float]
+    phases_s: Mapping[str, float]
     unknown: list[str]
     assumptions: list[str]
 
@@ -104,12 +108,12 @@ def step_time(
     early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
     inside, boundary = terms.collectives(simulation.gathered_elements)
     can_hide = zero.overlap_comm
-    copied, exposed_copies = terms.copies(simulation.gathered_elements, early, moved_bytes, forward, backward)
-    exposed_inside = inside
+    copied, *waits = terms.copies(simulation.gathered_elements, early, moved_bytes, forward, backward)
+    exposed_copies, exposed_inside = sum(waits), inside
     if can_hide:  # each has its own links: the step waits for the slower, and the other runs beside it
         exposed_inside = max(0.0, inside - forward - backward)
         if exposed_inside > exposed_copies:
-            exposed_copies = 0.0
+            exposed_copies, waits = 0.0, [0.0, 0.0]
         else:
             exposed_inside = 0.0
     hidden = {
@@ -121,14 +125,22 @@ def step_time(
     assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if can_hide else NO_OVERLAP]
     if zero.offload_optimizer or zero.offload_param or moved_bytes:
         assumptions.append(PCIE)
+    optimizer = terms.optimizer(optimizer_bytes)
+    # Of the collectives that are waited for. Below ZeRO-3 they are all of gradients.
+    share = forward / max(TINY_S, forward + backward) if zero.stage == 3 else 0.0
     return StepTime(
         compute_s=accumulation * (forward + times[Phase.backward]),
         recompute_s=accumulation * times[Phase.recompute],
         pcie_s=accumulation * exposed_copies + terms.weights_back(),
-        optimizer_s=terms.optimizer(optimizer_bytes),
+        optimizer_s=optimizer,
         collectives_s=accumulation * exposed_inside + boundary,
         nvme_s=nvme,
         tokens=tokens * accumulation * zero.world_size,
+        phases_s={
+            "forward": accumulation * (forward + waits[0] + share * exposed_inside),
+            "backward": accumulation * (backward + waits[1] + (1 - share) * exposed_inside),
+            "optimizer": optimizer + terms.weights_back() + boundary + nvme,
+        },
         hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
         unknown=sorted(terms.unknown),
         assumptions=[*assumptions, AFTER],
@@ -152,6 +164,25 @@ def price(op: OpCost, machine: Machine, *, on_gpu: bool) -> float:
         share = CAUSAL if op.kind == "attention" else 1.0
         seconds = max(seconds, share * op.flops / (rates[f"{op.kind}_tflops"] * TERA))
     return seconds + rates["launch_us"] / 1e6
+
+
+def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tuple[float, float]]:
+    """Return, for forward and for backward of a micro-batch, the seconds of arithmetic, and of traffic and launches.
+
+    An operation is of the kind that bounds it; its launch is always of the second. Rates are those of `price`.
+    """
+    found = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
+    no_arithmetic = replace(machine, matmul_tflops=math.inf, attention_tflops=math.inf)
+    for op, count in Counter(simulation.ops).items():
+        if op.phase is Phase.step or not (op.flops or op.bytes):
+            continue
+        both, launch = found["forward" if op.phase is Phase.forward else "backward"], machine.launch_us or 0.0
+        seconds = price(op, machine, on_gpu=True)
+        bound_by_arithmetic = seconds > price(op, no_arithmetic, on_gpu=True)
+        traffic = launch / 1e6 if bound_by_arithmetic else seconds
+        both[0] += count * (seconds - traffic)
+        both[1] += count * traffic
+    return {phase: (arithmetic, traffic) for phase, (arithmetic, traffic) in found.items()}
 
 
 class _Terms:
@@ -203,8 +234,8 @@ class _Terms:
 
     def copies(
         self, gathered: int, early: float, moved_bytes: int, forward: float, backward: float
-    ) -> tuple[float, float]:
-        """Return the seconds of PCIe traffic in one micro-batch, and how many of them compute does not cover.
+    ) -> tuple[float, float, float]:
+        """Return the seconds of PCIe traffic in one micro-batch, and what forward and backward do not cover of them.
 
         Offloaded weights are copied with every gather, each rank its part, and the share `early` of them in
         forward. Gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
@@ -214,7 +245,7 @@ class _Terms:
         leaving, returning = self._gpu_to_host(moved_bytes), self._host_to_gpu(moved_bytes)
         first = max(weights * early, leaving)
         second = max(weights * (1 - early) + returning, gradients)
-        return first + second, max(0.0, first - forward) + max(0.0, second - backward)
+        return first + second, max(0.0, first - forward), max(0.0, second - backward)
 
     def weights_back(self) -> float:
         """Return the time to copy the new 16-bit weights to the GPU after a CPU step; 0 if they stay on the host."""

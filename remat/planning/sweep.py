@@ -1,4 +1,8 @@
-"""Plan every combination of the values that words with commas list, for `remat plan --sweep`."""
+"""Plan a run several times, to compare memory and time.
+
+`remat plan --sweep`: every combination of the values that words with commas list. `remat plan --curve`: the tables of
+checkpointing=budget from the least bytes to keeping all, beside the policies that have a name.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,12 @@ from typing import Any
 from remat.config import compose
 from remat.config.command_line import split_points
 from remat.config.options import ConfigError
-from remat.planning import plan
-from remat.planning.plan import Planned
-from remat.planning.recording import Recordings
+from remat.planning import budget, plan
+from remat.planning.plan import Planned, Recordings
+
+BUDGET = "checkpointing=budget"
+CURVE_PARTS = 10  # steps of the curve, and so one point more
+NAMED = ("full", "selective_ops", "selective_linears", "discard_output", "offload", "none")
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,10 @@ class Point:
     planned: Planned | None
     refused: str = ""
     on_pareto_front: bool = False
+
+    @property
+    def is_budget(self) -> bool:
+        return BUDGET in self.overrides
 
     @property
     def fits(self) -> bool:
@@ -41,16 +52,36 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
     found = []
     for done, overrides in enumerate(points):
         progress(done, len(points))
-        try:
-            cfg = compose.from_command_line([*fixed, *overrides]).run
-            found.append(Point(overrides, plan.make_plan(cfg, recordings=recordings)))
-        except ConfigError as error:
-            found.append(Point(overrides, None, refused=" ".join(str(error).split())))
+        found.append(_point(fixed, overrides, recordings))
     progress(len(points), len(points))
     if all(point.planned is None for point in found):
         reasons = dict.fromkeys(point.refused for point in found)
         raise ConfigError("--sweep: every combination is refused\n" + "\n".join(reasons))
     return list(_mark_pareto_front(found))
+
+
+def curve(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
+    """Plan the run under tables from the least to keeping all, then under NAMED. Raises ConfigError for the tables."""
+    recordings, found = Recordings(), list[Point]()
+    total = CURVE_PARTS + 1 + len(NAMED)
+    cfg = compose.from_command_line([*args, BUDGET]).run
+    for planned in plan.make_curve(cfg, CURVE_PARTS, recordings):
+        progress(len(found), total)
+        size = f"checkpointing.budget_gib={budget.gib_up(gpu_bytes(planned))}"
+        found.append(Point((BUDGET, size), planned))
+    for done, name in enumerate(NAMED, start=total - len(NAMED)):
+        progress(done, total)
+        found.append(_point(args, (f"checkpointing={name}",), recordings))
+    progress(total, total)
+    return list(_mark_pareto_front(found))
+
+
+def _point(args: Sequence[str], overrides: tuple[str, ...], recordings: Recordings) -> Point:
+    try:
+        cfg = compose.from_command_line([*args, *overrides]).run
+        return Point(overrides, plan.make_plan(cfg, recordings=recordings))
+    except ConfigError as error:
+        return Point(overrides, None, refused=" ".join(str(error).split()))
 
 
 def gpu_bytes(planned: Planned) -> int:

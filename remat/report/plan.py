@@ -11,9 +11,9 @@ from rich.table import Table
 
 from remat.activation_checkpointing import policy
 from remat.config.units import GIB
-from remat.planning.advice import Advice, Change, missing_bytes
 from remat.planning.plan import Planned, Resource, needed_bytes
-from remat.planning.search import Setting
+from remat.planning.retune import Retuned
+from remat.planning.search import Advice, Setting, missing_bytes
 from remat.planning.sweep import Point
 
 
@@ -96,10 +96,10 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
     for number, setting in enumerate(settings):
         if number == 1:
             console.print("  next:")
-        _show_change(Change(setting.overrides, setting.planned), fastest, console)
+        _show_change(setting, fastest, console)
 
 
-def _show_change(change: Change, planned: Planned, console: Console) -> None:
+def _show_change(change: Setting, planned: Planned, console: Console) -> None:
     words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
     console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
@@ -113,7 +113,7 @@ def _show_change(change: Change, planned: Planned, console: Console) -> None:
         console.print(f"      {'; '.join(missing)}", style="red", soft_wrap=True)
 
 
-def _moves(change: Change) -> bool:
+def _moves(change: Setting) -> bool:
     return any(word.startswith("hardware=") for word in change.overrides)
 
 
@@ -150,6 +150,25 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
     unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
     if unknown:
         console.print(f"~ without what is not known, and so not on the Pareto front: {', '.join(unknown)}")
+
+
+def show_retuned(found: Retuned, console: Console) -> None:
+    """Print the seconds of each phase, planned and measured, and what to add to the command."""
+    console.print(f"{found.now.cfg.name}: seconds of a step by phase", style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("phase")
+    for title in ("planned", "measured", "planned with the rates corrected"):
+        table.add_column(title, justify="right")
+    for phase, seconds in found.measured.items():
+        after = found.before.time.phases_s[phase]
+        table.add_row(phase, f"{found.planned[phase]:.3g}", f"{seconds:.3g}", f"{after:.3g}")
+    console.print(table)
+    before, now = found.before.time.total_s, found.now.time.total_s
+    gain = f"step {now:.3g} s where the run's take {before:.3g} ({now / before - 1:+.1%})"
+    chosen = f"other tables: {gain}" if found.tables_differ else "the tables stay as they are"
+    console.print(f"{chosen}; written to {found.path}. Add to the command:")
+    console.print(f"    {shlex.join(found.overrides)}", style="cyan", soft_wrap=True)
+    console.print("the same rates with `remat plan ... --best` look at all other settings", style="dim")
 
 
 def _table(title: str, rows: Mapping[str, int], ranks_per_node: int, console: Console) -> None:

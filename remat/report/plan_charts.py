@@ -105,7 +105,10 @@ def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
 
 
 def draw_sweep(points: Sequence[Point], path: Path) -> None:
-    """Draw memory against time, with the Pareto front. Raises ConfigError when no time is known."""
+    """Draw memory against time, with the Pareto front and a line through the tables of a curve.
+
+    Raises ConfigError when no time is known.
+    """
     known = scatter(points)
     if not known:
         raise ConfigError("--plot: no step time is known on this machine; choose hardware=NAME")
@@ -119,6 +122,9 @@ def draw_sweep(points: Sequence[Point], path: Path) -> None:
             axes.plot(
                 *zip(*front, strict=True), color=LIGHT.green, drawstyle="steps-post", label="front", zorder=2
             )
+        tables = sorted((x, y) for x, y, point in known if point.is_budget)
+        if len(tables) > 1:
+            axes.plot(*zip(*tables, strict=True), color=LIGHT.blue, label="checkpointing=budget", zorder=2)
         for spots, color, marker, name in (
             (fitting, LIGHT.blue, "o", "fits"),
             (others, LIGHT.red, "x", "does not fit"),

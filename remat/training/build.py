@@ -292,7 +292,9 @@ def _with_settings(
         return asked, strategy, None
     chosen = launch_plan.choose_settings(asked.run, world, words=asked.words, note=console.note)
     settled = compose.from_command_line([*asked.words, *(chosen or []), "strategy=given"])
-    return settled, decide(settled.run, world_size=world.size, can_pin=world.device.type == "cuda"), chosen
+    if chosen:  # else the strategy is of the same options
+        strategy = decide(settled.run, world_size=world.size, can_pin=world.device.type == "cuda")
+    return settled, strategy, chosen
 
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:

@@ -292,9 +292,6 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
     if planned is None:
         lacking = f"{mean}; no plan: {run.plan.reason}"
     step = planned.time if planned and not unknown else None
-    both = step.compute_s + step.recompute_s + step.pcie_s + step.collectives_s if step else None
-    forward, backward = summary.get(phase_s("forward")), summary.get(phase_s("backward"))
-    together = None if forward is None or backward is None else forward + backward
     tokens = step.tokens_per_s if step else None
     shorter = step is not None and run.splits.train.one_each
     most, least = AT_MOST * shorter, AT_LEAST * shorter
@@ -303,8 +300,17 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
         tokens *= counts["tokens"] / (counts["blocks"] * run.cfg.train.seq_len)
     return [
         Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking, most),
-        Row("forward and backward", both, together, "s", f"{lacking}; with copies and collectives", most),
-        Row("optimizer", step.optimizer_s if step else None, summary.get(phase_s("optimizer")), "s", lacking),
+        *(
+            Row(
+                phase,
+                step.phases_s[phase] if step else None,
+                summary.get(phase_s(phase)),
+                "s",
+                f"{lacking}; with copies and collectives",
+                most if phase != "optimizer" else "",
+            )
+            for phase in ("forward", "backward", "optimizer")
+        ),
         Row(
             "throughput",
             tokens,

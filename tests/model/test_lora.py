@@ -30,7 +30,8 @@ from remat.config.options import (
 )
 from remat.model import adapters, flops, hf_model, loss, noise
 from remat.model.layers import decoder_layers
-from remat.planning import recording, strategy
+from remat.planning import strategy
+from remat.planning.plan import Recordings
 from remat.saving.exports import export
 from tests.support.pool import RankPool
 
@@ -356,7 +357,7 @@ def test_the_loss_finds_the_output_layer_that_is_trained(
 
 
 def test_a_plan_counts_the_noise_and_one_without_it_does_not() -> None:
-    known = recording.Recordings()
+    known = Recordings()
     words = ["recipe=tiny_zero3_offload", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
     def operations(*more: str) -> int:

@@ -25,7 +25,8 @@ from remat.config.options import (
 )
 from remat.model import hf_model, layers, meta_kernels, packing, small_copy
 from remat.model.packing import Packed, Way
-from remat.planning import recording, strategy
+from remat.planning import strategy
+from remat.planning.plan import Recordings
 from tests.support import small_models
 from tests.support.pool import RankPool
 
@@ -291,7 +292,7 @@ def test_a_plan_has_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     for form in (Packing.documents, Packing.stream):
         cfg = run_of(*words, f"data.packing={form}")
         chosen = strategy.decide(cfg, world_size=1, can_pin=True)
-        plans[form] = recording.Recordings().get(cfg, chosen)
+        plans[form] = Recordings().get(cfg, chosen)
     assert meta_kernels.PACKED in plans[Packing.documents].assumptions
     assert meta_kernels.WHOLE in plans[Packing.stream].assumptions
     kept = {form: plan.timeline.kept_bytes[1] for form, plan in plans.items()}

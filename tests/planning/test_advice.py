@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
-from remat.planning import advice, choices, recording, screening
-from remat.planning.plan import Planned, make_plan
+from remat.planning import choices, screening, search
+from remat.planning.plan import Planned, Recordings, make_plan
 
 BASE = [
     "recipe=tiny_zero3_offload",
@@ -32,21 +32,21 @@ def plan(args: list[str]) -> Planned:
 
 
 @pytest.fixture(scope="module")
-def known() -> recording.Recordings:
+def known() -> Recordings:
     """What searches of this file have recorded of the same model."""
-    return recording.Recordings()
+    return Recordings()
 
 
 @pytest.fixture(scope="module")
-def found(known: recording.Recordings) -> advice.Advice:
-    return advice.advise(SMALL_GPU, plan(SMALL_GPU), recordings=known)
+def found(known: Recordings) -> search.Advice:
+    return search.advise(SMALL_GPU, plan(SMALL_GPU), recordings=known)
 
 
 def test_the_run_without_advice_does_not_fit() -> None:
     assert not plan(SMALL_GPU).plan.fits
 
 
-def test_what_is_listed_fits_when_planned_from_nothing(found: advice.Advice) -> None:
+def test_what_is_listed_fits_when_planned_from_nothing(found: search.Advice) -> None:
     assert found.changes and found.closest is None
     for change in found.changes:
         again = plan([*SMALL_GPU, *change.overrides])
@@ -55,7 +55,7 @@ def test_what_is_listed_fits_when_planned_from_nothing(found: advice.Advice) -> 
         assert again.time.total_s == pytest.approx(change.planned.time.total_s)
 
 
-def test_the_same_training_comes_first_and_the_cheapest_of_it(found: advice.Advice) -> None:
+def test_the_same_training_comes_first_and_the_cheapest_of_it(found: search.Advice) -> None:
     marks = [change.changes_training for change in found.changes]
     assert marks == sorted(marks) and True in marks
     same = [change.planned.time.total_s for change in found.changes if not change.changes_training]
@@ -64,7 +64,7 @@ def test_the_same_training_comes_first_and_the_cheapest_of_it(found: advice.Advi
     assert first.global_batch_size == plan(SMALL_GPU).cfg.train.global_batch_size
 
 
-def test_no_other_single_change_is_faster(found: advice.Advice, known: recording.Recordings) -> None:
+def test_no_other_single_change_is_faster(found: search.Advice, known: Recordings) -> None:
     cfg = compose.from_command_line(SMALL_GPU).run
     singles = [o for values in choices.same_training(SMALL_GPU, cfg).values() for o in values if o is not None]
     assert len(singles) > 10
@@ -78,7 +78,7 @@ def test_no_other_single_change_is_faster(found: advice.Advice, known: recording
 
 
 def test_a_run_that_fits_needs_no_advice() -> None:
-    assert advice.advise(BASE, plan(BASE)) == advice.Advice([], None)
+    assert search.advise(BASE, plan(BASE)) == search.Advice([], None)
 
 
 def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
@@ -91,8 +91,8 @@ def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
     assert "nothing found that fits on this machine; closest:" in text
 
 
-def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
-    data: dict[str, Any] = json.loads(json.dumps(advice.as_json(found)))
+def test_the_json_of_advice_is_complete(found: search.Advice) -> None:
+    data: dict[str, Any] = json.loads(json.dumps(search.advice_as_json(found)))
     assert data["closest"] is None and len(data["advice"]) == len(found.changes)
     for entry in data["advice"]:
         assert set(entry) == {
@@ -110,12 +110,12 @@ def test_the_json_of_advice_is_complete(found: advice.Advice) -> None:
 
 
 @pytest.mark.exhaustive
-def test_settings_whose_times_are_unknown_come_last(known: recording.Recordings) -> None:
+def test_settings_whose_times_are_unknown_come_last(known: Recordings) -> None:
     args = [
         *(word for word in SMALL_GPU if word != "hardware=1x4090"),
         "hardware.gpus_per_node=1",
     ]
-    changes = advice.advise(args, plan(args), recordings=known).changes
+    changes = search.advise(args, plan(args), recordings=known).changes
     same = [change for change in changes if not change.changes_training]
     assert len(same) > 1 and all(change.planned.time.unknown for change in same)
 
@@ -125,7 +125,7 @@ def test_settings_whose_times_are_unknown_come_last(known: recording.Recordings)
 def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
     words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]
     cfg = compose.from_command_line([*BASE, *words]).run
-    whole, known = make_plan(cfg), recording.Recordings()
+    whole, known = make_plan(cfg), Recordings()
     estimate = screening.Screen(known).estimate(cfg)
     assert known.made == 2
     assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.02)
@@ -136,7 +136,7 @@ def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> No
 
 
 def test_plans_that_differ_in_sizes_of_zero_share_a_recording() -> None:
-    known = recording.Recordings()
+    known = Recordings()
     for words in (["deepspeed.config=zero1"], ["deepspeed.config=zero2"], ["train.global_batch_size=32"]):
         cfg = compose.from_command_line([*BASE, *words]).run
         shared = make_plan(cfg, recordings=known)

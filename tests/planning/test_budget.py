@@ -18,8 +18,8 @@ from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config import compose
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 from remat.config.units import GIB
-from remat.planning import budget, recording
-from remat.planning.plan import Planned, make_plan
+from remat.planning import budget
+from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import Phase
 from tests.support import small_models, tiny
@@ -29,7 +29,7 @@ KEEPABLE = [f"{name}: mm" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp
     "mlp.act_fn: silu",
     "mlp: mul",
 ]
-KNOWN = recording.Recordings()
+KNOWN = Recordings()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_a_laptop_says_what_a_budget_would_do_on_a_gpu() -> None:
     """Of Qwen3 0.6B: within the budget of each GPU, all of the run; faster than full; most of the room used."""
     words = ["model=qwen3_0.6b", "hardware=1xh100-80", "data=synthetic", "train.seq_len=2048"]
     words += ["model.architecture.num_hidden_layers=4", "train.micro_batch_size=2", "train.global_batch_size=2"]
-    own = recording.Recordings()
+    own = Recordings()
 
     def of(*more: str) -> Planned:
         return make_plan(compose.compose_run([*words, *more]).run, recordings=own)

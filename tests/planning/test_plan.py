@@ -12,12 +12,12 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.planning import advice, recording
-from remat.planning.plan import Planned, make_plan, plan_as_json
+from remat.planning import search
+from remat.planning.plan import Planned, Recordings, make_plan, plan_as_json
 from remat.planning.simulation.types import Category, Phase
 from remat.planning.sweep import is_timed
 
-KNOWN = recording.Recordings()  # plans of one model share what was recorded of it
+KNOWN = Recordings()  # plans of one model share what was recorded of it
 
 
 def plan(*words: str) -> Planned:
@@ -84,7 +84,7 @@ def test_the_peak_of_an_update_counts_its_copies_of_the_gradients() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "advise", lambda args, planned, **_: advice.Advice([], None))
+    monkeypatch.setattr(search, "advise", lambda args, planned, **_: search.Advice([], None))
     words = ["recipe=llama8b_zero3_offload_optimizer", "hardware=1x4090", "checkpointing=none"]
     planned = plan(*words)
     gpu = planned.plan.resources[0]

@@ -16,11 +16,10 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
-from remat.planning import choices, launch_plan, search
-from remat.planning.plan import make_plan
+from remat.planning import budget, choices, launch_plan, search
+from remat.planning.plan import GPU_MEMORY, Recordings, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.recording import Recordings
-from remat.planning.screening import Screen, with_shape
+from remat.planning.screening import MAY_FIT_BELOW, SURELY_FITS_BELOW, Screen, with_shape
 from remat.planning.search import Search
 from tests.support import tiny
 
@@ -48,11 +47,47 @@ def test_nothing_that_fits_is_faster(known: Recordings) -> None:
     fits = 0
     for pair in itertools.product(axes["train.micro_batch_size"], axes["checkpointing"]):
         words = [word for option in pair if option is not None for word in option.words]
-        planned = make_plan(compose.compose_run([*BASE, *words]).run, recordings=known)
+        try:
+            planned = make_plan(compose.compose_run([*BASE, *words]).run, recordings=known)
+        except budget.NoRoom:
+            continue
         fits += planned.plan.fits
         if planned.plan.fits:
             assert planned.time.total_s >= (1 - search.SAME_TIME) * best.planned.time.total_s
     assert fits > 5
+
+
+@pytest.mark.parametrize("name", choices.OUTDONE_BY_TABLES)
+def test_tables_are_at_least_as_fast_in_the_bytes_of_the_policies_that_they_replace(
+    name: str, known: Recordings
+) -> None:
+    """The search leaves these out where tables can be had."""
+    words = [*BASE, "model.architecture.num_hidden_layers=4", "hardware.gpu_memory_gib=24"]
+    other = make_plan(compose.compose_run([*words, f"checkpointing={name}"]).run, recordings=known)
+    size = f"checkpointing.budget_gib={budget.gib_up(needed_bytes(other, GPU_MEMORY))}"
+    own = make_plan(compose.compose_run([*words, "checkpointing=budget", size]).run, recordings=known)
+    assert own.time.total_s <= (1 + search.SAME_TIME) * other.time.total_s
+
+
+def test_a_search_finds_tables_where_not_everything_can_be_kept(known: Recordings) -> None:
+    """Its estimate, made on few layers, is within 3 % of the plan of all layers."""
+    words = [*BASE, "model.architecture.num_hidden_layers=16", "hardware.gpu_memory_gib=1.5"]
+    pinned = {*PINNED, "train.micro_batch_size"}
+    search_ = Search(words, compose.compose_run(words).run, known)
+    (best,) = search_.fastest(1, pinned=pinned)
+    assert best.overrides == ["checkpointing=budget"] and best.planned.plan.fits
+    assert best.planned.table is not None
+    chosen = compose.compose_run([*words, *best.overrides]).run
+    estimate = Screen(known).estimate(with_shape(chosen))
+    assert estimate.time.total_s == pytest.approx(best.planned.time.total_s, rel=0.03)
+    assert estimate.plan.peak_bytes == pytest.approx(best.planned.plan.peak_bytes, rel=0.03)
+
+
+def test_a_budget_that_nothing_fits_is_refused_by_an_estimate_too(known: Recordings) -> None:
+    words = [*BASE, "model.architecture.num_hidden_layers=16", "checkpointing=budget"]
+    cfg = compose.compose_run([*words, "checkpointing.budget_gib=0.3"]).run
+    with pytest.raises(budget.NoRoom):
+        Screen(known).estimate(with_shape(cfg))
 
 
 def test_what_the_command_line_sets_stays(known: Recordings) -> None:
@@ -139,3 +174,18 @@ def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
     ]
     assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
     assert "new/strategy.json has it" in said[0]
+
+
+@pytest.mark.parametrize("policy", ["full", "none", "selective_ops"])
+def test_estimates_are_within_the_bounds_that_the_search_allows_for(policy: str, known: Recordings) -> None:
+    words = [
+        *BASE,
+        "model.architecture.num_hidden_layers=12",
+        "hardware=4x4090",
+        "hardware.gpu_memory_gib=23.5",
+    ]
+    words += ["deepspeed.config=zero3", "train.micro_batch_size=1", f"checkpointing={policy}"]
+    cfg = compose.compose_run(words).run
+    whole = make_plan(cfg, recordings=known).plan.peak_bytes
+    estimate = Screen(known).estimate(with_shape(cfg)).plan.peak_bytes
+    assert SURELY_FITS_BELOW <= estimate / whole <= MAY_FIT_BELOW

@@ -10,7 +10,7 @@ import pytest
 from remat.config.options import Precision
 from remat.machine.gpus import Machine
 from remat.planning.simulation.types import Moment, OpCost, Phase, Simulation, ZeroSettings
-from remat.planning.step_time import StepTime, step_time
+from remat.planning.step_time import StepTime, seconds_by_bound, step_time
 
 MACHINE = Machine(
     name="round",
@@ -228,3 +228,33 @@ def test_assumptions_say_what_overlaps() -> None:
     wide = time_of(FORWARD, zero=zero(3, 4, overlap_comm=True), moved_bytes=1).assumptions
     assert any("reductions and gathers" in text for text in wide)
     assert any("PCIe" in text for text in wide)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_phases_are_the_whole_step(stage: int, overlap: bool, offload: bool) -> None:
+    settings = zero(
+        stage, 8, overlap_comm=overlap, offload_optimizer=offload, offload_param=offload and stage == 3
+    )
+    found = time_of(
+        FORWARD,
+        RECOMPUTE,
+        BACKWARD,
+        zero=settings,
+        gathered=10**10,
+        num_params=10**9,
+        num_trained=10**9,
+        accumulation=3,
+        moved_bytes=10**9,
+        optimizer_on_nvme=offload,
+    )
+    assert sum(found.phases_s.values()) == pytest.approx(found.total_s)
+    assert all(seconds > 0 for seconds in found.phases_s.values())
+
+
+def test_seconds_by_bound_are_the_compute_of_both_phases() -> None:
+    copy = OpCost("elementwise", 0, 10**9, Phase.backward)
+    parts = seconds_by_bound(simulation(FORWARD, BACKWARD, RECOMPUTE, copy), MACHINE)
+    assert parts["forward"] == pytest.approx((0.01, LAUNCH))
+    assert parts["backward"] == pytest.approx((0.03, 1e-3 + 3 * LAUNCH))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -91,3 +93,39 @@ def test_the_command_prints_a_table_or_a_list() -> None:
 def test_the_exit_code_says_when_none_fits() -> None:
     words = ["plan", "--sweep", *BASE, "hardware.gpu_memory_gib=0.1", "checkpointing=none,full"]
     assert CliRunner().invoke(cli.app, words).exit_code == 3
+
+
+def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none() -> None:
+    words = [*BASE, "train.seq_len=2048", "train.micro_batch_size=2"]
+    seen: list[int] = []
+    points = sweep.curve(words, lambda done, total: seen.append(done))
+    assert seen[-1] == sweep.CURVE_PARTS + 1 + len(sweep.NAMED)
+    tables = [
+        (plan.needed_bytes(p.planned, "GPU memory"), p.planned) for p in points if p.is_budget and p.planned
+    ]
+    assert len(tables) > 5
+    for (fewer, slower), (more, faster) in itertools.pairwise(tables):
+        assert fewer <= more and slower.time.total_s >= faster.time.total_s
+    named = {p.overrides[0]: p.planned for p in points if not p.is_budget and p.planned}
+    assert tables[-1][1].simulation == named["checkpointing=none"].simulation
+
+
+def test_each_point_of_a_curve_can_be_asked_for_by_its_overrides() -> None:
+    words = [*BASE, "train.seq_len=2048", "train.micro_batch_size=2"]
+    points = sweep.curve(words)
+    middle = next(p for p in points[3:] if p.is_budget and p.planned)
+    assert middle.planned is not None
+    again = plan.make_plan(compose.compose_run([*words, *middle.overrides]).run)
+    assert again.plan.peak_bytes <= 1.001 * middle.planned.plan.peak_bytes
+    assert again.time.total_s == pytest.approx(middle.planned.time.total_s, rel=0.01)
+
+
+def test_the_command_prints_a_curve_and_draws_it(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    done = CliRunner().invoke(cli.app, ["plan", "--curve", "--json", "--plot", str(picture), *BASE])
+    assert done.exit_code == 0 and picture.stat().st_size > 10_000
+    found = json.loads(done.stdout)
+    assert found[0]["overrides"][0] == sweep.BUDGET and found[0]["plan"]["checkpointing_table"]["layers"]
+    assert {entry["overrides"][0] for entry in found} >= {f"checkpointing={name}" for name in sweep.NAMED}
+    both = CliRunner().invoke(cli.app, ["plan", "--curve", "--sweep", *BASE])
+    assert isinstance(both.exception, ConfigError) and "--curve and --sweep" in str(both.exception)

@@ -13,7 +13,7 @@ from remat import cli
 from remat.config import compose, units
 from remat.config.command_line import check_picture
 from remat.config.options import ConfigError
-from remat.planning import plan, recording, sweep
+from remat.planning import plan, sweep
 from remat.planning.simulation.types import Phase
 from remat.report import plan as plan_text
 from remat.report import plan_charts
@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 
 
 def test_bars_times_and_the_curve_are_those_of_the_plan() -> None:
-    known = recording.Recordings()
+    known = plan.Recordings()
     planned = plan.make_plan(compose.from_command_line(BASE).run, recordings=known)
     bars = plan_charts.bars(planned)
     assert bars[0].total_gib * units.GIB == pytest.approx(planned.plan.resources[0].needed_bytes)
