@@ -527,10 +527,15 @@ def _section_of(kind: str, schema: Any = RunConfig, prefix: str = "") -> str:
 
 def _explain_value(option: str, value: str, cause: str) -> str:
     """Return what kind of value an option takes, in plain words."""
-    if found := re.search(r"could not be converted to (Integer|Float|Boolean)", cause):
-        kind = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}[found.group(1)]
+    if found := re.search(
+        r"(?:Value '(.*?)' (?:of type .* )?)?could not be converted to (Integer|Float|Boolean)",
+        cause,
+        re.DOTALL,
+    ):
+        value, asked = value if found[1] is None else found[1], found[2]  # of a mapping that one of its values
+        kind = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}[asked]
         with contextlib.suppress(ValueError, OverflowError):
-            if found.group(1) == "Integer" and (number := float(value)).is_integer():
+            if asked == "Integer" and (number := float(value)).is_integer():
                 return f"give a whole number, {option}={int(number)}"
         chosen = "; strategy=auto chooses it by the plan" * (value == "auto" and option in CHOSEN_BY_PLAN)
         return f"{value or 'nothing'} is not {kind}: give one, or leave the option out for its default{chosen}"

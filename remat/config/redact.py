@@ -178,8 +178,8 @@ QUOTED_NAME = re.compile(rf"(?P<quote>[\"'])({NAME})(?P=quote)([ \t]*:[ \t]*)(?=
 FLAG = re.compile(r"(?<![^\s\"'])(--?[A-Za-z][\w.-]*)([ \t]+|=)(?=[^\s-])")
 INLINE = re.compile(rf"(?<![\w.?&%-])({NAME})([ \t]*:[ \t]*)(?!//)(?=\S)")
 YAML_LINE = re.compile(r"^([ \t]*(?:- +)*)([\"']?)([\w.-]+)\2:(?:[ \t]+(.*))?$")
-# to the next blank, over quoted parts: a "b c"d is one word
-WORD = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S)+""", re.DOTALL)
+# To the next blank, over quoted parts: a "b c"d is one word. In YAML \'' is a backslash and a quote, in Python an end.
+WORD = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:\\''|[^'\\]|\\.)*'|\S)+""", re.DOTALL)
 TO_QUOTE = {"'": re.compile(r"""[^']*(?:'"'"'[^']*)*"""), '"': re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)}
 IN_BRACES = re.compile(r"(?:[^,{}\[\]\n]|\n +)*")  # blanks too
 CLOSERS = re.compile(r"[,}\])]*\Z")

@@ -198,6 +198,11 @@ def test_no_secret_survives(carrier: str) -> None:
         assert "***" in found
 
 
+def test_a_backslash_before_a_quote_of_yaml_ends_no_secret() -> None:
+    text = yaml.safe_dump({"a": 1, "apiKey": "Zq\\'!0?dC kx)C5sAxgu92"}, default_flow_style=True)
+    assert "\\''" in text and "gu92" not in redact_text(text, {})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_secret_survives_in_records(name: str) -> None:
     assert "Zq7" not in json.dumps(redact({"a": [{name.rpartition(".")[2]: "Zq7 x", "b": 1}]}))

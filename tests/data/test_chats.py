@@ -294,7 +294,7 @@ def test_rows_that_fit_nothing_are_one_message_and_never_skipped(
 
 def test_a_format_that_is_another_one_says_which(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[SHAREGPT] * 3)
-    with pytest.raises(ConfigError, match=r"not data\.format=chat(.|\n)*set data\.format=sharegpt"):
+    with pytest.raises(ConfigError, match=r"not of data\.format=chat(.|\n)*set data\.format=sharegpt"):
         list(documents(config(format=DataFormat.chat), path))
 
 

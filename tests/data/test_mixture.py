@@ -258,7 +258,7 @@ def test_a_mixture_is_written_in_one_word_or_option_by_option(tmp_path: Path) ->
             "data.mix.a.wieght=3",
             "data.mix={a: {wieght: 3}}: Key 'wieght' not in 'MixedSource': a source has weight, path",
         ),
-        ("data.mix.a.weight=much", "data.mix={a: {weight: much}}: Value 'much'"),
+        ("data.mix.a.weight=much", "data.mix={a: {weight: much}}: much is not a number"),
         ("data.mix.a.format=chatty", "data.mix={a: {format: chatty}}: Invalid value 'chatty'"),
         ("data.mix=[a,b]", "data.mix=[a,b]"),
     ):

@@ -22,6 +22,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.slow_fault
 def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path) -> None:
     """It ran to its end, with wrong losses, before the ranks compared."""
     workshop = tiny.make_workshop(tmp_path)
