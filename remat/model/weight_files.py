@@ -6,6 +6,7 @@ a mixture, weights in 4 bits) names and shapes differ by right, and nothing is s
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ def find_differences(skeleton: PreTrainedModel, cfg: ModelConfig) -> list[str]:
         return []  # other files, which transformers reads
     prefix = f"{skeleton.base_model_prefix}."
     tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
+    left_out = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()  # transformers makes these anew
     missing, other = list[str](), list[str]()
     for name, value in skeleton.state_dict().items():
         found = held.get(name) or held.get(name.removeprefix(prefix))
         if found is None:
-            missing += [name] * (name not in tied)
+            missing += [name] * (name not in tied and not any(re.search(each, name) for each in left_out))
         elif found != tuple(value.shape):
             other.append(f"{name} is {_text(found)}, not {_text(tuple(value.shape))}")
     if not missing and not other:

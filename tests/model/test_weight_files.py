@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Mxfp4Config, PretrainedConfig
 
 from remat.config.options import Attention, ModelConfig, ModelInit, PeftMethod
 from remat.model import hf_model, weight_files
@@ -30,6 +30,17 @@ def differences(folder: Path) -> list[str]:
 def test_a_model_as_it_was_saved_is_fine(family: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert differences(tmp_path) == []
+
+
+def test_weights_that_a_model_makes_anew_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.make_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: w for name, w in load_file(file).items() if name != "lm_head.weight"}, file)
+    assert "1 missing" in differences(tmp_path)[0]
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [r"^lm_head\."])
     assert differences(tmp_path) == []
 
 
