@@ -313,6 +313,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.exhaustive
 def test_seventy_billion_parameters_need_no_memory() -> None:
     """A laptop plans them: the process stays below 3 GiB."""
     done = subprocess.run(

@@ -27,6 +27,7 @@ def recipe(name: str) -> tuple[RunConfig, strategy.Strategy, int]:
     return run, strategy.decide(run, world_size=ranks, can_pin=run.hardware.gpu is not None), ranks
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("name", compose.recipe_names())
 def test_every_recipe_renders_completely(name: str) -> None:
     run, decided, ranks = recipe(name)
@@ -40,6 +41,7 @@ def test_every_recipe_renders_completely(name: str) -> None:
     assert decided.ds["bf16"]["enabled"] is (run.train.precision is Precision.bf16)
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("name", [n for n in compose.recipe_names() if not n.startswith("tiny")])
 def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
     run, decided, ranks = recipe(name)
