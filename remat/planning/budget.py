@@ -31,6 +31,7 @@ from remat.machine.gpus import Machine
 from remat.planning.simulation.types import OpCost, Phase
 from remat.planning.step_time import price
 
+CHOICE = "checkpointing=budget"  # as it is typed
 FILE = "checkpointing_table.json"
 MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
 CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon

@@ -26,11 +26,10 @@ from remat.machine.node import Machine
 from remat.model import hf_model
 from remat.planning import budget, preflight, search, strategy
 from remat.planning.model_states import Item
-from remat.planning.plan import Capacity, Planned, Recordings, make_plan, plan_as_json
+from remat.planning.plan import GPU_MEMORY, Capacity, Planned, Recordings, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.strategy import Strategy
 
-GPU_RESOURCE = "GPU memory"
 CHOSEN = "strategy.json"  # in the run directory: the overrides that strategy=auto added
 BEST_SHOWN = 3
 WITHOUT_A_PLAN = (
@@ -314,7 +313,7 @@ def _host_bytes(machine: Machine) -> int:
 def _memory_rows(planned: Planned | None, needs: Needs, machine: Machine) -> list[Row]:
     rows = []
     for resource in planned.plan.resources if planned else []:
-        if resource.name == GPU_RESOURCE and machine.gpu_bytes is not None:
+        if resource.name == GPU_MEMORY and machine.gpu_bytes is not None:
             rows.append(preflight.gpu_row(needs, machine, resource.needed_bytes))
         elif resource.name.startswith("host memory"):
             rows.append(preflight.host_row(needs, machine, resource.needed_bytes, _host_bytes(machine)))

@@ -35,7 +35,7 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measur
 
 COLLECTIVES_BYTES = int(0.5 * GIB)  # NCCL's channels, per communicator, when there is more than one rank
 FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching allocator: 1.06 to 1.12
-GPU_MEMORY = "GPU memory"
+GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory per node"
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
     "parameters": Category.weights,
     "frozen parameters": Category.weights,
@@ -143,7 +143,7 @@ def assemble(
         pinned["offloaded activations"] = simulation.host_bytes
     nvme = _by_name(items, "nvme")
     per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
-    resources = [Resource("host memory per node", ranks_per_node * per_rank, capacity.host_bytes)]
+    resources = [Resource(HOST_MEMORY, ranks_per_node * per_rank, capacity.host_bytes)]
     if on_gpu:
         resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes))
     if nvme:

@@ -84,7 +84,7 @@ def retune(run_dir: Path) -> Retuned:
     now = make_plan(replace(_with_table(record.cfg, None), hardware=hardware), recordings=known)
     path = record.folder / FILE
     path.write_text(json.dumps(now.table, indent=2) + "\n")
-    overrides = ["checkpointing=budget", f"checkpointing.table={path}", *_words(rates)]
+    overrides = [budget.CHOICE, f"checkpointing.table={path}", *_words(rates)]
     return Retuned(planned.time.phases_s, record.measured, before, now, path, overrides)
 
 

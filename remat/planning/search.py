@@ -19,7 +19,15 @@ from remat.config.units import format_size
 from remat.machine import gpus
 from remat.planning import budget, choices
 from remat.planning.choices import OUTDONE_BY_TABLES, Option
-from remat.planning.plan import Planned, Recordings, capacity_of, make_plan, needed_bytes
+from remat.planning.plan import (
+    GPU_MEMORY,
+    HOST_MEMORY,
+    Planned,
+    Recordings,
+    capacity_of,
+    make_plan,
+    needed_bytes,
+)
 from remat.planning.preflight import DoesNotFit
 from remat.planning.screening import MAY_FIT_BELOW, NO_ACTIVATIONS, SURELY_FITS_BELOW, Screen, with_shape
 
@@ -27,7 +35,6 @@ NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are t
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
 NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
 TRIED_FOR_CLOSEST = 3
-TABLES = "checkpointing=budget"
 Candidate = tuple[Option, ...]
 
 
@@ -42,7 +49,7 @@ class Setting:
     @property
     def cost(self) -> tuple[bool, float, int]:
         """Return the sort key: complete step times first, the shortest first, then fewest bytes."""
-        return (*_time_of(self.planned), needed_bytes(self.planned, "GPU memory"))
+        return (*_time_of(self.planned), needed_bytes(self.planned, GPU_MEMORY))
 
 
 def why_not(cfg: RunConfig) -> str | None:
@@ -221,8 +228,8 @@ class Search:
         taken: set[tuple[str, ...]] = set()
         for candidate in candidates:
             kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
-            if TABLES in kind:  # one is enough: they take longest to plan
-                kind = (TABLES,)
+            if budget.CHOICE in kind:  # one is enough: they take longest to plan
+                kind = (budget.CHOICE,)
             if len(found) == limit:
                 break
             if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
@@ -235,7 +242,7 @@ class Search:
         assert estimate is not None
         unknown, seconds = _time_of(estimate)
         steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
-        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, "GPU memory"))
+        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, GPU_MEMORY))
 
     def _estimate(self, candidate: Candidate) -> Planned | None:
         """Return the screened estimate of a candidate; None if it is refused."""
@@ -379,8 +386,8 @@ def setting_as_json(setting: Setting) -> dict[str, Any]:
         "step_time_s": planned.time.total_s,
         "tokens_per_s": planned.time.tokens_per_s,
         "unknown_times": planned.time.unknown,
-        "gpu_needed_bytes": needed_bytes(planned, "GPU memory"),
-        "host_needed_bytes": needed_bytes(planned, "host memory per node"),
+        "gpu_needed_bytes": needed_bytes(planned, GPU_MEMORY),
+        "host_needed_bytes": needed_bytes(planned, HOST_MEMORY),
         "missing_bytes": missing_bytes(planned),
     }
 

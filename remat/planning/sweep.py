@@ -16,7 +16,6 @@ from remat.config.options import ConfigError
 from remat.planning import budget, plan
 from remat.planning.plan import Planned, Recordings
 
-BUDGET = "checkpointing=budget"
 CURVE_PARTS = 10  # steps of the curve, and so one point more
 NAMED = ("full", "selective_ops", "selective_linears", "discard_output", "offload", "none")
 
@@ -35,7 +34,7 @@ class Point:
 
     @property
     def is_budget(self) -> bool:
-        return BUDGET in self.overrides
+        return budget.CHOICE in self.overrides
 
     @property
     def fits(self) -> bool:
@@ -64,11 +63,11 @@ def curve(args: Sequence[str], progress: Callable[[int, int], None] = lambda don
     """Plan the run under tables from the least to keeping all, then under NAMED. Raises ConfigError for the tables."""
     recordings, found = Recordings(), list[Point]()
     total = CURVE_PARTS + 1 + len(NAMED)
-    cfg = compose.from_command_line([*args, BUDGET]).run
+    cfg = compose.from_command_line([*args, budget.CHOICE]).run
     for planned in plan.make_curve(cfg, CURVE_PARTS, recordings):
         progress(len(found), total)
         size = f"checkpointing.budget_gib={budget.gib_up(gpu_bytes(planned))}"
-        found.append(Point((BUDGET, size), planned))
+        found.append(Point((budget.CHOICE, size), planned))
     for done, name in enumerate(NAMED, start=total - len(NAMED)):
         progress(done, total)
         found.append(_point(args, (f"checkpointing={name}",), recordings))
@@ -85,7 +84,7 @@ def _point(args: Sequence[str], overrides: tuple[str, ...], recordings: Recordin
 
 
 def gpu_bytes(planned: Planned) -> int:
-    return plan.needed_bytes(planned, "GPU memory")
+    return plan.needed_bytes(planned, plan.GPU_MEMORY)
 
 
 def is_timed(planned: Planned) -> bool:

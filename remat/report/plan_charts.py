@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.planning.plan import Planned, needed_bytes
+from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, Planned, needed_bytes
 from remat.planning.simulation.peaks import Instant
 from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Phase, ZeroSettings
@@ -47,9 +47,9 @@ def bars(planned: Planned) -> list[Bar]:
     plan = planned.plan
     found = {r.name: None if r.found_bytes is None else r.found_bytes / GIB for r in plan.resources}
     places: list[tuple[str, Mapping[str, int], int, str]] = [
-        ("GPU, one rank", {str(name): size for name, size in plan.gpu.items()}, 1, "GPU memory"),
-        ("pinned host, node", plan.pinned, plan.ranks_per_node, "host memory per node"),
-        ("host, node", plan.host, plan.ranks_per_node, "host memory per node"),
+        ("GPU, one rank", {str(name): size for name, size in plan.gpu.items()}, 1, GPU_MEMORY),
+        ("pinned host, node", plan.pinned, plan.ranks_per_node, HOST_MEMORY),
+        ("host, node", plan.host, plan.ranks_per_node, HOST_MEMORY),
         ("NVMe, node", plan.nvme, plan.ranks_per_node, "NVMe per node"),
     ]
     return [
@@ -75,7 +75,7 @@ def curve(planned: Planned, recording: Recording) -> list[Instant]:
 def scatter(points: Sequence[Point]) -> list[tuple[float, float, Point]]:
     """Return GiB of a GPU and seconds of a step for the points that have both."""
     return [
-        (needed_bytes(point.planned, "GPU memory") / GIB, point.planned.time.total_s, point)
+        (needed_bytes(point.planned, GPU_MEMORY) / GIB, point.planned.time.total_s, point)
         for point in points
         if point.planned is not None and is_timed(point.planned)
     ]
@@ -253,7 +253,7 @@ def _mark_capacity(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
         for _, _, point in known
         if point.planned
         for r in point.planned.plan.resources
-        if r.name == "GPU memory"
+        if r.name == GPU_MEMORY
     }
     size = sizes.pop() if len(sizes) == 1 else None
     if size is not None and size / GIB <= 1.5 * max(x for x, _, _ in known):

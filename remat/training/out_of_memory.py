@@ -29,7 +29,7 @@ from remat.config.units import GIB, format_size
 from remat.machine import distributed
 from remat.machine.memory import host_memory
 from remat.planning.launch_plan import LaunchPlan
-from remat.planning.plan import needed_bytes, overhead_bytes
+from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
 
 ADVICE_S = 120  # the longest that advice may take
 NUM_ADVICE = 3
@@ -207,8 +207,8 @@ def _needed(error: OutOfMemory) -> tuple[str, int]:
         peak = planned.plan.peak_bytes
         return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned.world_size)
     if error.place == "GPU":
-        return "hardware.gpu_memory_gib", needed_bytes(planned, "GPU memory")
-    return "hardware.host_memory_gib", needed_bytes(planned, "host memory per node")
+        return "hardware.gpu_memory_gib", needed_bytes(planned, GPU_MEMORY)
+    return "hardware.host_memory_gib", needed_bytes(planned, HOST_MEMORY)
 
 
 def _table(error: OutOfMemory) -> list[str]:

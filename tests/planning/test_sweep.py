@@ -13,7 +13,7 @@ from remat import cli
 from remat.config import compose
 from remat.config.command_line import read_values, split_points
 from remat.config.options import ConfigError
-from remat.planning import plan, sweep
+from remat.planning import budget, plan, sweep
 
 BASE = ["recipe=tiny_zero3_offload", "hardware=1x4090", "model.architecture.num_hidden_layers=2"]
 SWEPT = [*BASE, "checkpointing=none,full", "train.micro_batch_size=1,3,8"]
@@ -125,7 +125,7 @@ def test_the_command_prints_a_curve_and_draws_it(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["plan", "--curve", "--json", "--plot", str(picture), *BASE])
     assert done.exit_code == 0 and picture.stat().st_size > 10_000
     found = json.loads(done.stdout)
-    assert found[0]["overrides"][0] == sweep.BUDGET and found[0]["plan"]["checkpointing_table"]["layers"]
+    assert found[0]["overrides"][0] == budget.CHOICE and found[0]["plan"]["checkpointing_table"]["layers"]
     assert {entry["overrides"][0] for entry in found} >= {f"checkpointing={name}" for name in sweep.NAMED}
     both = CliRunner().invoke(cli.app, ["plan", "--curve", "--sweep", *BASE])
     assert isinstance(both.exception, ConfigError) and "--curve and --sweep" in str(both.exception)
