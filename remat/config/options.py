@@ -35,6 +35,12 @@ class ModelInit(StrEnum):
     random = "random"  # fresh weights from `train.seed`; needs no file
 
 
+class ModelLoad(StrEnum):
+    auto = "auto"  # own_slices where ZeRO-3 and the files allow it, else from_pretrained, with the reason
+    own_slices = "own_slices"  # each rank reads only its own part of the files
+    from_pretrained = "from_pretrained"  # transformers reads; at ZeRO-3 rank 0 reads all
+
+
 class DataSource(StrEnum):
     python_stdlib = "python_stdlib"  # the Python standard library's own source, on every machine
     files = "files"  # local files and folders
@@ -202,6 +208,7 @@ class ModelConfig:
     attention: Attention = Attention.sdpa  # how attention is computed
     trust_remote_code: bool = False  # run the Python code that comes with the model
     allow_pickle: bool = False  # load .bin weights too, which can run code; false: safetensors only
+    load: ModelLoad = ModelLoad.auto  # how pretrained weights are read
 
 
 @dataclass(kw_only=True)

@@ -5,10 +5,13 @@ GiB is 1024**3 bytes. Imports neither torch nor anything else heavy, so that a s
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+SAMPLED_EVERY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,45 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             limit = min(limit, group_limit)
             available = min(available, max(0, group_limit - group_used))
     return HostMemory(total_bytes=machine.total, available_bytes=available, limit_bytes=limit)
+
+
+class HostPeak:
+    """While it is entered, a thread watches how much host memory this process holds beyond what it began with.
+
+    `peak_bytes` is the most that was seen: memory without a file behind it, which the kernel cannot drop. Pages of
+    mapped files do not count; they are the page cache's.
+    """
+
+    def __init__(self) -> None:
+        self._before_bytes = self.peak_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="remat-host-peak", daemon=True)
+
+    def __enter__(self) -> HostPeak:
+        self._before_bytes = held_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLED_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, held_bytes() - self._before_bytes)
+
+
+def held_bytes() -> int:
+    """Return the resident memory of this process that has no file behind it, shared memory included."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return int(psutil.Process().memory_info().rss)
+    sizes = dict(line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Rss"))
+    return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from remat.config import paths
-from remat.config.options import ConfigError, ModelConfig, ModelInit, Precision
-from remat.machine import rng
+from remat.config.options import ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
+from remat.machine import distributed, rng
+from remat.machine.host_memory import HostPeak
+from remat.model import own_slices
+from remat.model.own_slices import Layout, NotSliced, Progress
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 MOST_LAYERS = 10_000
@@ -41,6 +45,21 @@ class ModelFacts:
     class_name: str
     quantised_weights: tuple[int, ...] = ()  # elements of each matrix held in 4 bits
     trained_shapes: tuple[tuple[int, ...], ...] = ()  # in the model's order
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How the weights of one rank were read, and what that took on it.
+
+    `because` says why they were not read in own slices; "" where they were, or where ZeRO does not shard them.
+    `read_bytes` is None where transformers read. `peak_bytes` is host memory beyond what the process held before.
+    """
+
+    way: ModelLoad
+    because: str
+    read_bytes: int | None
+    seconds: float
+    peak_bytes: int
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -177,33 +196,28 @@ def build(
     resuming: bool = False,
     loading: dict[str, Any] | None = None,
     onto: torch.device | None = None,
+    progress: Progress = lambda done, total: None,
+    told: Callable[[Loaded], object] = lambda loaded: None,
 ) -> PreTrainedModel:
-    """Build the model on this rank; under ZeRO-3 only this rank's shard of every parameter.
+    """Build the model on this rank; under ZeRO-3 only this rank's shard of every parameter. Collective.
 
     `resuming` builds with random values, because all of them are then loaded from a saved state. `loading` is further
-    arguments of `from_pretrained`. Below ZeRO-3 pretrained weights go one by one from their files `onto` that device,
-    so that no rank holds them all in host memory. Raises ConfigError when weights are missing or the attention
-    implementation is not available.
+    arguments of `from_pretrained`. Under ZeRO-3 each rank reads its own slices of the files where it can. Below it
+    pretrained weights go one by one from their files `onto` that device, so that no rank holds them all in host memory.
+    `progress` is called while slices are read, `told` with how weights were read, if any were. Raises ConfigError when
+    weights are missing or the attention implementation is not available.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
     loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
     model: PreTrainedModel
-    report: dict[str, Any]
     try:
-        with _zero3(ds_config if zero_stage == 3 else None):
-            if cfg.init is ModelInit.pretrained and not resuming:
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    str(cfg.path),
-                    config=config,
-                    trust_remote_code=cfg.trust_remote_code,
-                    use_safetensors=None if cfg.allow_pickle else True,
-                    output_loading_info=True,
-                    **settings,
-                    **loading,
-                )  # type: ignore[misc]
-                _refuse_partial(cfg, report)
-            else:
-                settings["trust_remote_code"] = cfg.trust_remote_code
+        if cfg.init is ModelInit.pretrained and not resuming:
+            sharded = ds_config if zero_stage == 3 else None
+            model, loaded = _load(cfg, config, settings, loading, sharded, progress)
+            told(loaded)
+        else:
+            settings["trust_remote_code"] = cfg.trust_remote_code
+            with _zero3(ds_config if zero_stage == 3 else None):
                 model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
     except OSError as error:
         hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
@@ -214,11 +228,83 @@ def build(
         ]
         raise ConfigError("\n".join(found)) from error
     if cfg.init is ModelInit.pretrained and resuming:
-        with contextlib.suppress(OSError):  # many folders have no such file
-            model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
+        model.generation_config = _generation_config(cfg, model)
     model.config.use_cache = False
     model.train()
     return model
+
+
+def _load(
+    cfg: ModelConfig,
+    config: PretrainedConfig,
+    settings: dict[str, Any],
+    loading: dict[str, Any],
+    ds: dict[str, Any] | None,
+    progress: Progress,
+) -> tuple[PreTrainedModel, Loaded]:
+    """Read pretrained weights; under ZeRO-3 (`ds` is its dict) in own slices where that can be done. Collective."""
+    began, read_bytes = time.monotonic(), None
+    with HostPeak() as host:
+        layout, because = _agree_on_slices(cfg, config, ds, loading) if ds is not None else (None, "")
+        if ds is not None and layout is not None:
+            model, read_bytes = own_slices.load(
+                config, cfg, layout, settings=settings, ds=ds, progress=progress
+            )
+            model.generation_config = _generation_config(cfg, model)
+        else:
+            with _zero3(ds):
+                model = _from_pretrained(cfg, config, settings | loading)
+    way = ModelLoad.from_pretrained if layout is None else ModelLoad.own_slices
+    return model, Loaded(way, because, read_bytes, time.monotonic() - began, host.peak_bytes)
+
+
+def _agree_on_slices(
+    cfg: ModelConfig, config: PretrainedConfig, ds: dict[str, Any], loading: dict[str, Any]
+) -> tuple[Layout | None, str]:
+    """Return where the weights lie if every rank can read its own slices, else None and the reason. Collective.
+
+    Raises ConfigError where slices were asked for and cannot be read.
+    """
+    layout, because = None, own_slices.refuse(cfg, ds)
+    if cfg.load is ModelLoad.from_pretrained:
+        because = "model.load=from_pretrained"
+    elif loading:
+        because = "transformers changes the weights while it reads them"
+    if because is None:
+        try:
+            layout = own_slices.locate(skeleton(config, cfg), cfg)
+        except NotSliced as error:
+            because = str(error)
+    found = distributed.gather((because, layout and layout.digest))
+    because = next((reason for reason, _ in found if reason), None)
+    if because is None and len({digest for _, digest in found}) > 1:
+        because = "the ranks do not see the same files"
+    if because and cfg.load is ModelLoad.own_slices:
+        raise ConfigError(own_slices.refusal(cfg, because))
+    return (None, because) if because else (layout, "")
+
+
+def _from_pretrained(
+    cfg: ModelConfig, config: PretrainedConfig, settings: dict[str, Any]
+) -> PreTrainedModel:
+    report: dict[str, Any]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        str(cfg.path),
+        config=config,
+        trust_remote_code=cfg.trust_remote_code,
+        use_safetensors=None if cfg.allow_pickle else True,
+        output_loading_info=True,
+        **settings,
+    )  # type: ignore[misc]
+    _refuse_partial(cfg, report)
+    return model
+
+
+def _generation_config(cfg: ModelConfig, model: PreTrainedModel) -> Any:
+    """Return the settings for generation that come with the weights; the model's own where there are none."""
+    with contextlib.suppress(OSError):  # many folders have no such file
+        return GenerationConfig.from_pretrained(str(cfg.path))
+    return model.generation_config
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
