@@ -125,6 +125,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     compose.check_plan(run)
     with without_garbage():
         from remat.planning import search
+        from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, make_plan, plan_as_json
         from remat.report import plan
 
@@ -132,13 +133,15 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     if run.strategy is StrategyChoice.auto:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
+    loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
-        plan.show(planned, console)
+        plan.show(planned, console, loading)
     if not planned.plan.fits:
         print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
     found = search.advise(args, planned, recordings=known, progress=_count("settings looked at"))
     if as_json:
-        print(json.dumps(plan_as_json(planned) | search.advice_as_json(found), indent=2))
+        record = plan_as_json(planned) | {"loading": loading and loading.record()}
+        print(json.dumps(record | search.advice_as_json(found), indent=2))
     elif not planned.plan.fits:
         plan.show_advice(found, planned, console)
     if plot is not None:

@@ -20,6 +20,7 @@ from remat.config.options import (
     MixedSource,
     ModelConfig,
     ModelInit,
+    ModelLoad,
     OptimConfig,
     Packing,
     PeftConfig,
@@ -192,6 +193,8 @@ def _model(model: ModelConfig) -> list[str]:
             "model.architecture.use_cache=true: a key-value cache is for generation, and a recomputation "
             "would fill it twice; leave it out"
         ]
+    if model.init is ModelInit.random and model.load is ModelLoad.own_slices:
+        return ["model.load=own_slices: model.init=random reads no weights; leave out model.load"]
     if model.init is ModelInit.pretrained and not model.path:
         return ["model.init=pretrained needs model.path=FOLDER_OR_HUB_NAME (or model.init=random)"]
     if not model.path and not model.architecture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from remat.config import paths
 from remat.config.options import ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
+from remat.config.units import format_size
 from remat.machine import distributed, rng
 from remat.machine.host_memory import HostPeak
 from remat.model import own_slices
@@ -60,6 +61,19 @@ class Loaded:
     read_bytes: int | None
     seconds: float
     peak_bytes: int
+
+
+def describe_loaded(loaded: Sequence[Loaded]) -> str:
+    """Return how the weights were read, given what each rank says of it."""
+    slowest_s = max(each.seconds for each in loaded)
+    first = loaded[0]
+    if first.way is ModelLoad.own_slices:
+        read = [each.read_bytes or 0 for each in loaded]
+        share = f"{format_size(max(read))} of {format_size(sum(read))}"
+        return f"each rank read its own slices, {share}, in {slowest_s:.3g} s"
+    if first.because:
+        return f"rank 0 read all of them in {slowest_s:.3g} s, and no rank its own slices: {first.because}"
+    return f"read by every rank in {slowest_s:.3g} s"
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -243,6 +257,7 @@ def _load(
     progress: Progress,
 ) -> tuple[PreTrainedModel, Loaded]:
     """Read pretrained weights; under ZeRO-3 (`ds` is its dict) in own slices where that can be done. Collective."""
+    model: PreTrainedModel
     began, read_bytes = time.monotonic(), None
     with HostPeak() as host:
         layout, because = _agree_on_slices(cfg, config, ds, loading) if ds is not None else (None, "")
@@ -263,9 +278,9 @@ def _agree_on_slices(
 ) -> tuple[Layout | None, str]:
     """Return where the weights lie if every rank can read its own slices, else None and the reason. Collective.
 
-    Raises ConfigError where slices were asked for and cannot be read.
+    Raises ConfigError on every rank where slices were asked for and cannot be read, or one rank lacks a sound file.
     """
-    layout, because = None, own_slices.refuse(cfg, ds)
+    layout, because, problem = None, own_slices.refuse(cfg, ds), ""
     if cfg.load is ModelLoad.from_pretrained:
         because = "model.load=from_pretrained"
     elif loading:
@@ -275,18 +290,23 @@ def _agree_on_slices(
             layout = own_slices.locate(skeleton(config, cfg), cfg)
         except NotSliced as error:
             because = str(error)
-    found = distributed.gather((because, layout and layout.digest))
-    because = next((reason for reason, _ in found if reason), None)
-    if because is None and len({digest for _, digest in found}) > 1:
+        except ConfigError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"model.path={cfg.path}: {_first_line(error)}"
+    found = distributed.gather((problem, because, layout and layout.digest))
+    if problem := next((text for text, _, _ in found if text), ""):
+        raise ConfigError(problem)
+    because = next((reason for _, reason, _ in found if reason), None)
+    if because is None and len({digest for _, _, digest in found}) > 1:
         because = "the ranks do not see the same files"
     if because and cfg.load is ModelLoad.own_slices:
         raise ConfigError(own_slices.refusal(cfg, because))
     return (None, because) if because else (layout, "")
 
 
-def _from_pretrained(
-    cfg: ModelConfig, config: PretrainedConfig, settings: dict[str, Any]
-) -> PreTrainedModel:
+def _from_pretrained(cfg: ModelConfig, config: PretrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+    model: PreTrainedModel
     report: dict[str, Any]
     model, report = AutoModelForCausalLM.from_pretrained(
         str(cfg.path),

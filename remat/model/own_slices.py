@@ -50,10 +50,10 @@ class NotSliced(Exception):
 
 
 class Run(NamedTuple):
-    """`count` elements of `file` from byte `offset` on. `start` is where they belong in the flattened weight."""
+    """`elements` values of `file` from byte `offset` on. `start` is where they belong in the flattened weight."""
 
     start: int
-    count: int
+    elements: int
     file: Path
     offset: int
     dtype: torch.dtype
@@ -83,6 +83,10 @@ class Layout:
         """Return the bytes of all weights and buffers in the files, each once."""
         return self.read_bytes(0, 1)
 
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Return whether weights in the files have another dtype than `dtype`, that of the shards."""
+        return any(run.dtype is not dtype for name in self.sharded for run in self.runs[name])
+
     @property
     def digest(self) -> str:
         """Return a hash that differs where ranks see different files."""
@@ -93,7 +97,7 @@ class Layout:
 
     def _part(self, name: str, rank: int, ranks: int) -> tuple[int, int]:
         """Return the first element of a rank's part and the one after its last, as ZeRO-3 cuts a weight."""
-        numel = sum(run.count for run in self.runs[name])
+        numel = sum(run.elements for run in self.runs[name])
         if name not in self.sharded:
             return 0, numel
         each = -(-numel // ranks)
@@ -209,7 +213,7 @@ def load(
     with torch.no_grad():
         model.initialize_weights()  # what no file holds: every weight is marked as done
     if layout.conversions:
-        model._weight_conversions = layout.conversions
+        model._weight_conversions = layout.conversions  # type: ignore[assignment]  # as transformers does
     return model, reader.bytes
 
 
@@ -253,8 +257,8 @@ def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
         begin, end = entry["data_offsets"]
         if 8 + length + end > size:
             raise ConfigError(
-                f"model.path={cfg.path}: {file.name} is cut off ({size:,} of {8 + length + end:,} bytes or more); copy or "
-                "download it again"
+                f"model.path={cfg.path}: {file.name} is cut off ({size:,} of {8 + length + end:,} bytes or more); "
+                "copy or download it again"
             )
         found[name] = _Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
     return found
@@ -263,8 +267,8 @@ def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
 class _Address:
     """Stands for a stored tensor in transformers' conversions, which call it where they would read the values.
 
-    The address of the traced column j of the i-th row of all files is 1 + (i * columns + j). `power` 2 gives its square:
-    only what is moved, not computed, comes out as the square of the address.
+    Column j of the i-th row of all files has the address 1 + (i * TRACED_COLUMNS + j). With `power` 2 its square stands
+    for it: what is moved, not computed, comes out as the square of the address.
     """
 
     def __init__(self, stored: _Stored, first_row: int, power: int, called: list[_Address]) -> None:
@@ -339,7 +343,11 @@ def _traced(
         raise NotSliced(f"{name} is made of unlike tensors")
     rowwise = len(first.shape) > 1
     expected = (*shape[:-1], first.columns) if rowwise else shape
-    if address.dtype is not torch.int64 or tuple(address.shape) != expected or (rowwise and shape[-1] != first.width):
+    if (
+        address.dtype is not torch.int64
+        or tuple(address.shape) != expected
+        or (rowwise and shape[-1] != first.width)
+    ):
         raise NotSliced(f"the rows of {name} are cut or turned")
     if not torch.equal(squared, address**2):
         raise NotSliced(f"the values of {name} are computed")
@@ -419,7 +427,7 @@ def _pieces(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Ru
     for run in runs[max(0, at) :]:
         if run.start >= end:
             return
-        low, high = max(start, run.start), min(end, run.start + run.count)
+        low, high = max(start, run.start), min(end, run.start + run.elements)
         if low < high:
             yield low - start, run, low - run.start, high - low
 
@@ -469,7 +477,7 @@ class _Reader:
     def _read_bytes(self, file: Path, out: torch.Tensor, at: int) -> None:
         if file not in self._files:
             self._files[file] = os.open(file, os.O_RDONLY)
-        left = memoryview(out.view(torch.uint8).numpy())
+        left = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left.nbytes:
             got = os.preadv(self._files[file], [left[:READ_BYTES]], at)
             if got == 0:

@@ -25,6 +25,7 @@ from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
 from remat.planning import budget, preflight, search, strategy
+from remat.planning.loading import Loading, plan_loading
 from remat.planning.model_states import Item
 from remat.planning.plan import GPU_MEMORY, Capacity, Planned, Recordings, make_plan, plan_as_json
 from remat.planning.preflight import DoesNotFit, Needs, Row
@@ -53,6 +54,7 @@ class LaunchPlan:
     states: list[Item]
     command: list[str]
     strategy: Strategy
+    loading: Loading | None = None  # of pretrained weights at ZeRO-3
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""
@@ -60,6 +62,7 @@ class LaunchPlan:
             "planned": None if self.planned is None else _as_record(self.planned),
             "reason": self.reason,
             "device": self.device,
+            "loading": self.loading and self.loading.record(),
             "model_states": [asdict(item) for item in self.states],
             "command": shlex.join(self.command),
         }
@@ -103,16 +106,29 @@ def plan_launch(
     needs = _needs(cfg, strategy, items, world)
     mine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[Any, ...] = (None, None, None, None, "")
+    answer: tuple[Any, ...] = (None, None, None, None, "", None)
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
         lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
         plan = LaunchPlan(world.device.type, planned, reason, items, command, strategy)
+        loading = plan_loading(
+            replace(cfg, hardware=_hardware(cfg.hardware, world)),
+            strategy,
+            world_size=world.size,
+            on_gpu=world.device.type == "cuda",
+        )
         chosen = planned.strategy if planned else strategy
         tables = budget.pack(chosen.decisions)
-        answer = _fields_to_send(planned), reason, _refusal(lines, plan), tables, chosen.decided_because
-    sent, reason, refusal, tables, because = distributed.broadcast(answer)
+        answer = (
+            _fields_to_send(planned),
+            reason,
+            _refusal(lines, plan),
+            tables,
+            chosen.decided_because,
+            loading,
+        )
+    sent, reason, refusal, tables, because, loading = distributed.broadcast(answer)
     decisions = budget.unpack(strategy.decisions, tables)
     strategy = replace(strategy, decisions=decisions, decided_because=because)
     if budget.is_open(decisions):
@@ -126,7 +142,7 @@ def plan_launch(
         )
     if refusal:
         warn(f"force=true: starting although {refusal}")
-    return LaunchPlan(world.device.type, planned, reason, items, command, strategy)
+    return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading)
 
 
 def choose_settings(

@@ -15,12 +15,23 @@ from remat.config.options import (
     Attention,
     ConfigError,
     ModelInit,
+    ModelLoad,
     OptimName,
     Packing,
     PeftMethod,
     RunConfig,
 )
-from remat.model import adapters, hf_model, layers, meta_kernels, noise, optimizer, packing, positions
+from remat.model import (
+    adapters,
+    hf_model,
+    layers,
+    meta_kernels,
+    noise,
+    optimizer,
+    own_slices,
+    packing,
+    positions,
+)
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
@@ -108,13 +119,16 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
+    ds = tensor_parallel.rendered(rendered, shared_by)
+    if cfg.model.load is ModelLoad.own_slices and (because := own_slices.refuse(cfg.model, ds)):
+        raise ConfigError(own_slices.refusal(cfg.model, because))
     one_width = packed.form is not Packing.none
     decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin, one_width=one_width)
     return Strategy(
         facts=facts,
         held=_held(facts, skeleton, shared_by),
         fields=fields,
-        ds=tensor_parallel.rendered(rendered, shared_by),
+        ds=ds,
         zero_stage=zero_stage,
         decisions=decisions,
         packed=packed,

@@ -11,14 +11,15 @@ from rich.table import Table
 
 from remat.activation_checkpointing import policy
 from remat.config.units import GIB
+from remat.planning.loading import Loading
 from remat.planning.plan import Planned, Resource, needed_bytes
 from remat.planning.retune import Retuned
 from remat.planning.search import Advice, Setting, missing_bytes
 from remat.planning.sweep import Point
 
 
-def show(planned: Planned, console: Console) -> None:
-    """Print the plan."""
+def show(planned: Planned, console: Console, loading: Loading | None = None) -> None:
+    """Print the plan, and how weights are read where that is planned."""
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
@@ -40,6 +41,8 @@ def show(planned: Planned, console: Console) -> None:
         chosen = "; ".join(filter(None, [policy.describe(decided.decisions), decided.decided_because]))
         console.print(f"activations: {chosen}", highlight=False)
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
+    if loading is not None:
+        console.print(f"loading: {loading.line()}", highlight=False)
     _show_time(planned, console)
     if planned.strategy.length_warning:
         console.print(planned.strategy.length_warning, style="yellow")

@@ -15,7 +15,7 @@ from remat.config.options import PeftMethod, RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
-from remat.model import adapters
+from remat.model import adapters, hf_model
 from remat.planning.launch_plan import LaunchPlan, makes_trial_save
 from remat.planning.strategy import Strategy
 
@@ -31,6 +31,7 @@ class Described(Protocol):
     splits: Splits
     padding_share: float
     resumed: dict[str, Any] | None
+    loaded: list[hf_model.Loaded]
 
 
 def rows(run: Described) -> dict[str, str]:
@@ -79,6 +80,8 @@ def rows(run: Described) -> dict[str, str]:
         found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
     if makes_trial_save(cfg, run.strategy):
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
+    if run.loaded:
+        found["weights"] = hf_model.describe_loaded(run.loaded)
     if run.resumed is not None:
         found["resumed"] = f"at step {run.resumed['step']}"
     return found

@@ -21,6 +21,7 @@ from remat.config.options import (
     NOT_FOLDERS,
     ConfigError,
     LossKind,
+    ModelLoad,
     PeftMethod,
     Precision,
     RunConfig,
@@ -36,8 +37,10 @@ from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import adapters, flops, hf_model, layers, loss, noise, weight_files
+from remat.model import adapters, flops, hf_model, layers, loss, noise, own_slices, weight_files
 from remat.model import optimizer as optim
+from remat.model.hf_model import Loaded
+from remat.model.own_slices import NotSliced
 from remat.parallel import tensor_parallel
 from remat.planning import launch_plan, preflight
 from remat.planning.budget import FILE as TABLE_FILE
@@ -52,6 +55,7 @@ from remat.saving import disk_space, load, nvme, reshard, shared_folder
 from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
+from remat.training.loading import LoadingProgress
 from remat.training.profiling import Snapshots
 from remat.training.run import Run, record_folder
 from remat.training.stopping import StopVote
@@ -201,7 +205,7 @@ def _build(
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = nvme.own_folder(strategy.ds, folder, world)
     with out_of_memory.named("build", plan):
-        engine, applied = _engine(
+        engine, applied, loaded = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
             group=group, resuming=point is not None,
         )  # fmt: skip
@@ -237,6 +241,7 @@ def _build(
         tokenizer=tokenizer,
         resumed=resumed,
         swap_folder=swap_folder,
+        loaded=loaded,
     )
     console.header(f"remat {cfg.name}", summary.rows(run))
     return run
@@ -255,6 +260,11 @@ def _look_first(cfg: RunConfig) -> FirstLook:
         return looked
     found = weight_files.refuse_quantised(config, cfg.model, cfg.peft.method)
     found += weight_files.find_differences(skeleton, cfg.model)
+    if cfg.model.load is ModelLoad.own_slices and Path(cfg.model.path or "").is_dir() and not found:
+        try:
+            own_slices.locate(skeleton, cfg.model)
+        except NotSliced as error:
+            found.append(own_slices.refusal(cfg.model, str(error)))
     return looked._replace(problems=looked.problems + found)
 
 
@@ -431,8 +441,8 @@ def _engine(
     *,
     group: Any | None,
     resuming: bool,
-) -> tuple[Any, Applied]:
-    """Return the DeepSpeed engine around the model, with the checkpointing policy in place.
+) -> tuple[Any, Applied, list[Loaded]]:
+    """Return the DeepSpeed engine around the model, with the checkpointing policy in place, and how it was loaded.
 
     `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do.
     """
@@ -443,7 +453,8 @@ def _engine(
         ops.ensure(op, console.note)
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
-        net = _model(cfg, hf_config, strategy, world, resuming=resuming)
+        reading = LoadingProgress(console.note, lambda: watchdog.enter("load"))
+        net, loaded = _model(cfg, hf_config, strategy, world, reading, resuming=resuming)
     snapshots.take("load")
     watchdog.enter("build")
     applied = apply(
@@ -460,13 +471,23 @@ def _engine(
             model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
         )
     rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
-    return engine, applied
+    return engine, applied, loaded
 
 
 def _model(
-    cfg: RunConfig, hf_config: PretrainedConfig, strategy: Strategy, world: World, *, resuming: bool
-) -> torch.nn.Module:
-    """Build the model of this rank, with LoRA adapters if any; under ZeRO-3 assert that its parameters are sharded."""
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    world: World,
+    reading: LoadingProgress,
+    *,
+    resuming: bool,
+) -> tuple[torch.nn.Module, list[Loaded]]:
+    """Build the model of this rank, with LoRA adapters if any; under ZeRO-3 assert that its parameters are sharded.
+
+    Also returns how each rank read pretrained weights; [] when none were read.
+    """
+    told: list[Loaded] = []
     net = hf_model.build(
         cfg.model,
         hf_config,
@@ -477,6 +498,8 @@ def _model(
         resuming=resuming and cfg.peft.method is PeftMethod.none,  # a saved state has no frozen weights
         loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
         onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
+        progress=reading,
+        told=told.append,
     )
     if cfg.peft.method is PeftMethod.qlora:
         adapters.quantise(net, layers.decoder_layers(net), hf_model.DTYPES[cfg.train.precision], world.device)
@@ -494,7 +517,7 @@ def _model(
     noise.add(trained, cfg.train.neftune_alpha)
     if strategy.zero_stage == 3:
         hf_model.assert_sharded(trained, world.size)
-    return trained
+    return trained, distributed.gather(told[0]) if told else []
 
 
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from remat.config.metrics import (
     phase_s,
 )
 from remat.config.units import GIB, MIB
+from remat.model.hf_model import describe_loaded
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category, Phase
 from remat.training.proof import FirstStep
@@ -67,6 +68,7 @@ def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
         *_states(run, first),
         *_activations(run, first),
         *_host(run),
+        *_loading(run),
         *_times(run, summary),
     ]
     return [_scaled(row) for row in found]
@@ -85,6 +87,7 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
             "watched": list(first.shape),
         },
         "rows": [asdict(line) for line in lines],
+        "loaded": [asdict(each) for each in run.loaded],
         "kept_bytes_per_layer": {
             "planned": planned.simulation.kept_bytes if planned else None,
             "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
@@ -280,6 +283,40 @@ def _host(run: Run) -> list[Row]:
         how = "files in DeepSpeed's swap folder at the end, on the node of rank 0"
         found.append(Row("NVMe per node", on_nvme, _folder_bytes(run.swap_folder), "bytes", how))
     return found
+
+
+def _loading(run: Run) -> list[Row]:
+    """Return the rows of reading pretrained weights at ZeRO-3."""
+    planned, loaded = run.plan.loading, run.loaded
+    if not loaded or run.strategy.zero_stage < 3:
+        return []
+    counted = [each.read_bytes for each in loaded if each.read_bytes is not None]
+    return [
+        Row(
+            "weights read, all ranks together",
+            planned.read_bytes_of_all if planned else None,
+            sum(counted) if counted else None,
+            "bytes",
+            f"{'counted as they came from the files' if counted else 'transformers counts none'}; "
+            f"{describe_loaded(loaded)}",
+        ),
+        Row(
+            "host memory while weights are read",
+            planned.host_peak_bytes if planned else None,
+            max(each.peak_bytes for each in loaded),
+            "bytes",
+            "the most that a rank held beyond what it began with, imports of the architecture included, mapped files "
+            "not; sampled",
+        ),
+        Row(
+            "reading weights",
+            planned.time_s if planned else None,
+            max(each.seconds for each in loaded),
+            "s",
+            "the model's creation included, slowest rank; planned is the disk's share, where its rate is known",
+            AT_LEAST,
+        ),
+    ]
 
 
 def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:

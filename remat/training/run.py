@@ -18,6 +18,7 @@ from remat.machine import distributed
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
 from remat.model import loss, packing
+from remat.model.hf_model import Loaded
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.strategy import Strategy
 from remat.report.console import Console
@@ -92,6 +93,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     resumed: dict[str, Any] | None
     swap_folder: Path | None
+    loaded: list[Loaded]  # how each rank read pretrained weights; [] where none were read
     saves: Saves = field(default_factory=Saves)
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
 

@@ -40,7 +40,13 @@ def load(
     }
     told: list[hf_model.Loaded] = []
     net: Any = hf_model.build(
-        cfg, hf_model.load_config(cfg), precision=precision, ds_config=ds, zero_stage=3, seed=1, told=told.append
+        cfg,
+        hf_model.load_config(cfg),
+        precision=precision,
+        ds_config=ds,
+        zero_stage=3,
+        seed=1,
+        told=told.append,
     )
     hf_model.assert_sharded(net, torch.distributed.get_world_size())
     found, padded_with_zero = {}, True
