@@ -481,7 +481,7 @@ class _Reader:
         while left.nbytes:
             got = os.preadv(self._files[file], [left[:READ_BYTES]], at)
             if got == 0:
-                raise OSError(f"{file.name} ends at byte {at:,}, within a weight")
+                raise OSError(f"{file.name} has nothing at byte {at:,}, where its header says a weight is")
             self.bytes += got
             left, at = left[got:], at + got
             self._progress(self.bytes, self._total_bytes)

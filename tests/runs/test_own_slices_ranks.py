@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from remat.config.options import Attention, ModelConfig, ModelInit, ModelLoad, Precision
-from remat.model import hf_model
+from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
+from remat.model import hf_model, own_slices
 from tests.support import small_models
 from tests.support.pool import RankPool
+from tests.support.tiny import make_model
 
 KINDS = ["fp32 as fp32", "bf16 as bf16", "fp32 as bf16", "bf16 as fp32"]  # in the files, as trained
 PERSISTENT = 100  # elements: smaller weights stay gathered, larger ones do not
@@ -27,27 +32,12 @@ def pools(two_ranks: RankPool) -> Iterator[dict[int, RankPool]]:
 
 
 def load(
-    folder: Path, way: ModelLoad, precision: Precision, **zero: Any
+    folder: Path, way: ModelLoad, precision: Precision, zero: dict[str, Any] | None = None
 ) -> tuple[dict[str, str], hf_model.Loaded, bool]:
     """Hashes of all gathered weights and all buffers by name, what was told, and whether padding is zero."""
     import deepspeed
 
-    cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder), load=way, attention=Attention.eager)
-    ds = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": precision is Precision.bf16},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": PERSISTENT} | zero,
-    }
-    told: list[hf_model.Loaded] = []
-    net: Any = hf_model.build(
-        cfg,
-        hf_model.load_config(cfg),
-        precision=precision,
-        ds_config=ds,
-        zero_stage=3,
-        seed=1,
-        told=told.append,
-    )
+    net, told = build(folder, way, precision, zero)
     hf_model.assert_sharded(net, torch.distributed.get_world_size())
     found, padded_with_zero = {}, True
     for name, parameter in net.named_parameters(remove_duplicate=False):
@@ -57,10 +47,44 @@ def load(
         with deepspeed.zero.GatheredParameters([parameter]):
             found[name] = fingerprint(parameter.detach())
     found |= {f"buffer {name}": fingerprint(value) for name, value in net.named_buffers(remove_duplicate=False)}
+    found["trains"] = f"{net.training} {[p.requires_grad for p in net.parameters()].count(False)}"
     found["conversions"] = repr([type(each).__name__ for each in getattr(net, "_weight_conversions", [])])
     found["generation"] = repr(net.generation_config)
     found["config"] = net.config.to_json_string(use_diff=False)
-    return found, told[0], padded_with_zero
+    return found, told, padded_with_zero
+
+
+def build(
+    folder: Path, way: ModelLoad, precision: Precision, zero: dict[str, Any] | None = None, **model: Any
+) -> tuple[Any, hf_model.Loaded]:
+    """The model on this rank and what was told. What was told of bytes is what preadv returned."""
+    options: Any = {"load": way, "attention": Attention.eager} | model
+    cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder), **options)
+    ds = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": precision is Precision.bf16},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": PERSISTENT} | (zero or {}),
+    }
+    told: list[hf_model.Loaded] = []
+    read, preadv = [0], os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        got = preadv(descriptor, buffers, offset)
+        read[0] += got
+        return got
+
+    with mock.patch.object(os, "preadv", counted):
+        net: Any = hf_model.build(
+            cfg,
+            hf_model.load_config(cfg),
+            precision=precision,
+            ds_config=ds,
+            zero_stage=3,
+            seed=1,
+            told=told.append,
+        )
+    assert read[0] == (told[0].read_bytes or 0)
+    return net, told[0]
 
 
 def fingerprint(value: torch.Tensor) -> str:
@@ -74,10 +98,12 @@ def save(net: Any, folder: Path, dtype: str) -> Path:
     return folder
 
 
-def read_both(pool: RankPool, folder: Path, precision: Precision, **zero: Any) -> list[hf_model.Loaded]:
+def read_both(
+    pool: RankPool, folder: Path, precision: Precision, zero: dict[str, Any] | None = None
+) -> list[hf_model.Loaded]:
     """Hold own slices against from_pretrained on every rank; return what was told of each rank's slices."""
     ways = (ModelLoad.from_pretrained, ModelLoad.own_slices)
-    theirs, own = (pool.run(load, folder=folder, way=way, precision=precision, **zero) for way in ways)
+    theirs, own = (pool.run(load, folder=folder, way=way, precision=precision, zero=zero) for way in ways)
     for (expected, _, _), (found, _, padded_with_zero) in zip(theirs, own, strict=True):
         assert found == expected
         assert padded_with_zero
@@ -101,3 +127,88 @@ def test_weights_and_buffers_are_those_of_from_pretrained(
     read_bytes = [each.read_bytes or 0 for each in told]
     assert whole_bytes <= sum(read_bytes) <= 1.05 * whole_bytes
     assert max(read_bytes) <= 1.05 * whole_bytes / ranks
+
+
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_a_weight_that_the_files_hold_under_two_names_is_one(
+    two_ranks: RankPool, tmp_path: Path, place: str
+) -> None:
+    """The model ties them: as from_pretrained does it at ZeRO-3, the embedding's values are taken."""
+    folder = save(small_models.build("llama", tie_word_embeddings=True), tmp_path, "bf16")
+    file = sorted(folder.glob("*.safetensors"))[0]
+    save_file(load_file(file) | {"lm_head.weight": torch.ones(64, 32)}, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text().replace('"weight_map": {', f'"weight_map": {{"lm_head.weight": "{file.name}",')
+    index.write_text(text)
+    read_both(two_ranks, folder, Precision.bf16, {"offload_param": {"device": place}})
+
+
+def test_names_without_the_models_prefix_are_found(two_ranks: RankPool, tmp_path: Path) -> None:
+    small_models.build("gpt2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = {name.removeprefix("transformer."): weight for name, weight in load_file(file).items()}
+    save_file(held, file, metadata={"format": "pt"})
+    read_both(two_ranks, tmp_path, Precision.fp32)
+
+
+def fails_while_reading(folder: Path) -> str:
+    """Rank 1 finds a file shorter than its header said; the other rank must not go on alone."""
+    create = own_slices._create
+
+    def cut_off(*args: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            os.truncate(folder / "model.safetensors", 20_000)
+        torch.distributed.barrier()
+        return create(*args)
+
+    with mock.patch.object(own_slices, "_create", cut_off):
+        try:
+            build(folder, ModelLoad.auto, Precision.fp32)
+        except ConfigError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_file_that_ends_early_is_named_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+    for text in two_ranks.run(fails_while_reading, folder=folder):
+        assert text.startswith(f"model.path={folder}: model.safetensors has nothing at byte ")
+        assert text.endswith("where its header says a weight is; copy or download it again")
+
+
+def reason(folder: Path, way: ModelLoad = ModelLoad.auto, **model: Any) -> str:
+    """Why slices were not read, or the error."""
+    try:
+        return build(folder, way, Precision.fp32, **model)[1].because
+    except ConfigError as error:
+        return str(error)
+
+
+def lacks_a_file_on_rank_1(folder: Path) -> str:
+    """As on a node whose disk holds the model in other files than the other's."""
+    if torch.distributed.get_rank() == 1:
+        folder = folder.with_name("other")
+    return reason(folder)
+
+
+def test_what_cannot_be_read_in_slices_is_read_by_transformers_which_says_why(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "model")
+    assert set(two_ranks.run(reason, folder=folder)) == {""}
+    (code,) = set(two_ranks.run(reason, folder=folder, trust_remote_code=True))
+    assert code.startswith("model.trust_remote_code=true")
+    forced = {"way": ModelLoad.own_slices, "trust_remote_code": True}
+    (refused,) = set(two_ranks.run(reason, folder=folder, **forced))
+    assert refused.startswith("model.load=own_slices") and refused.endswith("reads with from_pretrained")
+    (asked,) = set(two_ranks.run(reason, folder=folder, way=ModelLoad.from_pretrained))
+    assert asked == "model.load=from_pretrained"
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    other.save_pretrained(tmp_path / "other", max_shard_size="50KB")
+    (unlike,) = set(two_ranks.run(lacks_a_file_on_rank_1, folder=folder))
+    assert unlike == "the ranks do not see the same files"
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    (pickled,) = set(two_ranks.run(reason, folder=folder, allow_pickle=True))
+    assert pickled.startswith("there is no model.safetensors")
