@@ -53,7 +53,7 @@ def test_a_launch_whose_plan_fails_says_so_everywhere(
     assert plan.line() == f"no plan: {reason}"
     assert plan.record()["planned"] is None and plan.record()["reason"] == reason
     cfg = SimpleNamespace(train=SimpleNamespace(micro_batch_size=1, seq_len=8))
-    run: Any = SimpleNamespace(plan=plan, cfg=cfg, applied=SimpleNamespace(decisions=[]))
+    run: Any = SimpleNamespace(plan=plan, cfg=cfg, applied=SimpleNamespace(decisions=[]), loaded=[])
     rows = ledger._times(run, {"time/step_s": 1.0})
     assert all(f"no plan: {reason}" in row.how and row.planned is None for row in rows)
     found = ledger.record(run, FirstStep(), rows, finished=True)
