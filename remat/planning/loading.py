@@ -51,7 +51,8 @@ class Loading:
         peaks = [f"{format_size(self.host_peak_bytes)} of host memory"]
         peaks += [f"{format_size(self.gpu_peak_bytes)} on the GPU"] * (self.gpu_peak_bytes > 0)
         assumed = "" if self.files_seen else "; files not seen, taken to hold 16 bits a value"
-        return f"{what} {time}; peak per rank {', '.join(peaks)}{assumed}"
+        least = "at least " * (self.way is ModelLoad.from_pretrained)
+        return f"{what} {time}; peak per rank {least}{', '.join(peaks)}{assumed}"
 
 
 def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:

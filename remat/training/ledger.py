@@ -307,6 +307,7 @@ def _loading(run: Run) -> list[Row]:
             "bytes",
             "the most that a rank held beyond what it began with, imports of the architecture included, mapped files "
             "not; sampled",
+            AT_LEAST * (not counted),
         ),
         Row(
             "reading weights",
