@@ -30,7 +30,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from remat.config import ds_config
+from remat.config import ds_config, paths
 from remat.config.options import ConfigError, ModelConfig
 from remat.config.units import MIB
 from remat.machine import distributed
@@ -165,6 +165,8 @@ def locate(skeleton: PreTrainedModel, cfg: ModelConfig) -> Layout:
     for file in _find_files(str(cfg.path)):
         stored |= _read_header(file, cfg)
     state: dict[str, Any] = skeleton.state_dict(keep_vars=True)
+    if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise NotSliced(f"{others[0]} of the model's state is no tensor")
     conversions = get_model_conversion_mapping(skeleton)
     again = get_model_conversion_mapping(skeleton)  # conversions remember what they have met
     shapes = {name: tuple(value.shape) for name, value in state.items()}
@@ -237,30 +239,38 @@ def _find_files(path: str) -> list[Path]:
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if not index:
         raise NotSliced(f"there is no {SAFE_WEIGHTS_NAME} and no index of such files")
-    return [Path(file) for file in get_checkpoint_shard_files(path, index)[0]]
+    try:
+        return [Path(file) for file in get_checkpoint_shard_files(path, index)[0]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotSliced(f"{SAFE_WEIGHTS_INDEX_NAME} is not whole ({type(error).__name__})") from error
 
 
 def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
     """Return the tensors of a safetensors file by name: 8 bytes of header length, a header (JSON), values."""
+    size, unsound, again = (
+        file.stat().st_size,
+        f"model.path={cfg.path}: {file.name}",
+        "copy or download it again",
+    )
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        size = os.fstat(opened.fileno()).st_size
-        if not 0 < length <= size - 8:
-            raise ConfigError(f"model.path={cfg.path}: {file.name} is cut off; copy or download it again")
-        entries = json.loads(opened.read(length))
-    found = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise NotSliced(f"{name} is stored as {entry['dtype']}")
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
-            raise ConfigError(
-                f"model.path={cfg.path}: {file.name} is cut off ({size:,} of {8 + length + end:,} bytes or more); "
-                "copy or download it again"
-            )
-        found[name] = _Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+        if not 0 < length <= min(size - 8, paths.LONGEST_HEADER_BYTES):
+            raise ConfigError(f"{unsound} is cut off or no safetensors file; {again}")
+        header = opened.read(length)
+    found, end = {}, 0
+    try:
+        for name, entry in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise NotSliced(f"{name} is stored as {entry['dtype']}")
+            begin, end_here = entry["data_offsets"]
+            end = max(end, 8 + length + end_here)
+            found[name] = _Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{unsound} has a damaged header ({type(error).__name__}); {again}") from error
+    if end > size:
+        raise ConfigError(f"{unsound} is cut off ({size:,} of {end:,} bytes); {again}")
     return found
 
 
@@ -439,7 +449,7 @@ class _Reader:
         self.bytes = 0
         self._progress, self._total_bytes = progress, total_bytes
         self._files: dict[Path, int] = {}
-        self._bounce: torch.Tensor | None = None
+        self._bounces: dict[str, torch.Tensor] = {}  # by the type of the device that values go to
 
     def __enter__(self) -> _Reader:
         return self
@@ -466,10 +476,10 @@ class _Reader:
         if out.device.type == "cpu" and out.dtype is run.dtype:
             self._read_bytes(run.file, out, at)
             return
-        if self._bounce is None:  # pinned for a GPU, whose copy engine reads no other memory directly
-            self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=out.device.type == "cuda")
+        if (kind := out.device.type) not in self._bounces:  # a GPU copies fast from pinned memory alone
+            self._bounces[kind] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=kind == "cuda")
         for part in out.split(BOUNCE_BYTES // run.dtype.itemsize):
-            buffer = self._bounce[: part.numel() * run.dtype.itemsize].view(run.dtype)
+            buffer = self._bounces[kind][: part.numel() * run.dtype.itemsize].view(run.dtype)
             self._read_bytes(run.file, buffer, at)
             part.copy_(buffer)
             at += buffer.nbytes

@@ -71,6 +71,7 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
     sliced = not because
     shard, largest = trained_width * _shard(sizes, world_size), trained_width * max(sizes)
     on_host = not on_gpu or ds_config.param_offload_device(decided.ds) == "cpu"
+    # what is persistent stays on the GPU even where parameters are offloaded
     bounces = on_gpu or (layout is not None and layout.converts(hf_model.DTYPES[cfg.train.precision]))
     # from_pretrained gathers one weight after another, beside the copy that ZeRO-3 sends
     moved = (BOUNCE_BYTES if bounces else 0) if sliced else 2 * largest

@@ -201,6 +201,23 @@ def test_files_that_transformers_must_read_say_why(tmp_path: Path, change: Any, 
         locate(tmp_path)
 
 
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    file = make_model(tmp_path) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:20] = b"{{{{{{{{{{{{"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors has a damaged header"):
+        locate(tmp_path)
+
+
+def test_an_index_that_is_not_whole_is_left_to_transformers(tmp_path: Path) -> None:
+    file = make_model(tmp_path) / "model.safetensors"
+    file.rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(NotSliced, match=r"index\.json is not whole"):
+        locate(tmp_path)
+
+
 @pytest.mark.parametrize("left", [4, 100, -1])
 def test_a_file_that_is_cut_off_is_no_reason_to_read_otherwise(tmp_path: Path, left: int) -> None:
     file = make_model(tmp_path) / "model.safetensors"

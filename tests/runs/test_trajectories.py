@@ -294,6 +294,23 @@ def test_a_run_that_recomputes_nothing_says_so_in_its_proof(two_rank_runs: Path)
     assert all(rank["parameters"]["sharded"] == 21 for rank in proof["placement_by_rank"])
 
 
+def test_the_ledger_says_how_the_weights_were_read(two_rank_runs: Path, workshop: Path) -> None:
+    """At ZeRO-3 by each rank its own part, in all what the file holds; below it by every rank, whole."""
+    found = json.loads((two_rank_runs / "zero3_no_checkpointing" / "run" / "ledger.json").read_text())
+    weights = load_file(workshop / "model" / "model.safetensors").values()
+    size = sum(weight.nbytes for weight in weights)
+    assert [each["way"] for each in found["loaded"]] == ["own_slices"] * 2
+    assert sum(each["read_bytes"] for each in found["loaded"]) == size
+    rows = {row["category"]: row for row in found["rows"]}
+    read, held = rows["weights read, all ranks together"], rows["host memory while weights are read"]
+    assert read["planned"] == read["measured"] == pytest.approx(size / 2**20)
+    assert held["planned"] == pytest.approx(size / 2 / 2**20, rel=0.02)
+    assert rows["reading weights"]["measured"] > 0
+    below = json.loads((two_rank_runs / "zero2" / "run" / "ledger.json").read_text())
+    assert [(each["way"], each["because"]) for each in below["loaded"]] == [("from_pretrained", "")] * 2
+    assert "reading weights" not in {row["category"] for row in below["rows"]}
+
+
 @pytest.mark.parametrize("name", cases(SWITCHED, WITH_CPU_LION | REST))
 def test_offload_may_be_switched_at_a_resume(
     name: str,
