@@ -133,8 +133,6 @@ def refuse(cfg: ModelConfig, ds: Mapping[str, Any]) -> str | None:
     zero = ds.get("zero_optimization", {})
     if (stage := ds_config.zero_stage(ds)) < 3:
         return f"ZeRO stage {stage} keeps every weight whole on each rank"
-    if "tensor_parallel" in ds:
-        return "tensor parallelism splits whole layers after they are loaded"
     if ds_config.param_offload_device(ds) == "nvme":
         return "parameters on NVMe have no shard in memory"
     if zero.get("zero_hpz_partition_size", 1) > 1:

@@ -234,7 +234,7 @@ STAGE_3 = {"stage": 3}
     ("ds", "reason"),
     [
         ({"zero_optimization": {"stage": 2}}, "ZeRO stage 2"),
-        ({"zero_optimization": STAGE_3, "tensor_parallel": {"autotp_size": 2}}, "tensor parallelism"),
+        ({"zero_optimization": STAGE_3, "tensor_parallel": {"autotp_size": 2}}, None),
         ({"zero_optimization": STAGE_3 | {"offload_param": {"device": "nvme"}}}, "NVMe"),
         ({"zero_optimization": STAGE_3 | {"zero_hpz_partition_size": 8}}, "second shard"),
         ({"zero_optimization": STAGE_3 | {"zero_quantized_nontrainable_weights": True}}, "quantised shards"),

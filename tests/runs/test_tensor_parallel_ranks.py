@@ -121,6 +121,12 @@ def test_partitioned_activations_change_nothing(name: str, two_ranks_runs: Path)
         assert [row[key] for row in found] == [row[key] for row in expected]
 
 
+def test_whole_layers_are_read_in_slices_before_autotp_cuts_them(two_ranks_runs: Path) -> None:
+    """At ZeRO-3; that such runs follow the plain loop is shown above."""
+    found = json.loads((two_ranks_runs / "zero3_linears" / "run" / "ledger.json").read_text())["loaded"]
+    assert [(each["way"], each["because"]) for each in found] == [("own_slices", "")] * 2
+
+
 @pytest.mark.parametrize("name", ["zero2_matmul", "zero2_linears", "zero3_linears"])
 def test_kept_results_change_nothing(name: str, two_ranks_runs: Path) -> None:
     expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
