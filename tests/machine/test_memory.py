@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,9 @@ import psutil
 import pytest
 import torch
 
-from remat.config.units import GIB
+from remat.config.units import GIB, MIB
 from remat.machine import memory
-from remat.machine.host_memory import oom_kills
+from remat.machine.host_memory import HostPeak, oom_kills
 from remat.machine.memory import MemoryMonitor, host_memory
 
 
@@ -132,3 +133,20 @@ def test_kills_for_memory_are_counted(
     write(tmp_path / "proc/self/cgroup", groups)
     write(tmp_path / file, text)
     assert oom_kills(tmp_path) == kills
+
+
+def test_a_peak_is_what_was_held_for_a_while_without_a_file_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(32 * MIB))
+    with HostPeak() as peak:
+        held = mmap.mmap(-1, 64 * MIB)
+        for at in range(0, 32 * MIB, 4096):
+            held[at] = 1  # the rest is never touched
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert sum(mapped[at] for at in range(0, 32 * MIB, 4096)) == 0
+            time.sleep(0.1)
+        held.close()
+    assert 32 * MIB <= peak.peak_bytes <= 36 * MIB
+    with HostPeak() as after:
+        pass
+    assert after.peak_bytes < 4 * MIB
