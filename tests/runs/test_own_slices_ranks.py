@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
 from remat.model import hf_model, own_slices
+from tests.model.test_flops import FAMILIES, SIZES
 from tests.support import small_models
 from tests.support.pool import RankPool
 from tests.support.tiny import make_model
@@ -99,11 +100,15 @@ def save(net: Any, folder: Path, dtype: str) -> Path:
 
 
 def read_both(
-    pool: RankPool, folder: Path, precision: Precision, zero: dict[str, Any] | None = None
+    pool: RankPool,
+    folder: Path,
+    precision: Precision,
+    zero: dict[str, Any] | None = None,
+    way: ModelLoad = ModelLoad.own_slices,
 ) -> list[hf_model.Loaded]:
     """Hold own slices against from_pretrained on every rank; return what was told of each rank's slices."""
-    ways = (ModelLoad.from_pretrained, ModelLoad.own_slices)
-    theirs, own = (pool.run(load, folder=folder, way=way, precision=precision, zero=zero) for way in ways)
+    ways = (ModelLoad.from_pretrained, way)
+    theirs, own = (pool.run(load, folder=folder, way=each, precision=precision, zero=zero) for each in ways)
     for (expected, _, _), (found, _, padded_with_zero) in zip(theirs, own, strict=True):
         assert found == expected
         assert padded_with_zero
@@ -127,6 +132,20 @@ def test_weights_and_buffers_are_those_of_from_pretrained(
     read_bytes = [each.read_bytes or 0 for each in told]
     assert whole_bytes <= sum(read_bytes) <= 1.05 * whole_bytes
     assert max(read_bytes) <= 1.05 * whole_bytes / ranks
+
+
+OTHERS = [name for name in FAMILIES if name not in small_models.ARCHITECTURES]
+
+
+@pytest.mark.sample(one_in=4)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_are_read_alike(pools: dict[int, RankPool], tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **(SIZES | FAMILIES[name]))
+    net = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    folder = save(net, tmp_path, "bf16")
+    told = read_both(pools[3], folder, Precision.bf16, way=ModelLoad.auto)
+    assert {each.because for each in told} == {""}
 
 
 @pytest.mark.parametrize("place", ["none", "cpu"])
