@@ -21,7 +21,7 @@ from remat.config.options import ConfigError, PeftMethod, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import makes_trial_save
-from remat.report import model_card, run_dir
+from remat.report import run_dir
 from remat.saving import load, manifest, save
 from remat.saving.exports import export, merge, read_back
 from remat.saving.exports.export import ExportResult, Form
@@ -66,6 +66,8 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
     """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
+    from remat.report import model_card  # it brings matplotlib, a second of every rank's start
+
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
     write = merge.export_merged if merged else export.export
     form = Form(

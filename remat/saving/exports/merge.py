@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig
@@ -158,8 +156,11 @@ def _merge(
     return plan, merged
 
 
-def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
+def _locate(base: Any, name: str) -> tuple[str, nn.Module | None]:
     """Return the name in the adapted model of a weight of the plain one, and the layer that has an adapter for it."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
     *path, leaf = name.split(".")
     module, found = base, PREFIX
     for part in path:
