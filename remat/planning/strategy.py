@@ -111,7 +111,9 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
     one_width = packed.form is not Packing.none
-    decisions, stacks, because = _decisions(cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width)
+    decisions, stacks, because = _decisions(
+        cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width
+    )
     return Strategy(
         facts=facts,
         held=_held(facts, shape.adapted, shared_by),
@@ -168,7 +170,12 @@ class _Shape:
 
 def _shape_of(cfg: RunConfig, config: Any) -> _Shape:
     model = cfg.model
-    key = (config.to_json_string(use_diff=False), str(model.attention), str(model.path), str(model.trust_remote_code))
+    key = (
+        config.to_json_string(use_diff=False),
+        str(model.attention),
+        str(model.path),
+        str(model.trust_remote_code),
+    )
     return _kept(_Shape((*key, repr(cfg.peft)), config, cfg))
 
 
