@@ -112,7 +112,7 @@ def launch(words: LaunchWords) -> int:
 
 
 def _launch_once(words: LaunchWords, more: dict[str, str]) -> tuple[int, bool]:
-    """Run one launch to its end, with `more` in the environment of its ranks; its exit code, and whether it was stopped.
+    """Run one launch, `more` in the environment of its ranks; return its exit code and whether a signal stopped it.
 
     Raises ConfigError where its logs cannot be written.
     """
