@@ -55,6 +55,7 @@ class LaunchPlan:
     command: list[str]
     strategy: Strategy
     loading: Loading | None = None  # of pretrained weights at ZeRO-3
+    folder: Path | None = None  # the run directory, once it is known
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""
