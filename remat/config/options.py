@@ -559,6 +559,6 @@ class RunConfig:
     on_out_of_memory: OnOutOfMemory = (
         OnOutOfMemory.stop
     )  # what `remat launch` does when a rank runs out of memory
-    most_retreats: int = 3  # how often on_out_of_memory=retreat starts a run again
+    most_retreats: int = 3  # [launches] how often on_out_of_memory=retreat starts a run again
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info  # how much the terminal shows

@@ -17,12 +17,16 @@ pytestmark = pytest.mark.launch
 RUN = ["deepspeed.config=zero2", "checkpointing=none", "save.at_end=false"]
 
 
-def test_a_run_out_of_memory_goes_on_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_out_of_memory_goes_on_from_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 runs out in step 2, in the last layer; both ranks go on with other checkpointing, after step 1."""
     workshop = tiny.make_workshop(tmp_path)
     plain = deepspeed(*tiny.words(workshop, "plain", *RUN))
     assert plain.code == 0, plain.out[-4000:]
-    words = tiny.words(workshop, "edge", *RUN, "on_out_of_memory=retreat", "most_retreats=1", "tracking=wandb_offline")
+    words = tiny.words(
+        workshop, "edge", *RUN, "on_out_of_memory=retreat", "most_retreats=1", "tracking=wandb_offline"
+    )
     file = tmp_path / "retreat.json"
     monkeypatch.setenv(retreat.FILE, str(file))
     first = deepspeed("4", *words, script="tests/support/fails_in.py")
@@ -42,7 +46,9 @@ def test_a_run_out_of_memory_goes_on_from_its_first_step(tmp_path: Path, monkeyp
     assert [row["memory/retreats"] for row in tiny.rows(run, "memory/retreats")] == [1]
     run_report.draw(run)
     page = (run / "report" / "index.html").read_text()
-    assert "Started again with less memory" in page and "out of host memory in forward, layer 1 on rank 1" in page
+    assert (
+        "Started again with less memory" in page and "out of host memory in forward, layer 1 on rank 1" in page
+    )
 
     third = deepspeed("1", *words, "resume=auto_or_start", "run_id=other", script="tests/support/fails_in.py")
     assert third.code == 70 and not file.exists()
