@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat.config.redact import redact_text
-from remat.machine import signals
+from remat.machine import allocator, signals
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def run(argv: list[str]) -> Outcome:
     validation.check_environment(os.environ)
     composed = compose.from_command_line(argv)
     compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
+    allocator.settle(composed.run.allocator)
     from remat.report import console
 
     console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")
