@@ -13,11 +13,11 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from remat.config.options import AllocatorConfig
+from remat.config.units import MIB
 from remat.machine.versions import numbers
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXACT_SINCE = "2.13"  # torch refuses keys that it does not know
-MIB = 1024**2
 # What is larger is page-locked at its exact size, and given back when it is freed. A batch of tokens stays smaller:
 # page-locking it anew at every step would stop the GPU.
 EXACT_ABOVE_MIB = 16

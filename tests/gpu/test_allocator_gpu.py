@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from remat.config.options import AllocatorConfig
+from remat.config.units import MIB
 from remat.machine import allocator
-from remat.machine.allocator import MIB, VARIABLES
+from remat.machine.allocator import VARIABLES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from remat.config.options import AllocatorConfig
+from remat.config.units import MIB
 from remat.machine import allocator
-from remat.machine.allocator import MIB, Allocators
+from remat.machine.allocator import Allocators
 
 BOTH = "expandable_segments:True,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:16"
 
