@@ -98,9 +98,10 @@ def plan_command(
         typer.Option("--curve", help="Step time over GiB: checkpointing=budget from the least to keeping all."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say every assumption in full.")] = False,
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
-    not fit; then the nearest changes that make it fit."""
+    not fit, 0 when it fits or is tight; where it is not sure to fit, the nearest changes that make it."""
     if plot is not None:
         check_picture(plot)
     if best and (swept or plot or curve):
@@ -112,13 +113,15 @@ def plan_command(
         return
     several = swept or curve
     fits = (
-        _plan_several(ctx.args, as_json, plot, curve=curve) if several else _plan_one(ctx.args, as_json, plot)
+        _plan_several(ctx.args, as_json, plot, curve=curve)
+        if several
+        else _plan_one(ctx.args, as_json, plot, explain=explain)
     )
     if not fits:
         raise typer.Exit(3)
 
 
-def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
+def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: bool = False) -> bool:
     from remat.config import compose
 
     run = compose.from_command_line(args).run
@@ -126,7 +129,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     with without_garbage():
         from remat.planning import search
         from remat.planning.loading import plan_loading
-        from remat.planning.plan import Recordings, make_plan, plan_as_json
+        from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json
         from remat.report import plan
 
     known, console = Recordings(), _console()
@@ -135,7 +138,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
     planned = make_plan(run, recordings=known)
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
-        plan.show(planned, console, loading)
+        plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
     if not planned.plan.fits:
         print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
     found = search.advise(args, planned, recordings=known, progress=_count("settings looked at"))
@@ -148,7 +151,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None) -> bool:
         from remat.report import plan_charts
 
         plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
-    return planned.plan.fits
+    return planned.plan.verdict is not Verdict.too_large
 
 
 def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list[str], RunConfig]:
@@ -223,7 +226,7 @@ def _plan_several(args: list[str], as_json: bool, plot: Path | None, *, curve: b
         from remat.report import plan_charts
 
         plan_charts.draw_sweep(planned, plot)
-    return any(point.fits for point in planned)
+    return any(point.may_run for point in planned)
 
 
 @app.command("retune")

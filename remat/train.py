@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat.config.redact import redact_text
-from remat.machine import signals
+from remat.machine import allocator, signals
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def run(argv: list[str]) -> Outcome:
     composed = compose.from_command_line(argv)
     compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
     retreat.check(composed.run)
+    allocator.settle(composed.run.allocator)
     from remat.report import console
 
     console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")

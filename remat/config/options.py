@@ -491,6 +491,15 @@ class HardwareConfig:
 
 
 @dataclass(kw_only=True)
+class AllocatorConfig:
+    """How torch takes memory on a GPU. PYTORCH_ALLOC_CONF of the environment, where it is set, counts instead."""
+
+    expandable_segments: bool = True  # grow segments instead of adding new ones: fewer gaps between tensors
+    # take page-locked host memory at its size, not rounded up to a power of two; needs torch 2.13 or newer
+    exact_pinned: bool = True
+
+
+@dataclass(kw_only=True)
 class ProfileConfig:
     """Memory and time of a few steps, in detail, under RUN_DIR/profile. What is profiled is slower."""
 
@@ -548,6 +557,7 @@ class RunConfig:
         StrategyChoice.given
     )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     save: SaveConfig = field(default_factory=SaveConfig)

@@ -28,6 +28,7 @@ NO_MATTER = (
     "name",
     "meta",
     "hardware",
+    "allocator",
     "data.cache_dir",
     "tracking",
     "peft.lr",

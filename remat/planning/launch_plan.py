@@ -27,7 +27,17 @@ from remat.model import hf_model
 from remat.planning import budget, preflight, search, strategy
 from remat.planning.loading import Loading, plan_loading
 from remat.planning.model_states import Item
-from remat.planning.plan import GPU_MEMORY, Capacity, Planned, Recordings, make_plan, plan_as_json
+from remat.planning.plan import (
+    GPU_MEMORY,
+    Capacity,
+    Planned,
+    Recordings,
+    Resource,
+    Verdict,
+    make_plan,
+    plan_as_json,
+    what_decides,
+)
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.strategy import Strategy
 
@@ -77,6 +87,8 @@ class LaunchPlan:
         spare = ", ".join(f"{format_size(size)} of {name}" for name, size in found if size >= 0)
         lacking = ", ".join(f"{format_size(-size)} of {name}" for name, size in found if size < 0)
         verdict = f"lacks {lacking}" if lacking else f"fits with {spare} to spare"
+        if self.planned.plan.verdict is Verdict.tight:
+            verdict = f"tight: {what_decides(self.planned.plan)}"
         peak = format_size(self.planned.plan.peak_bytes)
         return f"peak {peak} per {per}, {self.where()}; {verdict}"
 
@@ -143,6 +155,8 @@ def plan_launch(
         )
     if refusal:
         warn(f"force=true: starting although {refusal}")
+    if planned is not None and planned.plan.verdict is Verdict.tight:
+        warn(f"the plan is tight: {what_decides(planned.plan)}")
     return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading)
 
 
@@ -331,10 +345,17 @@ def _memory_rows(planned: Planned | None, needs: Needs, machine: Machine) -> lis
     rows = []
     for resource in planned.plan.resources if planned else []:
         if resource.name == GPU_MEMORY and machine.gpu_bytes is not None:
-            rows.append(preflight.gpu_row(needs, machine, resource.needed_bytes))
+            rows.append(preflight.gpu_row(needs, machine, _refused_above(resource)))
         elif resource.name.startswith("host memory"):
             rows.append(preflight.host_row(needs, machine, resource.needed_bytes, _host_bytes(machine)))
     return rows
+
+
+def _refused_above(resource: Resource) -> int:
+    """Return the bytes that the machine must have: a run that is tight may start, and is told so."""
+    if resource.verdict is Verdict.tight and resource.least_bytes is not None:
+        return resource.least_bytes
+    return resource.needed_bytes
 
 
 def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
 from remat.config.options import OptimName
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
@@ -38,7 +39,7 @@ BLOCK, BLOCK_OF_CONSTANTS = (
 class Item:
     """An allocation: its bytes on one rank, and on all ranks of a node together.
 
-    `pinned` is page-locked host memory. torch rounds it up to a power of two; `raw_bytes_per_rank` is the size
+    `pinned` is page-locked host memory. torch may round it up to a power of two; `raw_bytes_per_rank` is the size
     before rounding. `mlocked` marks memory that DeepSpeed locks itself, within RLIMIT_MEMLOCK. `source` is a
     line of the deepspeed package or of bitsandbytes, or names who else allocates.
     """
@@ -66,6 +67,7 @@ def model_states(
     quantised_weights: Sequence[int] = (),
     optimizer: OptimName = OptimName.adamw,
     trained_shapes: Sequence[optimizer_state.Shape] = (),
+    allocators: Allocators = TORCH_DEFAULT,
 ) -> list[Item]:
     """Return the model states of each rank under the rendered DeepSpeed dict `ds`.
 
@@ -74,12 +76,13 @@ def model_states(
     each rank holds them whole. `gas` is the number of micro-batches per optimizer step. `can_pin` is false
     without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per parameter) is left
     out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's order.
+    `allocators` says how torch rounds page-locked buffers.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param
     frozen = num_params - trained - sum(quantised_weights)
     sizes = _Sizes(trained, frozen, largest, ds, world_size, ranks_per_node, gas, can_pin)
-    sizes.optimizer, sizes.shapes = optimizer, trained_shapes
+    sizes.optimizer, sizes.shapes, sizes.allocators = optimizer, trained_shapes, allocators
     build = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[sizes.stage]
     items = [*build(sizes), *_quantised(sizes, quantised_weights)]
     return [item for item in items if item.bytes_per_rank > 0]
@@ -145,6 +148,7 @@ class _Sizes:
         self.ranks_per_node, self.can_pin = ranks_per_node, can_pin
         self.ranks, self.optimizer = world_size, OptimName.adamw
         self.shapes: Sequence[optimizer_state.Shape] = ()
+        self.allocators = TORCH_DEFAULT
         self.ds, self.zero = ds, ds["zero_optimization"]
         self.stage = ds_config.zero_stage(ds)
         self.optimizer_device = ds_config.optimizer_offload_device(ds)
@@ -170,7 +174,7 @@ class _Sizes:
         raw = sum(sizes)
         if not (pin and self.can_pin):
             return self.item(name, "host", raw, source)
-        rounded = sum(_power_of_two(size) for size in sizes)
+        rounded = sum(self.allocators.pinned_bytes(size) for size in sizes)
         return Item(name, "pinned", rounded, rounded * self.ranks_per_node, raw, source)
 
     def mlocked(self, name: str, size: int, source: str) -> Item:
@@ -395,11 +399,3 @@ def _sub_groups(s: _Sizes) -> list[int]:
     first = min(max(size, s.largest_shard), s.shard)
     full, rest = divmod(s.shard - first, size)
     return [first, *[size] * full, *([rest] if rest else [])]
-
-
-def _power_of_two(size: int) -> int:
-    """Round `size` up as torch's CachingHostAllocator does for every pinned allocation.
-
-    See ATen/core/CachingHostAllocator.h:305.
-    """
-    return 1 << (size - 1).bit_length() if size > 0 else 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,21 +21,23 @@ from remat.config import ds_config, validation
 from remat.config.options import ConfigError, DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
-from remat.machine.node import CONTEXT_BYTES
+from remat.machine.outside_torch import outside_torch_bytes
 from remat.model import loss, meta_kernels, optimizer_state, packing
 from remat.planning import budget, model_states, preflight, step_time, strategy
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
-from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
+from remat.planning.simulation.reserved import Around
+from remat.planning.simulation.types import PEAKS, Category, Moment, Phase, Simulation, ZeroSettings
 
 META = torch.device("meta")
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 
-COLLECTIVES_BYTES = int(0.5 * GIB)  # NCCL's channels, per communicator, when there is more than one rank
-FRAGMENTATION = 0.06  # reserved over allocated in replays of the caching allocator: 1.06 to 1.12
+# The least that gaps in torch's allocator are counted as, of the allocated peak: a replay knows no block that another
+# stream still uses when it is freed. Replays of the shipped recipes: 0.2 to 6.6 % with expandable segments.
+FRAGMENTATION = 0.06
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory per node"
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
     "parameters": Category.weights,
@@ -56,17 +59,36 @@ CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/mode
 }
 
 
+class Verdict(StrEnum):
+    """Whether a run fits: surely, only if the terms that a plan cannot know turn out small, or not at all."""
+
+    fits = "fits"
+    tight = "tight"
+    too_large = "does not fit"
+
+
 @dataclass(frozen=True)
 class Resource:
-    """A limited resource of a machine: bytes needed and bytes found (None if unknown)."""
+    """A limited resource of a machine: bytes needed and bytes found (None if unknown).
+
+    `needed_bytes` has every term at its largest. `least_bytes` is what the run cannot do without; None: as much.
+    """
 
     name: str
     needed_bytes: int
     found_bytes: int | None
+    least_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.found_bytes is None or self.needed_bytes <= self.found_bytes
+        return self.verdict is Verdict.fits
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.found_bytes is None or self.needed_bytes <= self.found_bytes:
+            return Verdict.fits
+        least = self.needed_bytes if self.least_bytes is None else self.least_bytes
+        return Verdict.tight if least <= self.found_bytes else Verdict.too_large
 
     @property
     def spare_bytes(self) -> int | None:
@@ -87,9 +109,11 @@ class Plan:
     """The memory a run needs. Bytes are of one rank, or of one node where a name says so.
 
     `gpu` is by category at the moment of the peak. `peak_bytes` is what torch would report as
-    max_memory_allocated. `resources` begins with the GPU memory needed, if there is a GPU. `host`, `pinned` and
-    `nvme` are by item. `states` is what the model states take on the GPU after a backward, whenever the peak
-    is.
+    max_memory_allocated, `reserved_bytes` as max_memory_reserved, and `process_bytes` is what nvidia-smi would show
+    of the process; the latter two are 0 without a GPU. `reserved_by_segments` has the replays of torch's allocator,
+    with `expandable` and with `fixed` segments; it is empty where none was made. `resources` begins with the GPU
+    memory needed, if there is a GPU. `host`, `pinned` and `nvme` are by item. `states` is what the model states take
+    on the GPU after a backward, whenever the peak is. `peaks` are those of forward, loss, backward and update.
     """
 
     gpu: Mapping[Category, int]
@@ -104,10 +128,23 @@ class Plan:
     saved_state_bytes: int
     resources: list[Resource]
     assumptions: list[str]
+    peaks: Mapping[str, Moment] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    outside_bytes: int = 0  # the CUDA context and NCCL
+    reserved_by_segments: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
         return all(resource.fits for resource in self.resources)
+
+    @property
+    def process_bytes(self) -> int:
+        return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        found = {resource.verdict for resource in self.resources}
+        return next((v for v in (Verdict.too_large, Verdict.tight) if v in found), Verdict.fits)
 
 
 def assemble(
@@ -132,10 +169,12 @@ def assemble(
     simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
     states = _persistent(item for item in items if item.name not in simulated)
     moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
-    moments.append(_optimizer_step(_persistent(items), update_bytes))
-    peak = max(moments, key=lambda moment: moment.total_bytes)
+    update = _optimizer_step(_persistent(items), update_bytes)
+    peak = max([*moments, update], key=lambda moment: moment.total_bytes)
+    peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
     gpu = dict(peak.by_category)
     overhead = overhead_bytes(peak.total_bytes, zero.world_size) if on_gpu else 0
+    outside = outside_torch_bytes(zero.world_size) if on_gpu else 0
     gpu[Category.overhead] = overhead
     host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
     pinned = _by_name(items, "pinned")
@@ -145,7 +184,8 @@ def assemble(
     per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
     resources = [Resource(HOST_MEMORY, ranks_per_node * per_rank, capacity.host_bytes)]
     if on_gpu:
-        resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes))
+        least = peak.total_bytes + outside
+        resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes, least))
     if nvme:
         resources.append(Resource("NVMe per node", ranks_per_node * sum(nvme.values()), capacity.nvme_bytes))
     return Plan(
@@ -162,23 +202,78 @@ def assemble(
         resources=resources,
         assumptions=[
             *simulation.assumptions,
-            _overhead_in_words(zero.world_size)
-            if on_gpu
-            else "there is no GPU: what would be on it is host memory",
+            *([] if on_gpu else ["there is no GPU: what would be on it is host memory"]),
             f"{num_nodes} node{'s' * (num_nodes != 1)} of {ranks_per_node} rank{'s' * (ranks_per_node != 1)}",
         ],
+        peaks={**peaks, "update": update},
+        reserved_bytes=peak.total_bytes + overhead - outside if on_gpu else 0,
+        outside_bytes=outside,
     )
 
 
 def overhead_bytes(peak_bytes: int, world_size: int) -> int:
     """Return what a GPU holds besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
-    return int(FRAGMENTATION * peak_bytes) + CONTEXT_BYTES + (COLLECTIVES_BYTES if world_size > 1 else 0)
+    return int(FRAGMENTATION * peak_bytes) + outside_torch_bytes(world_size)
 
 
-def _overhead_in_words(world_size: int) -> str:
-    nccl = f", {COLLECTIVES_BYTES / GIB:.1f} GiB to NCCL" if world_size > 1 else ""
-    context = f"{CONTEXT_BYTES / GIB:.1f} GiB to the CUDA context"
-    return f"{FRAGMENTATION:.0%} of the peak goes to the allocator, {context}{nccl}"
+def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandable: bool) -> int:
+    """Return what torch's allocator reserves on each GPU of a plan, by a replay of `recording`."""
+    decided = planned.strategy
+    zero = ZeroSettings.of(decided.ds, planned.world_size)
+    items = decided.model_states(data_ranks=planned.world_size, ranks_per_node=1, can_pin=True)
+    found = recording.reserved_bytes(zero, _around(items, decided, zero), expandable=expandable)
+    return max(planned.plan.peak_bytes, found)
+
+
+def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
+    """Return the plan of a run on GPUs with what torch's allocator reserves.
+
+    Where its gaps are more than FRAGMENTATION, they count as needed.
+    """
+    plan = planned.plan
+    expandable = planned.strategy.allocators.expandable_segments
+    reserved = reserved_bytes(planned, recording, expandable=expandable)
+    needed = max(plan.resources[0].needed_bytes, reserved + plan.outside_bytes)
+    kind = "expandable" if expandable else "fixed"
+    assumed = (
+        f"torch's allocator leaves gaps of {reserved / max(1, plan.peak_bytes) - 1:.1%} of the allocated peak, by a "
+        f"replay of two micro-batches and updates with {kind} segments; at least {FRAGMENTATION:.0%} is kept free for "
+        f"them, and {plan.outside_bytes / GIB:.1f} GiB go to the CUDA context"
+        + " and NCCL"
+        * (planned.world_size > 1)
+    )
+    return replace(
+        planned,
+        plan=replace(
+            plan,
+            gpu={**plan.gpu, Category.overhead: needed - plan.peak_bytes},
+            resources=[replace(plan.resources[0], needed_bytes=needed), *plan.resources[1:]],
+            assumptions=[*plan.assumptions, assumed],
+            reserved_bytes=reserved,
+            reserved_by_segments={kind: reserved},
+        ),
+    )
+
+
+def _around(items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSettings) -> Around:
+    """Return what a run allocates on a GPU outside of its micro-batches."""
+    simulated = IN_BACKWARD if zero.stage < 3 else ()
+    sizes = [(item.name, item.bytes_per_rank) for item in items if item.place == "gpu"]
+    return Around(
+        states=[size for name, size in sizes if name != "moments" and name not in simulated],
+        from_update=[size for name, size in sizes if name == "moments"],
+        update_bytes=_update_bytes(decided, zero.world_size),
+    )
+
+
+def _update_bytes(decided: strategy.Strategy, world_size: int) -> int:
+    return model_states.update_bytes(
+        num_trainable_params=decided.facts.num_trainable_params,
+        largest_trainable_param=decided.facts.largest_trainable_param,
+        ds=decided.ds,
+        world_size=world_size,
+        optimizer=decided.optimizer,
+    )
 
 
 def _persistent(items: Iterable[Item]) -> dict[Category, int]:
@@ -196,7 +291,7 @@ def _with_states(moment: Moment, persistent: Mapping[Category, int]) -> Moment:
     total = dict(persistent)
     for category, size in moment.by_category.items():
         total[category] = total.get(category, 0) + size
-    return Moment(sum(total.values()), total, moment.phase, moment.layer, moment.operation)
+    return replace(moment, total_bytes=sum(total.values()), by_category=total)
 
 
 def _optimizer_step(persistent: Mapping[Category, int], copies_bytes: int) -> Moment:
@@ -308,7 +403,7 @@ def make_plan(
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
-        return made
+        return _both_segments(made, known, on_gpu=on_gpu)
     trial, decisions, because = budget.choose(
         cfg.checkpointing,
         decided.decisions,
@@ -318,7 +413,18 @@ def make_plan(
         on_gpu=on_gpu,
         known=known.corners,
     )
-    return _with_table(trial, decisions, cfg, because or decided.decided_because)
+    chosen = _with_table(trial, decisions, cfg, because or decided.decided_because)
+    return _both_segments(chosen, known, on_gpu=on_gpu)
+
+
+def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Planned:
+    """Return the plan with what the allocator would reserve with the other kind of segments too."""
+    if not on_gpu:
+        return planned
+    expandable = planned.strategy.allocators.expandable_segments
+    other = reserved_bytes(planned, known.get(planned.cfg, planned.strategy), expandable=not expandable)
+    found = {**planned.plan.reserved_by_segments, "fixed" if expandable else "expandable": other}
+    return replace(planned, plan=replace(planned.plan, reserved_by_segments=found))
 
 
 def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[Planned]:
@@ -350,6 +456,8 @@ def _planner(
         recording = known.get(cfg, own, on_gpu=on_gpu)
         simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
         made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
+        if on_gpu:
+            made = with_replay(made, recording)
         needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
         again = simulation.flops[Phase.recompute]
         return Trial(needed, made.time.total_s, again, recording.graphs, made)
@@ -382,13 +490,7 @@ def estimate(
         simulation,
         zero,
         capacity or capacity_of(cfg.hardware),
-        update_bytes=model_states.update_bytes(
-            num_trainable_params=trained,
-            largest_trainable_param=decided.facts.largest_trainable_param,
-            ds=decided.ds,
-            world_size=world_size,
-            optimizer=decided.optimizer,
-        ),
+        update_bytes=_update_bytes(decided, world_size),
         ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
         saved_state_bytes=preflight.saved_state_bytes(
@@ -459,6 +561,35 @@ def needed_bytes(planned: Planned, resource: str) -> int:
     return next((r.needed_bytes for r in planned.plan.resources if r.name == resource), 0)
 
 
+def what_decides(plan: Plan) -> str:
+    """Return in words what decides whether a tight run fits, and the resources that a run lacks; else nothing."""
+    found = []
+    for r in plan.resources:
+        if r.found_bytes is None or r.verdict is Verdict.fits:
+            continue
+        short = f"{r.name} lacks {(r.needed_bytes - r.found_bytes) / GIB:.1f} GiB"
+        if r.verdict is Verdict.tight and r.least_bytes is not None:
+            room = r.found_bytes - r.least_bytes
+            short += (
+                f" for the gaps of torch's allocator: {room / GIB:.1f} GiB are there for them, and up to "
+                f"{(r.needed_bytes - r.least_bytes) / GIB:.1f} are counted. It may run, with pauses in which torch "
+                "gives cached memory back, or run out"
+            )
+        found.append(short)
+    return "; ".join(found)
+
+
+def _moment_as_json(moment: Moment) -> dict[str, Any]:
+    return {
+        "phase": str(moment.phase),
+        "layer": moment.layer,
+        "module": moment.module,
+        "operation": moment.operation,
+        "allocated_bytes": moment.total_bytes,
+        "in_words": moment.in_words(),
+    }
+
+
 def plan_as_json(planned: Planned) -> dict[str, Any]:
     """Return everything of a plan as plain data, in bytes and seconds, for plan.json and --json."""
     plan, time = planned.plan, planned.time
@@ -467,16 +598,29 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "machine": planned.cfg.hardware.name,
         "world_size": planned.world_size,
         "optimizer": str(planned.strategy.optimizer),
+        "verdict": str(plan.verdict),
         "fits": plan.fits,
+        "decided_by": what_decides(plan),
         "gpu_bytes_at_peak": {str(name): size for name, size in plan.gpu.items()},
         "gpu_allocated_peak_bytes": plan.peak_bytes,
-        "peak": {"phase": str(plan.peak.phase), "layer": plan.peak.layer, "operation": plan.peak.operation},
+        "gpu_reserved_peak_bytes": plan.reserved_bytes,
+        "gpu_reserved_by_segments_bytes": dict(plan.reserved_by_segments),
+        "gpu_process_peak_bytes": plan.process_bytes,
+        "peak": _moment_as_json(plan.peak),
+        "peaks": {name: _moment_as_json(plan.peaks[name]) for name in PEAKS if name in plan.peaks},
         "pinned_bytes_per_rank": dict(plan.pinned),
         "host_bytes_per_rank": dict(plan.host),
         "nvme_bytes_per_rank": dict(plan.nvme),
         "saved_states_bytes": plan.saved_state_bytes,
         "resources": [
-            {"name": r.name, "needed_bytes": r.needed_bytes, "found_bytes": r.found_bytes, "fits": r.fits}
+            {
+                "name": r.name,
+                "needed_bytes": r.needed_bytes,
+                "least_bytes": r.needed_bytes if r.least_bytes is None else r.least_bytes,
+                "found_bytes": r.found_bytes,
+                "fits": r.fits,
+                "verdict": str(r.verdict),
+            }
             for r in plan.resources
         ],
         "kept_bytes_per_layer": planned.simulation.kept_bytes,

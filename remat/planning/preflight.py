@@ -267,8 +267,9 @@ def _host_remedy(needs: Needs, machine: Machine) -> str:
         remedy = f"a control group allows {_gib(machine.host_limit_bytes)} GiB in all: raise it, {remedy}"
     if needs.rounding_bytes >= 0.01 * needs.host_bytes > 0:
         remedy += (
-            ", or deepspeed.overrides.zero_optimization.offload_optimizer.pin_memory=false, which saves "
-            f"{_gib(needs.rounding_bytes)} GiB of rounding and costs speed"
+            f", or save {_gib(needs.rounding_bytes)} GiB of rounding: allocator.exact_pinned=true with torch 2.13 or "
+            "newer and without a PYTORCH_ALLOC_CONF of your own, or "
+            "deepspeed.overrides.zero_optimization.offload_optimizer.pin_memory=false, which costs speed"
         )
     return remedy
 

@@ -185,6 +185,7 @@ def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
         flops={phase: grown(low.flops[phase], high.flops[phase]) for phase in Phase},
         ops=[op for op in few_ops | more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
         gathered_elements=grown(low.gathered_elements, high.gathered_elements),
+        peaks={},
     )
 
 

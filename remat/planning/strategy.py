@@ -22,6 +22,8 @@ from remat.config.options import (
     PeftMethod,
     RunConfig,
 )
+from remat.machine import allocator
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import (
     adapters,
     hf_model,
@@ -58,6 +60,7 @@ class Strategy:
     length_warning: str = ""  # where train.seq_len is longer than the model was made for
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
+    allocators: Allocators = TORCH_DEFAULT
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Return the model states of one rank, sharded over `data_ranks` ranks."""
@@ -74,6 +77,7 @@ class Strategy:
             can_pin=can_pin,
             optimizer=self.optimizer,
             trained_shapes=self.held.trained_shapes,
+            allocators=self.allocators,
         )
 
     def saved_moments_bytes(self, items: Sequence[states.Item], data_ranks: int) -> int | None:
@@ -140,6 +144,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         length_warning=length_warning,
         decided_because=because,
         optimizer=cfg.optim.name,
+        allocators=allocator.in_effect(cfg.allocator),
     )
 
 

@@ -40,6 +40,11 @@ class Point:
     def fits(self) -> bool:
         return self.planned is not None and self.planned.plan.fits
 
+    @property
+    def may_run(self) -> bool:
+        """Whether it fits or is tight."""
+        return self.planned is not None and self.planned.plan.verdict is not plan.Verdict.too_large
+
 
 def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
     """Plan every combination; a refused one becomes a point with the reason.

@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from remat.activation_checkpointing import policy
+from remat.config.options import RunConfig
 from remat.config.units import GIB
 from remat.planning.loading import Loading
-from remat.planning.plan import Planned, Resource, needed_bytes
+from remat.planning.plan import Plan, Planned, Resource, Verdict, needed_bytes, what_decides
 from remat.planning.retune import Retuned
 from remat.planning.search import Advice, Setting, missing_bytes
+from remat.planning.simulation.types import PEAKS
 from remat.planning.sweep import Point
 
+STYLES = {Verdict.fits: "green", Verdict.tight: "yellow", Verdict.too_large: "red"}
 
-def show(planned: Planned, console: Console, loading: Loading | None = None) -> None:
-    """Print the plan, and how weights are read where that is planned."""
+
+def show(
+    planned: Planned,
+    console: Console,
+    loading: Loading | None = None,
+    *,
+    title: str = "",
+    explain: bool = False,
+) -> None:
+    """Print the plan: the verdict, one table, the peaks, and how weights are read where that is planned.
+
+    `title` is what was asked for; `explain` adds assumptions.
+    """
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
-        f"remat plan: {cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, trained by "
-        f"{planned.strategy.optimizer}",
-        style="bold",
+        f"{plan.verdict}: {title or cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, "
+        f"trained by {planned.strategy.optimizer}",
+        style=f"bold {STYLES[plan.verdict]}",
     )
     for resource in plan.resources:
-        console.print(verdict(resource), style="green" if resource.fits else "red")
-    gpu = {str(name): size for name, size in plan.gpu.items()}
-    _table("GPU memory at its peak", gpu, plan.ranks_per_node, console)
-    where = f"layer {plan.peak.layer}" if plan.peak.layer is not None else "outside the layers"
-    console.print(f"peak in {plan.peak.phase}, {where}, {plan.peak.operation}")
-    for title, rows in (("pinned host memory", plan.pinned), ("host memory", plan.host), ("NVMe", plan.nvme)):
-        if sum(rows.values()):
-            _table(title, rows, plan.ranks_per_node, console)
+        console.print(f"  {verdict(resource)}", style=STYLES[resource.verdict])
+    if plan.verdict is not Verdict.fits:
+        console.print(f"  {what_decides(plan)}", style=STYLES[plan.verdict])
+    _show_memory(planned, console)
+    _show_peaks(plan, console)
     if planned.table is not None:
         decided = planned.strategy
         chosen = "; ".join(filter(None, [policy.describe(decided.decisions), decided.decided_because]))
@@ -46,10 +57,74 @@ def show(planned: Planned, console: Console, loading: Loading | None = None) -> 
     _show_time(planned, console)
     if planned.strategy.length_warning:
         console.print(planned.strategy.length_warning, style="yellow")
-    for text in [*plan.assumptions, *planned.time.assumptions]:
-        console.print(f"assumed: {text}", style="dim")
+    assumptions = [*plan.assumptions, *planned.time.assumptions]
+    if explain:
+        for text in assumptions:
+            console.print(f"assumed: {text}", style="dim")
+    else:
+        console.print(f"{len(assumptions)} assumptions: the same command with --explain", style="dim")
     if plan.fits:
         console.print("faster settings that fit: the same command with --best", style="dim")
+
+
+def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
+    """Return the recipe or name that the words of a command ask for; without one the words that it has."""
+    given = dict(word.split("=", 1) for word in args if "=" in word)
+    if "recipe" in given or "name" in given or not given:
+        return cfg.name
+    words = [f"{option}={value}" for option, value in given.items() if option.split(".")[0] != "hardware"]
+    return " ".join(words) or cfg.name
+
+
+def _show_memory(planned: Planned, console: Console) -> None:
+    """Print one table of what lies where. A node's column is only there where a node has several ranks."""
+    plan = planned.plan
+    places = {
+        "GPU at its peak": {str(name): size for name, size in plan.gpu.items()},
+        "pinned host": plan.pinned,
+        "host": plan.host,
+        "NVMe": plan.nvme,
+    }
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("where", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    table.add_column("GiB per rank", justify="right", no_wrap=True)
+    several = plan.ranks_per_node > 1
+    if several:
+        table.add_column("GiB per node", justify="right", no_wrap=True)
+    for place, rows in places.items():
+        shown = sorted(((name, size) for name, size in rows.items() if size), key=lambda row: -row[1])
+        for number, (name, size) in enumerate(shown):
+            table.add_row(place if number == 0 else "", name, *_gib(size, plan.ranks_per_node))
+        if len(shown) > 1:
+            total = _gib(sum(rows.values()), plan.ranks_per_node)
+            table.add_row("", "sum", *total, style="bold", end_section=True)
+    console.print(table)
+
+
+def _gib(size: int, ranks_per_node: int) -> list[str]:
+    """Return the cells of a size: of a rank, and of a node of several."""
+    counts = [1, ranks_per_node] if ranks_per_node > 1 else [1]
+    return [f"{count * size / GIB:.2f}" for count in counts]
+
+
+def _show_peaks(plan: Plan, console: Console) -> None:
+    """Print the three figures of a GPU, where its peak is, and the peak of each part of a step."""
+    if plan.reserved_bytes:
+        figures = {
+            "allocated": plan.peak_bytes,
+            "reserved": plan.reserved_bytes,
+            "process, as nvidia-smi shows": plan.process_bytes,
+        }
+        console.print("GPU, GiB: " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in figures.items()))
+    console.print(f"the peak is in the {plan.peak.in_words()} ({plan.peak.operation})")
+    parts = (
+        f"{name} {plan.peaks[name].total_bytes / GIB:.2f}"
+        + f" (layer {plan.peaks[name].layer})" * (name == "backward")
+        for name in PEAKS
+        if name in plan.peaks
+    )
+    console.print(f"peaks, GiB allocated: {', '.join(parts)}", highlight=False)
 
 
 def _ranks(count: int) -> str:
@@ -62,7 +137,11 @@ def verdict(resource: Resource) -> str:
     if resource.found_bytes is None or resource.spare_bytes is None:
         return f"{needs}; the machine's is not known (hardware=NAME)"
     spare = resource.spare_bytes / GIB
-    ending = f"fits with {spare:.1f} GiB to spare" if resource.fits else f"does not fit, by {-spare:.1f} GiB"
+    ending = {
+        Verdict.fits: f"fits with {spare:.1f} GiB to spare",
+        Verdict.tight: f"tight, {-spare:.1f} GiB short",
+        Verdict.too_large: f"does not fit, by {-spare:.1f} GiB",
+    }[resource.verdict]
     return f"{needs} of {resource.found_bytes / GIB:.1f}: {ending}"
 
 
@@ -143,7 +222,7 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
             f"{needed_bytes(point.planned, 'host memory per node') / GIB:.1f}",
             f"{marks}{time.total_s:.3g}" if time.total_s else "not known",
             f"{marks}{time.tokens_per_s:,.0f}" if time.tokens_per_s else "not known",
-            lacks or ("fits, Pareto front" if point.on_pareto_front else "fits"),
+            _of_point(point, lacks),
             style="bold" if point.on_pareto_front else None,
         )
     console.print(table)
@@ -153,6 +232,13 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
     unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
     if unknown:
         console.print(f"~ without what is not known, and so not on the Pareto front: {', '.join(unknown)}")
+
+
+def _of_point(point: Point, lacks: str) -> str:
+    assert point.planned is not None
+    if point.planned.plan.verdict is Verdict.tight:
+        return f"tight, {lacks}"
+    return lacks or ("fits, Pareto front" if point.on_pareto_front else "fits")
 
 
 def show_retuned(found: Retuned, console: Console) -> None:
@@ -174,31 +260,12 @@ def show_retuned(found: Retuned, console: Console) -> None:
     console.print("the same rates with `remat plan ... --best` look at all other settings", style="dim")
 
 
-def _table(title: str, rows: Mapping[str, int], ranks_per_node: int, console: Console) -> None:
-    console.print(f"\n{title}")
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    total = sum(rows.values())
-    table.add_column("what", footer="sum")
-    table.add_column("GiB per rank", justify="right", footer=f"{total / GIB:.2f}")
-    table.add_column("GiB per node", justify="right", footer=f"{ranks_per_node * total / GIB:.2f}")
-    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
-        if size:
-            table.add_row(name, f"{size / GIB:.2f}", f"{ranks_per_node * size / GIB:.2f}")
-    console.print(table)
-
-
 def _show_time(planned: Planned, console: Console) -> None:
     """Print the seconds of an optimizer step by cause: a best case, with unknown terms named."""
     time = planned.time
-    title = "\nstep time: not known"
+    line = "step time: not known"
     if time.tokens_per_s:
-        title = f"\nstep time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
-    if time.unknown:
-        title += f" (what is not known counts nothing: {', '.join(time.unknown)})"
-    console.print(title)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("what")
-    table.add_column("s", justify="right")
+        line = f"step time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
     rows = {
         "compute": time.compute_s,
         "recompute": time.recompute_s,
@@ -207,8 +274,7 @@ def _show_time(planned: Planned, console: Console) -> None:
         "collectives": time.collectives_s,
         "NVMe": time.nvme_s,
     }
-    for name, seconds in rows.items():
-        if seconds:
-            table.add_row(name, f"{seconds:.3g}")
-    if table.row_count:
-        console.print(table)
+    parts = [f"{name} {seconds:.3g} s" for name, seconds in rows.items() if seconds]
+    console.print(line + f": {', '.join(parts)}" * bool(parts), highlight=False)
+    if time.unknown:
+        console.print(f"  what is not known counts nothing: {', '.join(time.unknown)}")

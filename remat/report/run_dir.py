@@ -20,6 +20,7 @@ from typing import Any
 from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.machine import distributed
+from remat.machine.allocator import VARIABLES
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
@@ -178,6 +179,7 @@ def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
         "world_size": world.size,
         "ranks_per_node": world.local_size,
         "commit": commit(),
+        "allocator": next((os.environ[name] for name in VARIABLES if name in os.environ), None),
         "command": sys.argv,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "formulas": formulas,

@@ -155,10 +155,10 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
         ),
         Row(
             "GPU, reserved at the peak",
-            None,
+            planned.plan.reserved_bytes if planned else None,
             reserved,
             "bytes",
-            "torch.cuda.max_memory_reserved; not planned apart",
+            "torch.cuda.max_memory_reserved; planned by a replay of torch's allocator",
         ),
         Row(
             "GPU, allocator and context",

@@ -11,7 +11,9 @@ import pytest
 
 from remat.config import ds_config
 from remat.config.ds_config import RunValues
-from remat.config.options import Precision
+from remat.config.options import AllocatorConfig, Precision
+from remat.machine import allocator
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.planning import model_states as states
 from remat.planning.model_states import Item, by_place, model_states
 
@@ -43,11 +45,24 @@ def rendered(
 
 
 def plan(
-    name: str, sizes: dict[str, Any], *, ranks: int = 8, can_pin: bool = True, **overrides: Any
+    name: str,
+    sizes: dict[str, Any],
+    *,
+    ranks: int = 8,
+    can_pin: bool = True,
+    allocators: Allocators = TORCH_DEFAULT,
+    **overrides: Any,
 ) -> list[Item]:
-    largest = sizes["largest_param"]
-    ds = rendered(name, world_size=ranks, hidden=8192, largest_param=largest, **overrides)
-    return model_states(**sizes, ds=ds, world_size=ranks, ranks_per_node=ranks, gas=4, can_pin=can_pin)
+    ds = rendered(name, world_size=ranks, hidden=8192, largest_param=sizes["largest_param"], **overrides)
+    return model_states(
+        **sizes,
+        ds=ds,
+        world_size=ranks,
+        ranks_per_node=ranks,
+        gas=4,
+        can_pin=can_pin,
+        allocators=allocators,
+    )
 
 
 # (file, precision, accumulation steps, gradients accumulated in fp32, bytes per parameter of the model on one of two
@@ -175,7 +190,7 @@ def test_without_zero(precision: Precision, measured: float) -> None:
 
 
 def test_70b_with_everything_in_host_memory() -> None:
-    """20 bytes per parameter, and a fifth more because torch rounds each pinned buffer to a power of two."""
+    """20 bytes per parameter, and a fifth more where torch rounds each pinned buffer to a power of two."""
     raw = by_place(plan("zero3_offload", LLAMA_70B, can_pin=False))
     assert raw["pinned"] == 0
     assert 8 * raw["host"] == pytest.approx(1411e9, rel=0.02)
@@ -191,6 +206,8 @@ def test_70b_with_everything_in_host_memory() -> None:
     flat = [item for item in items if item.name == "parameters"]
     assert [item.bytes_per_rank for item in flat] == [2**35], "17.6 GB of 16-bit parameters take 32 GiB"
     assert real["gpu"] == 2 * 8192 * 8192, "only the reduction bucket stays on the GPU"
+    exact = plan("zero3_offload", LLAMA_70B, allocators=Allocators(exact_above_bytes=2**24))
+    assert sum(item.bytes_per_node for item in exact if item.place != "gpu") == 8 * raw["host"]
 
 
 def test_8b_sharded_over_eight_gpus() -> None:
@@ -290,9 +307,9 @@ def test_the_strategies_of_the_memory_model_page_are_what_is_planned() -> None:
         largest = LLAMA_8B["largest_param"]
         file = "zero1" if stage_0 else name
         ds = rendered(file, world_size=8, hidden=4096, largest_param=largest, **stage_0)
-        found = model_states(**LLAMA_8B, ds=ds, world_size=8, ranks_per_node=8, gas=2)
+        allocators = allocator.in_effect(AllocatorConfig(), {})
+        found = model_states(**LLAMA_8B, ds=ds, world_size=8, ranks_per_node=8, gas=2, allocators=allocators)
         places = by_place(found)
-        raw = sum(item.raw_bytes_per_rank for item in found if item.place == "pinned")
         node = sum(item.bytes_per_node for item in found if item.place in ("host", "pinned"))
-        sizes = [places["gpu"], places["host"], places["pinned"], raw, places["nvme"], node]
+        sizes = [places["gpu"], places["host"], places["pinned"], places["nvme"], node]
         assert cells.split(" | ") == [f"{size / 2**30:.2f}" if size else "-" for size in sizes], name

@@ -28,7 +28,7 @@ def plan(*words: str) -> Planned:
 @pytest.mark.parametrize("recipe", compose.recipe_names())
 def test_each_recipe_fits_its_named_machine(recipe: str) -> None:
     planned = plan(f"recipe={recipe}")
-    assert planned.plan.fits
+    assert planned.plan.fits, planned.plan.verdict
     assert sum(planned.plan.gpu.values()) == planned.plan.resources[0].needed_bytes
     assert planned.time.total_s >= 0
     said = compose.compose_run([f"recipe={recipe}"]).run.meta.planned  # as `remat recipes` shows it
@@ -113,10 +113,9 @@ def test_adapters_need_less() -> None:
 def test_the_command_prints_tables_and_json() -> None:
     text = CliRunner().invoke(cli.app, ["plan", "recipe=tiny_zero3_offload"]).output
     for word in (
-        "GPU memory at its peak",
+        "GPU at its peak",
         "GiB per rank",
-        "GiB per node",
-        "weights",
+        "kept activations",
         "step time: not known",
         "saved states on disk",
     ):

@@ -20,7 +20,7 @@ def test_each_peak_of_a_gpu_is_in_its_own_row(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
     planned = SimpleNamespace(
         simulation=SimpleNamespace(peak=SimpleNamespace(total_bytes=2 * GIB)),
-        plan=SimpleNamespace(peak_bytes=4 * GIB, gpu={Category.overhead: GIB // 2}),
+        plan=SimpleNamespace(peak_bytes=4 * GIB, reserved_bytes=6 * GIB, gpu={Category.overhead: GIB // 2}),
     )
     run: Any = SimpleNamespace(
         plan=SimpleNamespace(planned=planned),
@@ -32,7 +32,7 @@ def test_each_peak_of_a_gpu_is_in_its_own_row(monkeypatch: pytest.MonkeyPatch) -
     )
     rows = {row.category: (row.planned, row.measured) for row in ledger._peaks(run, FirstStep())}
     assert rows[ledger.ON_GPU] == (4 * GIB, 5 * GIB)
-    assert rows["GPU, reserved at the peak"] == (None, 7 * GIB)
+    assert rows["GPU, reserved at the peak"] == (6 * GIB, 7 * GIB)
     assert rows["GPU, allocator and context"] == (GIB // 2, (7 - 5) * GIB + (16 - 9 - 6) * GIB)
 
 

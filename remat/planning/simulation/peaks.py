@@ -8,7 +8,7 @@ gradients are there from the start: they belong to the model states, as does eve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -140,6 +140,9 @@ class Peaks:
     backward: Moment
     gathered_elements: int
     curve: list[Instant]
+    by_part: Mapping[
+        str, Moment
+    ]  # forward and backward inside the layers, and the loss: what is outside of them
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:
@@ -164,6 +167,7 @@ class _Replay:
         self._gathered = self._coordinator.bytes
         self._gradients = Gradients(parameters, zero, rank=rank)
         self._best: dict[Phase, Moment] = {}
+        self._by_part: dict[str, Moment] = {}
         self._curve: list[Instant] = []
 
     def _on_change(self, gathered: int) -> None:
@@ -182,19 +186,39 @@ class _Replay:
             elif isinstance(part.cut, Ready):
                 held = gradients.ready(part.cut.parameter)
             self._offer(phase, part.at_cut, self._gathered_at_most, *held)
-            self._offer(phase, part.peak, self._gathered, gradients.kept_bytes, gradients.bucket_bytes)
+            now = self._gathered, gradients.kept_bytes, gradients.bucket_bytes
+            self._offer(phase, part.peak, *now)
+            for local in part.of_place.values():
+                self._offer_part(phase, local, *now)
+            self._offer_part(phase, part.at_cut, self._gathered_at_most, *held)
         end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
-        self._offer(Phase.backward, end, self._gathered, *gradients.backward_ends())
+        last = self._gathered, *gradients.backward_ends()
+        self._offer(Phase.backward, end, *last)
+        self._offer_part(Phase.backward, end, *last)
         return Peaks(
-            self._best[Phase.forward], self._best[Phase.backward], self._coordinator.elements, self._curve
+            self._best[Phase.forward],
+            self._best[Phase.backward],
+            self._coordinator.elements,
+            self._curve,
+            self._by_part,
         )
 
     def _offer(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:
         total = local.total + gathered + kept + bucket
         self._curve.append(Instant(phase, local.layer, total))
         best = self._best.get(phase)
-        if best is not None and total <= best.total_bytes:
-            return
-        by_category = dict(zip(KINDS, local.by_kind, strict=True))
-        by_category |= {Category.gathered: gathered, Category.gradients: kept, Category.buckets: bucket}
-        self._best[phase] = Moment(total, by_category, local.phase, local.layer, local.operation)
+        if best is None or total > best.total_bytes:
+            self._best[phase] = _moment(local, gathered, kept, bucket)
+
+    def _offer_part(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:
+        name = "loss" if local.layer is None else str(phase)
+        best = self._by_part.get(name)
+        if best is None or local.total + gathered + kept + bucket > best.total_bytes:
+            self._by_part[name] = _moment(local, gathered, kept, bucket)
+
+
+def _moment(local: Snapshot, gathered: int, kept: int, bucket: int) -> Moment:
+    by_category = dict(zip(KINDS, local.by_kind, strict=True))
+    by_category |= {Category.gathered: gathered, Category.gradients: kept, Category.buckets: bucket}
+    total = local.total + gathered + kept + bucket
+    return Moment(total, by_category, local.phase, local.layer, local.operation, local.module)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.model.meta_kernels import as_in_a_run, explained
-from remat.planning.simulation import peaks, zero3
+from remat.planning.simulation import peaks, reserved, zero3
 from remat.planning.simulation.timeline import Scope, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
 from remat.planning.simulation.zero3 import Parameters
@@ -46,11 +46,19 @@ class Recording:
             ops=timeline.ops,
             gathered_elements=found.gathered_elements,
             assumptions=self.assumptions,
+            peaks=found.by_part,
         )
 
     def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:
         """Return the bytes from the start of the micro-batch to its end, on the rank that has the highest peak."""
         return self._peaks(zero).curve
+
+    def reserved_bytes(self, zero: ZeroSettings, around: reserved.Around, *, expandable: bool) -> int:
+        """Return what torch's allocator reserves on a GPU, see `reserved.replay`."""
+        timeline = self.timeline
+        return reserved.replay(
+            timeline.trace, timeline.parts, self.parameters, zero, around, expandable=expandable
+        )
 
     def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
         timeline = self.timeline

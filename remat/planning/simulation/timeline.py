@@ -8,10 +8,11 @@ what DeepSpeed holds meanwhile.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,15 +129,20 @@ class Snapshot(NamedTuple):
     phase: Phase
     layer: int | None
     operation: str
+    module: str = ""  # whose weight was used last: a part of a layer, or of the model
 
 
 @dataclass
 class Part:
-    """A part of the record: what cut it (None: backward begins), bytes right then, and the most until the next cut."""
+    """A part of the record: what cut it (None: backward begins), bytes right then, and the most until the next cut.
+
+    `of_place` is the most inside of the layers (True) and outside of them (False).
+    """
 
     cut: Event | Ready | None
     at_cut: Snapshot
     peak: Snapshot
+    of_place: dict[bool, Snapshot] = field(default_factory=dict)
 
 
 class Timeline(TorchDispatchMode):
@@ -169,18 +175,24 @@ class Timeline(TorchDispatchMode):
         self.ops: list[OpCost] = []
         self._scope, self._model, self._ignored, self._workspaces = scope, model, ignored, workspaces
         self._weights: dict[int, int | None] = {}  # the layer that used each weight
+        self._modules: dict[int, str] = {}  # the part of a layer, or of the model, that has each weight
+        self._module = ""
         self._backward_layer: int | None = None
         self._backward = False
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int | None, int]] = {}
+        # by address: the storage, its bytes, its layer, its kind, its number in the trace
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int | None, int, int]] = {}
         self._unsettled: list[tuple[weakref.ref[torch.UntypedStorage], int, int | None]] = []
         self._not_ours: dict[int, StorageWeakRef] = {}  # keeps each address from being reused
         self._by_kind = [0, 0, 0]
         start = Snapshot(0, (0, 0, 0), Phase.forward, None, "start")
         self.parts = [Part(None, start, start)]
         self.backward_begins_at = 0  # index of a part
+        self.trace = array("q")  # every allocation and free in order, as simulation/reserved.py reads it
+        self._allocations = 0
 
     def __enter__(self) -> Timeline:
         self._weights = {p.untyped_storage()._cdata: None for p in self._model.parameters()}
+        self._modules = {p.untyped_storage()._cdata: _part_of(n) for n, p in self._model.named_parameters()}
         super().__enter__()
         return self
 
@@ -200,6 +212,8 @@ class Timeline(TorchDispatchMode):
         if self._workspaces:
             workspace += workspace_bytes(func, args)
             workspace -= summed_in_place_bytes(func, args) if phase is Phase.backward else 0
+        if workspace > 0:
+            self.trace.extend((self._note(workspace), -1))
         self._bump(phase, layer, name, workspace)
         costs = (
             op_cost(func, args, kwargs, result, given, made, phase),
@@ -219,7 +233,7 @@ class Timeline(TorchDispatchMode):
         """Note what forward keeps, and switch to backward. Call it between the two."""
         self._settle()
         kept: dict[int, int] = defaultdict(int)
-        for _, size, layer, _ in self._live.values():
+        for _, size, layer, *_ in self._live.values():
             if layer is not None:
                 kept[layer] += size
         self.kept_bytes = dict(kept)
@@ -234,6 +248,7 @@ class Timeline(TorchDispatchMode):
         where = self._phase(), self._layer(), "between operations"
         before = self._snapshot(*where)
         then()
+        self.trace.extend((-1 - len(self.parts), 0))
         self.parts.append(Part(event, before, self._snapshot(*where)))
 
     @contextmanager
@@ -281,6 +296,7 @@ class Timeline(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._weights:
+            self._module = self._modules.get(key, "")
             if self._scope.layer is not None and not self._backward:
                 self._weights[key] = self._scope.layer
             elif self._backward and self._scope.layer is None:
@@ -316,7 +332,8 @@ class Timeline(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage, kind: int, layer: int | None) -> None:
         size = storage.nbytes()
-        self._live[storage._cdata] = weakref.ref(storage), size, layer, kind
+        number = self._note(size)
+        self._live[storage._cdata] = weakref.ref(storage), size, layer, kind, number
         self._by_kind[kind] += size
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
@@ -324,11 +341,21 @@ class Timeline(TorchDispatchMode):
         entry = self._live.pop(key, None)
         if entry is not None:
             self._by_kind[entry[3]] -= entry[1]
+            self.trace.extend((entry[4], -1))
+
+    def _note(self, size: int) -> int:
+        """Write an allocation into the trace and return its number."""
+        self._allocations += 1
+        self.trace.extend((self._allocations, size))
+        return self._allocations
 
     def _bump(self, phase: Phase, layer: int | None, name: str, workspace: int) -> None:
-        part = self.parts[-1]
-        if sum(self._by_kind) + workspace > part.peak.total:
-            part.peak = self._snapshot(phase, layer, name, workspace)
+        part, inside = self.parts[-1], layer is not None
+        total = sum(self._by_kind) + workspace
+        if inside not in part.of_place or total > part.of_place[inside].total:
+            part.of_place[inside] = self._snapshot(phase, layer, name, workspace)
+        if total > part.peak.total:
+            part.peak = part.of_place[inside]
 
     def _snapshot(self, phase: Phase, layer: int | None, operation: str, workspace: int = 0) -> Snapshot:
         activations, recompute, loss = self._by_kind
@@ -337,7 +364,16 @@ class Timeline(TorchDispatchMode):
             recompute += workspace * (layer is not None and phase is not Phase.forward)
             loss += workspace * (layer is None)
         kinds = activations, recompute, loss
-        return Snapshot(sum(kinds), kinds, phase, layer, operation.removeprefix("aten::"))
+        return Snapshot(sum(kinds), kinds, phase, layer, operation.removeprefix("aten::"), self._module)
+
+
+def _part_of(name: str) -> str:
+    """Return what comes after a layer's number in the name of a parameter, else the module that has it."""
+    parts = name.split(".")[:-1]
+    after = next((place + 1 for place, part in enumerate(parts) if part.isdigit()), None)
+    if after is None:
+        return parts[-1] if parts else ""
+    return parts[after] if after < len(parts) else ""
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

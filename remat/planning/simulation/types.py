@@ -53,6 +53,28 @@ class Moment:
     phase: Phase
     layer: int | None  # None: outside of the decoder layers
     operation: str
+    module: str = ""  # the part of the layer, or of the model, whose weight was used last
+
+    def in_words(self) -> str:
+        """Return for example `backward of layer 31, MLP`."""
+        if self.phase is Phase.step:
+            return "update of the weights"
+        named = MODULE_WORDS.get(self.module, self.module)
+        doing = "recomputation" if self.phase is Phase.recompute else str(self.phase)
+        if self.layer is not None:
+            return f"{doing} of layer {self.layer}" + f", {named}" * bool(named)
+        return f"{doing} outside the layers" + f", {named}" * bool(named)
+
+
+MODULE_WORDS = {
+    "self_attn": "attention",
+    "attn": "attention",
+    "mlp": "MLP",
+    "lm_head": "output layer and loss",
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+}
+PEAKS = ("forward", "loss", "backward", "update")  # the parts of a step that a plan gives a peak of
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,7 @@ class Simulation:
     ops: list[OpCost] = field(repr=False)
     gathered_elements: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
+    peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
 
     @property
     def peak(self) -> Moment:

@@ -1,0 +1,87 @@
+"""Settle how torch's allocators of GPU memory and of page-locked host memory work, before torch starts in a rank.
+
+torch reads one variable, the first that is set: PYTORCH_CUDA_ALLOC_CONF, then PYTORCH_ALLOC_CONF
+(c10/cuda/CUDAAllocatorConfig.h:136). A variable that the user set is left as it is. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from remat.config.options import AllocatorConfig
+from remat.config.units import MIB
+from remat.machine.versions import numbers
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXACT_SINCE = "2.13"  # torch refuses keys that it does not know
+# What is larger is page-locked at its exact size, and given back when it is freed. A batch of tokens stays smaller:
+# page-locking it anew at every step would stop the GPU.
+EXACT_ABOVE_MIB = 16
+
+
+@dataclass(frozen=True)
+class Allocators:
+    """What torch's allocators do.
+
+    Page-locked buffers of up to `exact_above_bytes` are rounded up to a power of two; None: all of them are.
+    """
+
+    expandable_segments: bool = False
+    exact_above_bytes: int | None = None
+
+    def pinned_bytes(self, size: int) -> int:
+        """Return the host memory of a page-locked buffer of `size` bytes (ATen/core/CachingHostAllocator.h:302)."""
+        if size <= 0 or (self.exact_above_bytes is not None and size > self.exact_above_bytes):
+            return max(0, size)
+        return 1 << (size - 1).bit_length()
+
+
+TORCH_DEFAULT = Allocators()
+
+
+def settle(cfg: AllocatorConfig, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set PYTORCH_ALLOC_CONF as `cfg` asks, unless the user set one of VARIABLES. Call it before torch starts."""
+    value = _composed(cfg, torch_version())
+    if value and not any(name in environ for name in VARIABLES):
+        environ[VARIABLES[-1]] = value
+
+
+def in_effect(cfg: AllocatorConfig, environ: Mapping[str, str] = os.environ) -> Allocators:
+    """Return what the allocators of a run with `cfg` do in this environment."""
+    version = torch_version()
+    value = next((environ[name] for name in VARIABLES if name in environ), None)
+    return _parsed(_composed(cfg, version) if value is None else value)
+
+
+def torch_version() -> str:
+    """Return the version of the torch that is installed, without importing it."""
+    return importlib.metadata.version("torch")
+
+
+def _composed(cfg: AllocatorConfig, version: str) -> str:
+    words = []
+    if cfg.expandable_segments:
+        words.append("expandable_segments:True")
+    if cfg.exact_pinned and numbers(version) >= numbers(EXACT_SINCE):
+        # Both: a block that is kept for reuse is found by its power of two alone, and may be too small when it is exact
+        # (CachingHostAllocator.h, get_free_block). What is larger than the second is not kept.
+        words += [f"pinned_max_{what}_mb:{EXACT_ABOVE_MIB}" for what in ("round_threshold", "cached_size")]
+    return ",".join(words)
+
+
+def _parsed(value: str) -> Allocators:
+    """Read the two settings from a variable's value, `key:value` with commas between."""
+    found = dict(re.findall(r"(\w+)\s*:\s*([\w.]+)", value))
+    limits = [
+        int(found[f"pinned_max_{what}_mb"])
+        for what in ("round_threshold", "cached_size")
+        if found.get(f"pinned_max_{what}_mb", "").isdigit()
+    ]
+    return Allocators(
+        expandable_segments=found.get("expandable_segments", "False").lower() == "true",
+        exact_above_bytes=min(limits) * MIB if limits else None,
+    )
