@@ -173,6 +173,11 @@ class StrategyChoice(StrEnum):
     auto = "auto"  # the fastest ZeRO stage, offload, checkpointing and micro-batch that fit the machine, by their plans
 
 
+class Compilation(StrEnum):
+    none = "none"
+    layers = "layers"  # torch.compile makes kernels of each decoder layer; with checkpointing=none or full
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run. The text names each option, its value and the remedy."""
 
@@ -533,6 +538,7 @@ class RunConfig:
     strategy: StrategyChoice = (
         StrategyChoice.given
     )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    compile: Compilation = Compilation.none  # what torch.compile makes kernels of
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -71,7 +71,7 @@ def test_the_wheel_holds_recipes_and_configurations_and_nothing_else(place: Path
 def test_commands_work_from_anywhere(place: Path) -> None:
     listed = run(place, "remat", "recipes")
     assert listed.code == 0 and "qwen3_4b_lora_1x24" in listed.out, listed.out
-    planned = run(place, "remat", "plan", "recipe=llama8b_qlora_1x24")
+    planned = run(place, "remat", "plan", "recipe=llama1b_full_1x24")
     assert planned.code == 0 and "GiB" in planned.out, planned.out
     shown = run(place, "remat", "launch", "--cfg", "recipe=tiny_zero3_offload")
     assert shown.code == 0 and "name: tiny_zero3_offload" in shown.out, shown.out
