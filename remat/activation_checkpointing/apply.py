@@ -142,8 +142,9 @@ def apply(
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
         setup = Setup(
-            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup
-        )
+            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
+            compiled=compiled is not None,
+        )  # fmt: skip
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared

@@ -252,10 +252,16 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "host; plan with checkpointing=offload, which moves the same"
         )
     net = strategy.meta_model(cfg)
+    made = None
     if cfg.compile is Compilation.layers:
+        made = (
+            compiled.CompiledLayers()
+        )  # which runs layers as they are where operations are looked at, as here
         compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
-        applied = apply.apply(net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META)
+        applied = apply.apply(
+            net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META, compiled=made
+        )
         undo.callback(applied.remove)
         recording = simulate.record(
             net,
