@@ -18,7 +18,10 @@ from tests.support.pool import RankPool
 from tests.support.small_models import build
 
 STEPS = 3
-FIRST, LATER = 1e-5, 2e-4  # relative, in fp32: fused kernels round in another order, and AdamW divides by what is small
+FIRST, LATER = (
+    1e-5,
+    2e-4,
+)  # relative, in fp32: fused kernels round in another order, and AdamW divides by what is small
 
 
 def train(stage: int, policy_name: str, is_compiled: bool, lora: bool = False) -> dict[str, Any]:
