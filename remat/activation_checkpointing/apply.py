@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from remat.activation_checkpointing.compiled import CompiledLayers
 from remat.activation_checkpointing.mechanisms import budget
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
@@ -51,6 +52,7 @@ class Applied:
     recorder: Recorder | None = None  # of the first micro-batch
     stacks: Stacks = field(default_factory=lambda: Stacks([], []))
     shared: dict[Any, Any] = field(default_factory=dict)  # what mechanisms make once for several layers
+    compiled: CompiledLayers | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def reset(self) -> None:
@@ -118,11 +120,12 @@ def apply(
     zero_stage: int = 0,
     device: torch.device | None = None,
     tensor_parallel: Any = None,
+    compiled: CompiledLayers | None = None,
 ) -> Applied:
     """Put `decisions` (one per decoder layer; none at all: nothing is touched) in place.
 
-    `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants. Raises
-    ConfigError when the model has not what a policy asks for.
+    `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants, `compiled`
+    what compiles the layers, where that is asked for. Raises ConfigError when the model has not what a policy asks for.
     """
     if not decisions:
         return Applied()
@@ -131,13 +134,17 @@ def apply(
     if len(layers) != len(decisions):
         raise ValueError(f"the plan has {len(decisions)} layers, the model {len(layers)}")
     _refuse_shared_weights(model, layers, decisions)
-    applied = Applied(decisions, model, [LayerCounters() for _ in decisions], stacks=stacks)
+    counts = [LayerCounters() for _ in decisions]
+    applied = Applied(decisions, model, counts, stacks=stacks, compiled=compiled)
+    if compiled is not None:
+        applied.cleanup.callback(compiled.close)
     try:
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
         setup = Setup(
-            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup
-        )
+            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
+            compiled=compiled is not None,
+        )  # fmt: skip
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
@@ -204,6 +211,7 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         if decision.reentrant:
             refuse_second_call(counts, site.name)
         counts.forwards += 1
+        layer_forward = applied.compiled.take(layer_forward) if applied.compiled else layer_forward
         recorder = applied.recorder
         if runs_once and recorder is None and args:  # nothing but the table is to be kept up
             with scope.inside(index), saved.hooks():

@@ -86,6 +86,8 @@ checkpointing=full (or another policy)
     gradient_checkpointing activation_checkpointing recompute use_gradient_checkpointing
     enable_gradient_checkpointing enable_activation_checkpointing gradient_checkpointing_kwargs
     recompute_granularity
+compile=layers
+    torch_compile use_compile compile_model enable_torch_compile
 checkpointing=offload
     enable_activation_offloading activation_offloading activation_cpu_offload offload_activations
 peft=lora peft.r
@@ -188,8 +190,8 @@ a run has a folder of its own, output_dir/NAME/RUN_ID, and none is overwritten: 
     overwrite_output_dir overwrite_cache overwrite_output
 the tokenizer's own chat template is used: leave it out, or name another with data.chat_template=FILE_OR_FOLDER
     template conversation_template prompt_template chat_template_path prompt_style
-there is no torch.compile here: leave it out
-    compile torch_compile use_compile torch_compile_backend torch_compile_mode
+decoder layers are compiled by compile=layers, with torch's own backend: leave it out
+    torch_compile_backend torch_compile_mode
 a run is as long as train.steps or train.epochs says: leave it out
     max_steps_per_epoch steps_per_epoch max_train_samples max_samples limit_train_batches
 batches are prepared while the step before runs: leave it out

@@ -179,6 +179,11 @@ class StrategyChoice(StrEnum):
     auto = "auto"  # the fastest ZeRO stage, offload, checkpointing and micro-batch that fit the machine, by their plans
 
 
+class Compilation(StrEnum):
+    none = "none"
+    layers = "layers"  # torch.compile makes kernels of each decoder layer; with checkpointing=none or full
+
+
 class OnOutOfMemory(StrEnum):
     stop = "stop"
     retreat = (
@@ -556,6 +561,7 @@ class RunConfig:
     strategy: StrategyChoice = (
         StrategyChoice.given
     )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    compile: Compilation = Compilation.none  # what torch.compile makes kernels of
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

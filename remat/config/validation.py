@@ -12,6 +12,7 @@ from remat.config import data_fields, paths
 from remat.config.options import (
     NOT_FOLDERS,
     CheckpointingConfig,
+    Compilation,
     ConfigError,
     DataConfig,
     DataFormat,
@@ -53,6 +54,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
+        *_compile(cfg),
         *_save(cfg.save, cfg.peft),
         *_held_out(cfg),
         *_streamed_length(cfg),
@@ -503,6 +505,43 @@ def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
             checkpointing__offload__keep_last_layers=cfg.offload.keep_last_layers,
         ),
     ]
+
+
+COMPILED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block)  # layers run whole, once or twice
+
+
+def _compile(cfg: RunConfig) -> list[str]:
+    """Tell what layers that torch compiles cannot be combined with."""
+    if cfg.compile is Compilation.none:
+        return []
+    policies, tensor_parallel = cfg.checkpointing, cfg.train.tensor_parallel_size
+    wrong = {policies.policy, *policies.layers.values()}.difference(COMPILED_WITH)
+    found = [
+        f"compile=layers with checkpointing={policy}: it works inside of a layer or across several, and a compiled "
+        "layer is one piece; use checkpointing=full or checkpointing=none, or compile=none"
+        for policy in sorted(wrong)
+    ]
+    if policies.reentrant:
+        found.append(
+            "compile=layers with checkpointing.reentrant=true: the reentrant variant runs a layer outside of autograd "
+            "first, which is another graph; use checkpointing.reentrant=false, or compile=none"
+        )
+    if policies.offload.enabled:
+        found.append(
+            "compile=layers with checkpointing.offload.enabled=true: what a compiled layer keeps for backward is not "
+            "moved to the host; leave offload out, or use compile=none"
+        )
+    if tensor_parallel > 1:
+        found.append(
+            f"compile=layers with train.tensor_parallel_size={tensor_parallel}: layers that ranks share meet inside "
+            "their forward, where a graph would break; use train.tensor_parallel_size=1, or compile=none"
+        )
+    if cfg.peft.method is PeftMethod.qlora:
+        found.append(
+            "compile=layers with peft=qlora: the 4-bit layers of bitsandbytes are no part of a graph; use peft=lora, "
+            "or compile=none"
+        )
+    return found
 
 
 def _profile(cfg: ProfileConfig) -> list[str]:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from remat.activation_checkpointing import apply
+from remat.activation_checkpointing import apply, compiled
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import ds_config, validation
-from remat.config.options import ConfigError, DataSource, HardwareConfig, RunConfig
+from remat.config.options import Compilation, ConfigError, DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.outside_torch import outside_torch_bytes
-from remat.model import loss, meta_kernels, optimizer_state, packing
+from remat.model import layers, loss, meta_kernels, optimizer_state, packing
 from remat.planning import budget, model_states, preflight, step_time, strategy
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
@@ -328,7 +328,7 @@ class Recordings:
         train = cfg.train
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
-            decided.packed,
+            (decided.packed, cfg.compile),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
         )
         key = repr(depends_on)
@@ -347,8 +347,16 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "host; plan with checkpointing=offload, which moves the same"
         )
     net = strategy.meta_model(cfg)
+    made = None
+    if cfg.compile is Compilation.layers:
+        made = (
+            compiled.CompiledLayers()
+        )  # which runs layers as they are where operations are looked at, as here
+        compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
-        applied = apply.apply(net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META)
+        applied = apply.apply(
+            net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META, compiled=made
+        )
         undo.callback(applied.remove)
         recording = simulate.record(
             net,
@@ -500,13 +508,18 @@ def estimate(
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
         on_gpu=on_gpu,
     )
-    plan.assumptions.extend(_unread(cfg))
+    plan.assumptions.extend(_uncounted(cfg))
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
-def _unread(cfg: RunConfig) -> list[str]:
-    """Return what a plan would have to read the data for."""
+def _uncounted(cfg: RunConfig) -> list[str]:
+    """Return what only the data, or torch's compiler, would tell."""
     found = []
+    if cfg.compile is Compilation.layers:
+        found.append(
+            "compile=layers: operations, what they keep and their times are those of layers that are not compiled; a "
+            "layer's weights are gathered together, and its gradients are there together"
+        )
     if cfg.train.steps is None:
         asked = "no train.steps" if cfg.train.epochs is None else f"train.epochs={cfg.train.epochs:g}"
         found.append(

@@ -14,6 +14,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, S
 from remat.config import compose, ds_config
 from remat.config.options import (
     Attention,
+    Compilation,
     ConfigError,
     ModelInit,
     ModelLoad,
@@ -213,7 +214,7 @@ def _decisions(
     try:
         found = layers.find_stacks(skeleton)
     except ConfigError:
-        if policy.needs_layers(cfg.checkpointing):
+        if policy.needs_layers(cfg.checkpointing) or cfg.compile is Compilation.layers:
             raise
         return [], "", ""
     setting = Setting(

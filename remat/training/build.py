@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from remat.activation_checkpointing import compiled
 from remat.activation_checkpointing.apply import Applied, apply
 from remat.config import compose, ds_config, validation
 from remat.config.compose import Composed
 from remat.config.options import (
     NOT_FOLDERS,
+    Compilation,
     ConfigError,
     LossKind,
     ModelLoad,
@@ -457,6 +459,8 @@ def _engine(
         net, loaded = _model(cfg, hf_config, strategy, world, reading, resuming=resuming)
     snapshots.take("load")
     watchdog.enter("build")
+    if cfg.compile is Compilation.layers:
+        compiled.make_whole(layers.decoder_layers(net))
     applied = apply(
         net,
         strategy.decisions,
@@ -464,6 +468,7 @@ def _engine(
         zero_stage=strategy.zero_stage,
         device=world.device,
         tensor_parallel=group,
+        compiled=compiled.CompiledLayers() if cfg.compile is Compilation.layers else None,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     with optim.held_still(optimizer):
@@ -601,6 +606,9 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
     if lacking:
         warn(f"force=true: starting although {lacking}")
     _check_precision(cfg.train.precision)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if cfg.compile is Compilation.layers and (tool := compiled.lacking(device)):
+        raise preflight.DoesNotFit(f"compile=layers needs {tool}; or use compile=none")
 
 
 def throughput_figures(cfg: RunConfig, context: int, warn: Callable[[str], None]) -> dict[str, Any]:

@@ -323,6 +323,8 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
     run.profiler.step_begins()
     with out_of_memory.named(lambda: run.timer.last, run.plan):
         found = _forward_backward_update(run, first, batch, progress.step)
+    if run.applied.compiled is not None and (line := run.applied.compiled.news()):
+        run.console.note(f"step {progress.step + 1}: {line}")
     if run.engine.was_step_applied():
         run.losses.add(found.sum(dtype=torch.float64), batch.trained_tokens)
     _advance(run, first, progress, batch, found)

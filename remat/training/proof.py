@@ -152,6 +152,9 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
         "in_words": policy.describe(run.strategy.decisions),
         "stacks": run.strategy.stacks,
         "zero_stage": run.strategy.zero_stage,
+        "compile": str(
+            run.cfg.compile
+        ),  # from the second micro-batch on: what is proven are the layers as they are
         "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
         "layers": found[0]["layers"],
         "first_micro_batch_flops": found[0]["flops"],

@@ -1,19 +1,13 @@
-"""No recipe is beaten on its own machine: no other strategy, named policy or micro-batch plans a faster step there.
-
-checkpointing=budget is left to the search of `remat plan --best`: the recipes keep policies that do not depend on what
-the GPU has.
-"""
+"""No recipe is beaten on its own machine: no other strategy, checkpointing or micro-batch plans a faster step there."""
 
 from __future__ import annotations
 
 import pytest
 
 from remat.config import compose
-from remat.planning import choices
 from remat.planning.plan import Recordings
 from remat.planning.search import Search
 
-NAMED = tuple(name for name in choices.POLICIES if name != "budget")
 MOST = 1.03  # of the best planned time of a step
 NOT_FOR_SPEED = {  # made to compare, to try, or to leave GPU memory free; their files say so
     "gpt2_medium_lab",
@@ -34,7 +28,7 @@ IN_SAMPLE = {"llama1b_full_1x24"}
 )
 def test_no_other_choice_is_faster_on_the_machine_of_the_recipe(recipe: str) -> None:
     words = [f"recipe={recipe}", "data.path=rows.jsonl"]
-    search = Search(words, compose.compose_run(words).run, Recordings(), policies=NAMED)
+    search = Search(words, compose.compose_run(words).run, Recordings())
     own = search.plan([])
     assert own is not None and own.planned.plan.fits
     best = search.fastest(1)[0]

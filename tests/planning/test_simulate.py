@@ -380,6 +380,20 @@ def test_latent_attention_and_experts_are_planned_in_every_precision(family: str
     assert policies.count(cfg, "none").kept_bytes > 0
 
 
+def test_experts_are_gathered_for_one_layer_at_a_time_in_a_plan_too() -> None:
+    """A run under ZeRO-3 holds no views of gathered experts (tests/runs/test_saved_tensors_ranks.py)."""
+    words = ["train.seq_len=32", "train.micro_batch_size=1", "checkpointing=none", "deepspeed.config=zero3"]
+    sizes = ("max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
+    words += [f"deepspeed.overrides.zero_optimization.stage3_{name}=0" for name in sizes]
+    cfg, gathered = compose.compose_run(words).run, []
+    for layers_ in (2, 6):
+        fields = small_models.SIZES | {"head_dim": 16, "num_local_experts": 8, "num_hidden_layers": layers_}
+        model = replace(cfg.model, architecture={"model_type": "mixtral", **fields})
+        planned = make_plan(replace(cfg, model=model), world_size=8)
+        gathered.append(planned.simulation.forward_peak.by_category[Category.gathered])
+    assert gathered[1] == gathered[0]
+
+
 def test_what_cannot_be_planned_is_one_sentence() -> None:
     cfg = compose.compose_run(["train.seq_len=32", "checkpointing=none"]).run
     for family, words in (

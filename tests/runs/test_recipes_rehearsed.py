@@ -23,7 +23,7 @@ pytestmark = pytest.mark.launch
 
 LAYERS = 2
 NOT_HERE = {"gpt2_medium_lab", "tiny_zero3_offload"}  # random weights and made-up data: launched by other tests
-NO_FUSED_ATTENTION = "checkpointing.selective_ops.save=[communication, matmul]"  # a CPU fuses none with a mask
+BUDGET = "checkpointing.budget_gib=2"  # of host memory: a CPU has none of its own to fill
 
 
 def make_model(recipe: str, folder: Path) -> Path:
@@ -39,7 +39,7 @@ def make_model(recipe: str, folder: Path) -> Path:
 
 def words(recipe: str, folder: Path) -> list[str]:
     cfg = compose.compose_run([f"recipe={recipe}"]).run
-    more = [NO_FUSED_ATTENTION] if cfg.checkpointing.policy == "selective_ops" else []
+    more = [BUDGET] if cfg.checkpointing.policy == "budget" else []
     return [
         f"recipe={recipe}",
         "model=hf",

@@ -125,6 +125,7 @@ class Setup:
     tensor_parallel: Any  # the group object that DeepSpeed's partitioning wants
     cleanup: ExitStack
     before_micro_batch: list[Callable[[], None]] = field(default_factory=list)
+    compiled: bool = False  # layers run as one graph each
     shared: dict[Any, Any] = field(default_factory=dict)  # what a mechanism makes once for several layers
 
 

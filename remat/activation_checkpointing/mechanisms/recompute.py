@@ -304,8 +304,11 @@ def _never(packed: Any) -> torch.Tensor:
 
 
 def skip_last_matmul(site: Site, region: nn.Module, recompute: Recompute) -> Recompute:
-    """Skip a recomputation's last product under ZeRO-3, where nothing needs it; below, torch stops before it."""
-    if site.setup.zero_stage < 3 or recompute.reentrant:
+    """Skip a recomputation's last product under ZeRO-3, where nothing needs it; below, torch stops before it.
+
+    A compiled layer runs to its end.
+    """
+    if site.setup.zero_stage < 3 or recompute.reentrant or site.setup.compiled:
         return recompute
     skipping = SkipLastMatmul(region)
     site.setup.cleanup.callback(skipping.close)

@@ -110,9 +110,11 @@ class SavedTensors:
     def _from_weight(self, view: _WeightView) -> torch.Tensor:
         """Read from the weight, gathered for backward; gathered here where it was released too early."""
         weight = view.weight
-        if weight.ds_status.name == "INFLIGHT":
+        status = "AVAILABLE" if weight.is_meta else weight.ds_status.name
+        if status == "INFLIGHT":
             self._wait_for(weight)
-        released = weight.ds_status.name == "NOT_AVAILABLE"
+            status = weight.ds_status.name
+        released = status == "NOT_AVAILABLE"
         if released:
             weight.all_gather()
         values = weight.data.as_strided(view.size, view.stride, weight.data.storage_offset() + view.offset)
@@ -175,10 +177,13 @@ def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _view_of(weights: Iterable[nn.Parameter], tensor: torch.Tensor) -> _WeightView | None:
-    """Find `tensor` in one of these sharded weights, which were gathered into its buffer, and may have left it."""
+    """Find `tensor` in one of these sharded weights, which were gathered into its buffer, and may have left it.
+
+    Weights of a plan, on meta, are not sharded, and count as those of the run.
+    """
     storage = tensor.untyped_storage()._cdata
     for weight in weights:
-        if weight.untyped_storage()._cdata != storage or not hasattr(weight, "ds_id"):
+        if weight.untyped_storage()._cdata != storage or not (weight.is_meta or hasattr(weight, "ds_id")):
             continue
         start, length = span(tensor)
         offset = start - int(weight.storage_offset())

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from remat.model import flops
 from remat.model.flops import dequantised_bytes, flop_formula
 from remat.planning.simulation.types import Category, OpCost, Phase
-from remat.planning.simulation.zero3 import Event
+from remat.planning.simulation.zero3 import Event, is_whole
 
 aten = torch.ops.aten
 UNSHARED = 4  # what _use_count() says of a gradient that only autograd has, while an operation on it is watched
@@ -253,27 +254,41 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def gradients_taken(self) -> Iterator[None]:
-        """Cut the record at every gradient, and take it from its parameter."""
+        """Cut the record at every gradient, and take it from its parameter.
+
+        Those of a module that is one piece are there together, when its backward is over.
+        """
         handles = []
-        for index, parameter in enumerate(self._model.parameters()):
+        together = {
+            id(p): whole
+            for module in self._model.modules()
+            if is_whole(module)
+            for whole in [[p for p in module.parameters() if p.requires_grad]]
+            for p in whole
+        }
+        index_of = {id(p): index for index, p in enumerate(self._model.parameters())}
+        for parameter in self._model.parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(self._taker(index)))
+                of_module = [(index_of[id(p)], p) for p in together.get(id(parameter), [parameter])]
+                handles.append(parameter.register_post_accumulate_grad_hook(self._taker(of_module)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
-        def take(parameter: torch.Tensor) -> None:
-            def hand_over() -> None:
-                gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:
-                    storage = gradient.untyped_storage()
-                    self._forget(storage._cdata)
-                    self._not_ours[storage._cdata] = StorageWeakRef(storage)
+    def _taker(self, of_module: list[tuple[int, nn.Parameter]]) -> Callable[[torch.Tensor], None]:
+        def hand_over(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                storage = gradient.untyped_storage()
+                self._forget(storage._cdata)
+                self._not_ours[storage._cdata] = StorageWeakRef(storage)
 
-            self.cut(Ready(index), hand_over)
+        def take(_: torch.Tensor) -> None:
+            if all(parameter.grad is not None for _, parameter in of_module):
+                for index, parameter in of_module:
+                    self.cut(Ready(index), partial(hand_over, parameter))
 
         return take
 

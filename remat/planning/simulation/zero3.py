@@ -48,7 +48,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model, in its own order; `owned` lists for each module the parameters it has itself."""
+    """The parameters of a model, in its own order; `owned` lists for each module those that are gathered for it.
+
+    They are the module's own, and for a module that is gathered whole those of its parts too, which have none then.
+    """
 
     elements: tuple[int, ...]
     item_bytes: tuple[int, ...]
@@ -64,9 +67,22 @@ class Parameters:
             item_bytes=tuple(p.element_size() for p in found),
             trained=tuple(p.requires_grad for p in found),
             owned=tuple(
-                tuple(sorted({index[id(p)] for p in m.parameters(recurse=False)})) for m in model.modules()
+                () if part else tuple(sorted({index[id(p)] for p in m.parameters(recurse=is_whole(m))}))
+                for m, part in _with_parts(model)
             ),
         )
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Return whether the weights of `module` and its parts are gathered, and reduced, together: DeepSpeed's mark."""
+    return bool(getattr(module, "_z3_leaf", False))
+
+
+def _with_parts(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return the modules in their order, each with whether it is a part of one that is gathered whole."""
+    found = list(model.modules())
+    parts = {id(part) for m in found if is_whole(m) for part in m.modules() if part is not m}
+    return [(m, id(m) in parts) for m in found]
 
 
 @contextmanager
@@ -87,8 +103,9 @@ class _Recorder:
         self._uses = [_uses(p) for p in self._parameters]
         self._pinned: frozenset[int] = frozenset()
         self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._tell(Event(Kind.start)))]
-        for index, module in enumerate(model.modules()):
-            self._hook(module, index)
+        for index, (module, part) in enumerate(_with_parts(model)):
+            if not part:
+                self._hook(module, index)
 
     def close(self) -> None:
         for handle in self._handles:
