@@ -251,7 +251,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    net = strategy.meta_model(cfg)
+    net = strategy.meta_model(cfg, decided.zero_stage)
     with ExitStack() as undo:
         applied = apply.apply(net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META)
         undo.callback(applied.remove)

@@ -347,6 +347,7 @@ def find_weights(layer: nn.Module) -> list[torch.Tensor]:
     states = [vars(state) for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
     states += [vars(nested) for state in states if (nested := state.get("state2")) is not None]
     scales = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
+    scales += [p.constants for p in parameters if hasattr(p, "constants")]  # of a shard of bytes
     return [*parameters, *layer.buffers(), *scales]
 
 
