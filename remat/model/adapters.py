@@ -3,8 +3,8 @@
 peft makes the adapters and bitsandbytes the 4-bit weights. Each is imported only when it is asked for. Adapters have
 the model's dtype, because DeepSpeed trains one dtype; Adam updates their fp32 master copy. Under ZeRO-3 adapters are
 created as shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised
-constants, under ZeRO-3 as shards too (sharded_4bit.py). Embeddings, the output head, norms and biases keep the training dtype. Runs and plans call the same
-functions of this file.
+constants, under ZeRO-3 as shards too (sharded_4bit.py). Embeddings, the output head, norms and biases keep the
+training dtype. Runs and plans call the same functions of this file.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ CHANGES_BYTES = {  # keys of zero_optimization under which ZeRO-3 would not gath
     "stage3_use_all_reduce_for_fetch_params": "sums parameters of one dtype instead of gathering them",
     "zero_quantized_weights": "would quantise packed bytes once more",
     "zero_quantized_nontrainable_weights": "would quantise packed bytes once more",
-    "stage3_allgather_sequential": "was never tried with weights in bytes",
+    "stage3_allgather_sequential": "gathers by another path, which was never tried with bytes",
 }
 
 

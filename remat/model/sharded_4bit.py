@@ -120,9 +120,10 @@ def replacement(old: Any, flat: torch.Tensor, dtype: torch.dtype) -> ShardedLine
     rows, columns = shape_of(old)
     with torch.device("meta"):
         new = ShardedLinear4bit(columns, rows, old.bias is not None, dtype, quant_type="nf4")
-    new.weight = nn.Parameter(flat, requires_grad=False)
-    new.weight.compress_statistics, new.weight.quant_type = True, "nf4"  # peft reads these
-    new.weight.constants = table(flat.device)  # what recording a layer finds beside its weights
+    parameter: Any = nn.Parameter(flat, requires_grad=False)
+    parameter.compress_statistics, parameter.quant_type = True, "nf4"  # peft reads these
+    parameter.constants = table(flat.device)  # what recording a layer finds beside its weights
+    new.weight = parameter
     if old.bias is not None:
         new.bias = old.bias
     new.layout_4bit, new.source_cls = Layout((rows, columns), dtype), type(old)
@@ -146,8 +147,8 @@ def quantise_whole(old: Any, dtype: torch.dtype) -> ShardedLinear4bit:
     return replacement(old, close(weight, Layout(shape_of(old), dtype)), dtype)
 
 
-def shard(parameters: Sequence[tuple[str, nn.Parameter]], ds_config: dict[str, Any]) -> None:
-    """Have ZeRO-3 hold these parameters as shards of what rank 0 has. Collective; the same names on every rank."""
+def shard(parameters: Sequence[tuple[str, Any]], ds_config: dict[str, Any]) -> None:
+    """Have ZeRO-3 hold these named parameters as shards of what rank 0 has. Collective."""
     import deepspeed
 
     holder = nn.Module()

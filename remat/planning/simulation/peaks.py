@@ -138,7 +138,7 @@ class Peaks:
 
     forward: Moment
     backward: Moment
-    gathered_elements: int
+    gathered_bytes: int
     curve: list[Instant]
 
 
@@ -186,7 +186,7 @@ class _Replay:
         end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
         self._offer(Phase.backward, end, self._gathered, *gradients.backward_ends())
         return Peaks(
-            self._best[Phase.forward], self._best[Phase.backward], self._coordinator.elements, self._curve
+            self._best[Phase.forward], self._best[Phase.backward], self._coordinator.gathered_bytes, self._curve
         )
 
     def _offer(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:
