@@ -42,13 +42,15 @@ RESUMED = {
     "zero3_offload_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", *WHOLE],
     "random_base_again": ["deepspeed.config=zero3_offload", "model.init=random"],
     "qlora_again": ["deepspeed.config=zero2_offload", "train.precision=bf16", "peft=qlora", *EVALUATED],
+    "qlora_sharded_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", "peft=qlora", *EVALUATED],
 }
 QLORA = {
     "qlora_zero0": [*STRATEGIES["zero0"], "peft=qlora"],
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
+    "qlora_zero3": [*STRATEGIES["zero3_nothing_persistent"], "peft=qlora", "save.merge=true"],
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
-REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "random_base_again"}
+REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "qlora_again", "random_base_again"}
 RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 
@@ -86,7 +88,7 @@ def reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, float]]]:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     """All runs in one launch; each resumed one has dropout, a whole sibling, and a stop on the way."""
-    names = chosen(request) | {"qlora_zero2"}
+    names = chosen(request) | {"qlora_zero2", "qlora_zero3"}
     spec = {
         name: words(workshop, name, *LORA, *more)
         for name, more in (STRATEGIES | QLORA).items()
@@ -281,3 +283,17 @@ def test_the_header_says_what_is_trained(runs: Path, workshop: Path) -> None:
     text = " ".join((workshop / "output.txt").read_text().split())
     assert "LoRA r=4 alpha=8 on every linear module of the decoder layers: 4,096 of" in text
     assert "18,432 parameters in 14 matrices as 4-bit NF4, the rest as trained" in text
+    assert "18,432 parameters in 14 matrices as 4-bit NF4, each rank its part, the rest as trained" in text
+
+
+def test_shards_in_4_bits_are_where_the_plan_says(runs: Path) -> None:
+    """In host memory, half of each flat weight on each of two ranks; and merged as they were trained."""
+    run = runs / "qlora_zero3" / "run"
+    planned = json.loads((run / "plan.json").read_text())
+    assert planned["gathered_bytes"] > 0
+    proof = json.loads((run / "proof.json").read_text())
+    text = json.dumps(proof)
+    assert "cpu" in text
+    whole = AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32)
+    adapted_ = PeftModel.from_pretrained(quantised(run.parents[2]), str(run / "export"))
+    assert torch.allclose(logits(whole), logits(adapted_), atol=1e-4)
