@@ -209,11 +209,19 @@ CHANGES_BYTES = {  # keys of zero_optimization under which ZeRO-3 would not gath
 }
 
 
-def check_quantised(ds: Mapping[str, Any]) -> None:
-    """Raise ConfigError when bitsandbytes is missing, or for what ZeRO-3 cannot do to weights that are bytes."""
+def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
+    """Raise ConfigError when bitsandbytes is missing, or for what ZeRO-3 cannot do to weights that are bytes.
+
+    `config` is the model's; its files may hold weights that are in 4 bits already.
+    """
     _bitsandbytes()
     if ds_json.zero_stage(ds) < 3:
         return
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.path={config.name_or_path} holds weights that are quantised already, which ZeRO-3 does not shard: "
+            "give the same model in 16 bits, which peft=qlora quantises while it reads, or deepspeed.config=zero2"
+        )
     zero: Mapping[str, Any] = ds.get("zero_optimization", {})
     said = "peft.method=qlora with ZeRO-3 shards the weights in 4 bits as bytes"
     where = "deepspeed.overrides.zero_optimization"

@@ -181,7 +181,8 @@ def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
     Each block of weights has an 8-bit constant, and each 256 of those constants have an fp32 one. Each matrix
     also has one fp32 mean of its constants, and two tables of values, of 16 and 256 fp32 numbers.
 
-    Under stage 3 all but the tables is one flat parameter of bytes; one table serves all matrices.
+    Under stage 3 all but the tables is one flat parameter of bytes; one table of 1 KiB serves all matrices of a rank
+    and is left out.
     """
     if s.stage == 3 and weights:
         return _quantised_3(s, weights)
@@ -201,11 +202,10 @@ def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
 def _quantised_3(s: _Sizes, weights: Sequence[int]) -> list[Item]:
     """Return this rank's shards of flat 4-bit parameters, each allocated where frozen parameters are."""
     shards = [math.ceil(flat_bytes(elements) / s.ranks) for elements in weights]
-    table = s.item("tables of 8-bit values", "gpu", 4 * 256, f"{BNB}:677")
     if s.param_device is None:
-        return [s.item("4-bit weights", "gpu", sum(shards), f"{PARTITION}:1836"), table]
+        return [s.item("4-bit weights", "gpu", sum(shards), f"{PARTITION}:1836")]
     pin = bool(s.zero["offload_param"]["pin_memory"])
-    return [s.pinned("4-bit weights", shards, pin, f"{PARTITION}:1836"), table]
+    return [s.pinned("4-bit weights", shards, pin, f"{PARTITION}:1836")]
 
 
 def _moments(s: _Sizes, numel: int) -> list[Item]:

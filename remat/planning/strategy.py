@@ -104,7 +104,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
-        adapters.check_quantised(rendered)
+        adapters.check_quantised(rendered, config)
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)

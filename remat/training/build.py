@@ -521,6 +521,7 @@ def _sharded_4bit(
     """Build the base in 4-bit shards: read as such, or quantised once transformers has read it in 16-bit shards."""
     from remat.model import load_4bit  # bitsandbytes is optional
 
+    adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
     dtype = hf_model.DTYPES[cfg.train.precision]
     try:
         return load_4bit.load(

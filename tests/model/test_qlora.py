@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import PretrainedConfig
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose
@@ -339,7 +340,16 @@ def test_what_cannot_work_is_refused_before_weights_are_read(words: list[str], t
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'remat\[qlora\]'"):
-        adapters.check_quantised(rendered("zero2"))
+        adapters.check_quantised(rendered("zero2"), None)
+
+
+def test_weights_that_are_in_4_bits_already_are_not_sharded() -> None:
+    held = PretrainedConfig(
+        quantization_config={"quant_method": "bitsandbytes"}, name_or_path="ours/llama-4bit"
+    )
+    adapters.check_quantised(rendered("zero2"), held)
+    with pytest.raises(ConfigError, match=r"model\.path=ours/llama-4bit .*16 bits.*deepspeed\.config=zero2"):
+        adapters.check_quantised(rendered("zero3"), held)
 
 
 def test_a_7b_is_planned() -> None:

@@ -42,7 +42,12 @@ RESUMED = {
     "zero3_offload_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", *WHOLE],
     "random_base_again": ["deepspeed.config=zero3_offload", "model.init=random"],
     "qlora_again": ["deepspeed.config=zero2_offload", "train.precision=bf16", "peft=qlora", *EVALUATED],
-    "qlora_sharded_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", "peft=qlora", *EVALUATED],
+    "qlora_sharded_again": [
+        *STRATEGIES["zero3_nothing_persistent"],
+        "train.precision=bf16",
+        "peft=qlora",
+        *EVALUATED,
+    ],
 }
 QLORA = {
     "qlora_zero0": [*STRATEGIES["zero0"], "peft=qlora"],
