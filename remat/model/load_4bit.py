@@ -60,7 +60,7 @@ def load(
             files = Files(_folder(cfg), model, stack)
         except Elsewhere as found:
             reason = str(found)
-        except (OSError, SafetensorError) as error:  # transformers says it in full
+        except (OSError, ValueError, SafetensorError) as error:  # transformers says it in full
             reason = f"{type(error).__name__}: {error}"
         _agree(reason)
         assert files is not None

@@ -70,7 +70,8 @@ def model_states(
     parameters are trained. `quantised_weights` are the element counts of the frozen matrices held in 4 bits;
     each rank holds them whole, under stage 3 its part of each. `gas` is the number of micro-batches per optimizer
     step. `can_pin` is false without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per
-    parameter) is left out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's order.
+    parameter) is left out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's
+    order.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param

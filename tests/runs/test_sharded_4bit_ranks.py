@@ -247,6 +247,58 @@ def test_a_merged_model_answers_as_the_sharded_one(two_ranks: RankPool, base: Pa
     assert (logits(plain) - expected).abs().max() > 0.05, "the adapters and 4 bits do something"
 
 
+def count_read(folder: Path) -> tuple[int, int]:
+    """Elements of the files that this rank read, of matrices in 4 bits and of the rest."""
+    from remat.model import load_4bit
+
+    counts, plain = [0, 0], load_4bit.Files.read
+
+    def counting(self: Any, value: torch.Tensor, rows: slice | None = None) -> torch.Tensor:
+        found = plain(self, value, rows)
+        counts[rows is None] += found.numel()
+        return found
+
+    load_4bit.Files.read = counting  # type: ignore[method-assign]
+    try:
+        build(folder, rendered("zero3", BARE, Precision.bf16), Precision.bf16, hidden=False, read_as="4 bits")
+    finally:
+        load_4bit.Files.read = plain  # type: ignore[method-assign]
+    return counts[0], counts[1]
+
+
+def test_each_rank_reads_and_quantises_its_own_rows(two_ranks: RankPool, base: Path) -> None:
+    """Rank 0 alone reads the rest."""
+    first, second = two_ranks.run(count_read, folder=base / "qwen2")
+    net = small_models.build("qwen2", **SIZES)
+    sizes = adapters.find_quantised(decoder_layers(net))
+    assert first[0] == second[0] == sum(sizes) / 2
+    assert first[1] == sum(p.numel() for p in net.parameters()) - sum(sizes) and second[1] == 0
+
+
+def refused(folders: list[Path]) -> str:
+    from remat.model import load_4bit
+
+    rank = torch.distributed.get_rank()
+    cfg = ModelConfig(init=ModelInit.pretrained, path=str(folders[rank]))
+    config = hf_model.load_config(ModelConfig(init=ModelInit.pretrained, path=str(folders[0])))
+    ds = rendered("zero3", BARE, Precision.bf16)
+    try:
+        load_4bit.load(cfg, config, dtype=torch.bfloat16, ds_config=ds, device=CPU, find_layers=decoder_layers)
+    except load_4bit.Elsewhere as reason:
+        return str(reason)
+    return "read"
+
+
+def test_what_one_rank_cannot_read_so_all_ranks_leave_to_transformers(
+    two_ranks: RankPool, base: Path, tmp_path: Path
+) -> None:
+    first, second = two_ranks.run(refused, folders=[base / "qwen2", tmp_path])
+    assert first == second == f"{tmp_path} has no model*.safetensors"
+    other = small_models.build("qwen2", **SIZES | {"intermediate_size": 384})
+    other.save_pretrained(tmp_path)
+    assert "has another shape in its file" in two_ranks.run(refused, folders=[base / "qwen2", tmp_path])[0]
+
+
 def read(folder: Path, ways: list[str]) -> list[dict[str, torch.Tensor]]:
     """All parameters, gathered, and buffers of the model that each way of reading makes."""
     ds, found = rendered("zero3", BARE, Precision.bf16), []
