@@ -233,11 +233,6 @@ def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
             f"{where}.zero_hpz_partition_size={zero['zero_hpz_partition_size']}: {said}, and a second copy of them on "
             "each node was never tried; leave it at 1"
         )
-    if (ds.get("torch_autocast") or {}).get("enabled"):
-        raise ConfigError(
-            f"deepspeed.overrides.torch_autocast.enabled=true: {said}, and it would gather them in another dtype; "
-            "leave it out and choose train.precision"
-        )
     if ds_json.param_offload_device(ds) == "nvme":
         raise ConfigError(
             "peft.method=qlora freezes parameters, which DeepSpeed cannot prefetch from NVMe: choose "
