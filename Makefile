@@ -37,7 +37,6 @@ $(VENV)/async_io: $(VENV)/installed # for the tests of NVMe offload; without lib
 	@touch $@
 
 $(VENV)/test-ready: $(STAMP) $(VENV)/async_io
-	@$(BIN)/remat doctor
 	@touch $@
 
 demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample

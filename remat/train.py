@@ -44,10 +44,12 @@ def run(argv: list[str]) -> Outcome:
     share_cores()
     hide_gpus_from_cpu_ranks()
     from remat.config import compose, validation
+    from remat.launch import retreat
 
     validation.check_environment(os.environ)
     composed = compose.from_command_line(argv)
     compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
+    retreat.check(composed.run)
     from remat.report import console
 
     console.quiet_libraries(composed.run.log_level == "debug", os.environ.get("RANK", "0") == "0")

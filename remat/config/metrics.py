@@ -38,6 +38,7 @@ HOST_RSS_GIB = "memory/host_rss_gib"
 HOST_RSS_PEAK_GIB = "memory/host_rss_peak_gib"
 HOST_PINNED_GIB = "memory/host_pinned_gib"
 HOST_AVAILABLE_GIB = "memory/host_available_gib"
+RETREATS = "memory/retreats"  # how often the run was started again with less memory
 PLANNED_GPU_PEAK_GIB = "plan/gpu_peak_gib"
 
 TIME, THROUGHPUT = "time/", "throughput/"  # what the names of their kind begin with

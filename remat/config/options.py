@@ -173,6 +173,13 @@ class StrategyChoice(StrEnum):
     auto = "auto"  # the fastest ZeRO stage, offload, checkpointing and micro-batch that fit the machine, by their plans
 
 
+class OnOutOfMemory(StrEnum):
+    stop = "stop"
+    retreat = (
+        "retreat"  # remat launch starts the run again from its newest saved state, with what needs less memory
+    )
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run. The text names each option, its value and the remedy."""
 
@@ -542,5 +549,9 @@ class RunConfig:
     # where to go on: none, auto (newest complete state of this recipe), auto_or_start, or a folder of a run or state
     resume: str = "none"
     reshard: Reshard = Reshard.auto  # what becomes of a state saved with a different number of ranks
+    on_out_of_memory: OnOutOfMemory = (
+        OnOutOfMemory.stop
+    )  # what `remat launch` does when a rank runs out of memory
+    most_retreats: int = 3  # [launches] how often on_out_of_memory=retreat starts a run again
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info  # how much the terminal shows

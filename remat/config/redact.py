@@ -202,22 +202,28 @@ def is_secret(name: str, value: Any = None) -> bool:
     return value is None
 
 
-def redact(content: Any) -> Any:
-    """`content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value."""
+def redact(content: Any, env: Mapping[str, str] | None = None) -> Any:
+    """`content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value.
+
+    `env` is where secrets are known from, by default this process's environment.
+    """
+    env = dict(os.environ) if env is None else env  # read once: each reading decodes every variable
     if isinstance(content, Mapping):
         named = content.get("name") if "value" in content else None  # {"name": "API_KEY", "value": ...}
         return {
-            redact_text(key) if isinstance(key, str) else key: _redact_value(
-                named if key == "value" and isinstance(named, str) and is_secret(named) else str(key), value
+            redact_text(key, env) if isinstance(key, str) else key: _redact_value(
+                named if key == "value" and isinstance(named, str) and is_secret(named) else str(key),
+                value,
+                env,
             )
             for key, value in content.items()
         }
     if isinstance(content, (list, tuple)):
         return [
-            HIDDEN if isinstance(value, str) and at and _is_flag(content[at - 1]) else redact(value)
+            HIDDEN if isinstance(value, str) and at and _is_flag(content[at - 1]) else redact(value, env)
             for at, value in enumerate(content)
         ]
-    return redact_text(os.fspath(content)) if isinstance(content, (str, os.PathLike)) else content
+    return redact_text(os.fspath(content), env) if isinstance(content, (str, os.PathLike)) else content
 
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
@@ -238,10 +244,10 @@ def redact_forms(text: str, env: Mapping[str, str] = os.environ) -> str:
     return FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
 
 
-def _redact_value(name: str, value: Any) -> Any:
+def _redact_value(name: str, value: Any, env: Mapping[str, str]) -> Any:
     if value and value is not True and is_secret(name, value if not isinstance(value, (list, dict)) else 0):
         return HIDDEN
-    return redact(value)
+    return redact(value, env)
 
 
 def _words(name: str) -> list[str]:

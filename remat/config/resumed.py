@@ -22,6 +22,8 @@ OF_A_LAUNCH = ("resume", "run_id", "force", "train.stop_at")  # not of the run: 
 NO_MATTER = (
     *OF_A_LAUNCH,
     "log_level",
+    "on_out_of_memory",
+    "most_retreats",
     "output_dir",
     "name",
     "meta",

@@ -547,6 +547,7 @@ def _top(cfg: RunConfig) -> list[str]:
     for option, value in (("name", cfg.name), ("run_id", cfg.run_id or "")):
         if "/" in value or value in (".", ".."):
             found.append(f"{option}={value} must be one folder name, without slashes")
+    found += _at_least(1, most_retreats=cfg.most_retreats)
     if not cfg.resume:
         found.append("resume is empty: give none, auto, auto_or_start or a path")
     if cfg.resume not in NOT_FOLDERS and cfg.run_id:

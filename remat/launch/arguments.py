@@ -58,6 +58,12 @@ class LaunchWords:
         return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh")
 
     @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks are on this node, which this launch alone looks after."""
+        elsewhere = self.runner_has("-H", "--hostfile", "--num_nodes", "--node_rank", "--force_multi")
+        return not elsewhere and not USUAL_HOSTFILE.exists()
+
+    @property
     def trains(self) -> bool:
         """Whether the ranks run this package's own training."""
         if self.kind == "module":
@@ -67,8 +73,7 @@ class LaunchWords:
     @property
     def ranks(self) -> int | None:
         """How many there will be; None where only the runner finds out."""
-        elsewhere = self.runner_has("-H", "--hostfile", "--num_nodes", "--node_rank", "-i", "--include")
-        if elsewhere or "--num_gpus" not in self.runner or USUAL_HOSTFILE.exists():
+        if not self.on_one_node or self.runner_has("-i", "--include") or "--num_gpus" not in self.runner:
             return None
         count = self.runner[self.runner.index("--num_gpus") + 1]
         return int(count) if count.isdigit() and int(count) else None

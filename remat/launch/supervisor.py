@@ -24,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.launch import processes, rank_keeper
+from remat.launch import processes, rank_keeper, retreat
 from remat.launch.arguments import LaunchWords
 from remat.machine.host_memory import host_memory, oom_kills
 
@@ -91,7 +91,31 @@ NEVER = float("inf")
 
 
 def launch(words: LaunchWords) -> int:
-    """Run to the end; the exit code of the ranks, 128 + N when a signal ended them. Call it in the main thread."""
+    """Run to the end; the exit code of the ranks, 128 + N when a signal ended them. Call it in the main thread.
+
+    Ranks that ran out of memory may ask for another launch with what needs less (remat.launch.retreat).
+    """
+    log_dir, number = words.log_dir, 0
+    while True:
+        file = log_dir / f"retreat-{number + 1}.json"
+        file.unlink(missing_ok=True)
+        told = {retreat.FILE: str(file), retreat.NUMBER: str(number)} if words.on_one_node else {}
+        code, was_stopped = _launch_once(words, told)
+        asked = retreat.take(file)
+        if asked is None or was_stopped or code in (0, EXIT_STOPPED):
+            return code
+        number += 1
+        say(f"starting the run again with less memory, {' '.join(asked.overrides)}: {asked.why}")
+        words = replace(
+            words, words=retreat.words_again(words.words, asked), log_dir=log_dir / f"retreat-{number}"
+        )
+
+
+def _launch_once(words: LaunchWords, more: dict[str, str]) -> tuple[int, bool]:
+    """Run one launch, `more` in the environment of its ranks; return its exit code and whether a signal stopped it.
+
+    Raises ConfigError where its logs cannot be written.
+    """
     try:
         words.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,7 +124,8 @@ def launch(words: LaunchWords) -> int:
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="remat-launch-")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        return _Supervisor(words, Path(folder) / "keepers", stack).run()
+        supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more)
+        return supervisor.run(), supervisor.stop is not None
 
 
 @dataclass
@@ -122,8 +147,11 @@ class _Rank:
 
 
 class _Supervisor:
-    def __init__(self, words: LaunchWords, socket_path: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, words: LaunchWords, socket_path: Path, stack: contextlib.ExitStack, more: dict[str, str]
+    ) -> None:
         self.words = words
+        self.environment = more
         self.ranks: list[_Rank] = []
         self.local_size = 0
         self.runner_code: int | None = None
@@ -170,7 +198,7 @@ class _Supervisor:
     def _start_runner(self) -> subprocess.Popen:
         """`deepspeed`, in a session of its own, with words that start a keeper for each rank."""
         words, asked = self.words, list(self.words.runner)
-        env = dict(os.environ)
+        env = os.environ | self.environment
         if not words.runner_has("-q", "--quiet", "--log_level"):
             asked += ["--log_level", "critical"]  # it reports each failure again, in its own words
         if not words.runner_has("--master_port", "-H", "--hostfile", "--node_rank"):

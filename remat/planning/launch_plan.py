@@ -53,6 +53,7 @@ class LaunchPlan:
     states: list[Item]
     command: list[str]
     strategy: Strategy
+    folder: Path | None = None  # the run directory, once it is known
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""

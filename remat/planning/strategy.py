@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     run will have CUDA; without it torch pins no host memory.
     """
     config = hf_model.shape_config(cfg.model)
-    skeleton = hf_model.skeleton(config, cfg.model)
+    shape = _shape_of(cfg, config)
+    skeleton = shape.plain
     if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
         raise ConfigError("\n".join(problems))
     length_warning = positions.check_length(
@@ -87,7 +89,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
-    facts = _facts(cfg, skeleton)
+    facts = shape.facts
     rendered = ds_config.render(
         ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR),
         cfg.deepspeed.overrides,
@@ -107,12 +109,14 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_quantised(rendered, config)
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
-    tensor_parallel.check(shared_by, skeleton, world_size=world_size, zero_stage=zero_stage)
+    tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
     one_width = packed.form is not Packing.none
-    decisions, stacks, because = _decisions(cfg, skeleton, zero_stage, has_gpu=can_pin, one_width=one_width)
+    decisions, stacks, because = _decisions(
+        cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width
+    )
     return Strategy(
         facts=facts,
-        held=_held(facts, skeleton, shared_by),
+        held=_held(facts, shape.adapted, shared_by),
         fields=fields,
         ds=tensor_parallel.rendered(rendered, shared_by),
         zero_stage=zero_stage,
@@ -128,7 +132,56 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
 def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
     """Return `decided` with its blocks read as `cfg` asks, once the format of the data is known. Raises ConfigError."""
     config = hf_model.shape_config(cfg.model)
-    return replace(decided, packed=packing.decide(cfg, config, hf_model.skeleton(config, cfg.model)))
+    return replace(decided, packed=packing.decide(cfg, config, _shape_of(cfg, config).plain))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The model without storage, which a search for settings asks for hundreds of times. Nobody changes it.
+
+    Two are equal where `key` is: what the modules are made of.
+    """
+
+    key: tuple[str, ...]
+    config: Any = field(compare=False)
+    cfg: RunConfig = field(compare=False)
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The model as its library makes it."""
+        return hf_model.skeleton(self.config, self.cfg.model)
+
+    @functools.cached_property
+    def adapted(self) -> Any:
+        """The model with the run's adapters in it."""
+        return self._adapted_and_facts[0]
+
+    @functools.cached_property
+    def facts(self) -> hf_model.ModelFacts:
+        """The sizes of the model, adapters included."""
+        return self._adapted_and_facts[1]
+
+    @functools.cached_property
+    def _adapted_and_facts(self) -> tuple[Any, hf_model.ModelFacts]:
+        has_adapters = self.cfg.peft.method is not PeftMethod.none
+        net = hf_model.skeleton(self.config, self.cfg.model) if has_adapters else self.plain
+        return net, _facts(self.cfg, net)
+
+
+def _shape_of(cfg: RunConfig, config: Any) -> _Shape:
+    model = cfg.model
+    key = (
+        config.to_json_string(use_diff=False),
+        str(model.attention),
+        str(model.path),
+        str(model.trust_remote_code),
+    )
+    return _kept(_Shape((*key, repr(cfg.peft)), config, cfg))
+
+
+@functools.lru_cache(maxsize=4)
+def _kept(shape: _Shape) -> _Shape:
+    return shape
 
 
 def _decisions(

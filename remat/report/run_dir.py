@@ -23,6 +23,7 @@ from remat.machine import distributed
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
+RETREATS = "retreats.jsonl"  # in the run directory: each time that it was started again with less memory
 EXIT_FAILED = 70
 
 
@@ -144,6 +145,12 @@ def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
             if number == len(names):
                 raise
     raise AssertionError("there is always a name")
+
+
+def retreats(run_dir: Path) -> list[dict[str, Any]]:
+    """Return each time that a run was started again with less memory: `time_unix_s`, `why`, `overrides`."""
+    file = run_dir / RETREATS
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def write_json(path: Path, content: Any) -> None:

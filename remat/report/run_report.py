@@ -43,6 +43,7 @@ from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.report.charts import DARK, LIGHT, PHASES, SNAPSHOT_ALT, Rows, charts, draw_snapshots, series
 from remat.report.page import Page, Picture, Table, render
+from remat.report.run_dir import retreats
 from remat.report.tracking import RECORD, read_metrics
 
 ALT = {
@@ -132,6 +133,7 @@ def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[P
                 _split_table(rows, totals),
                 _data_table(data),
                 _memory_table(rows),
+                _retreat_table(run_dir),
                 _ledger_table(_latest(launches, "ledger.json")),
                 _saved_table(run_dir),
             )
@@ -176,6 +178,18 @@ def _summary(config: dict[str, Any]) -> str:
     """Return the recipe's own summary; that of a starting point says nothing of the model."""
     meta = config.get("meta") or {}
     return "" if meta.get("status") == "starting_point" else str(meta.get("summary") or "")
+
+
+def _retreat_table(run_dir: Path) -> Table:
+    """Return each time that the run ran out of memory and was started again, with what it went on with."""
+    rows = [
+        (
+            f"{datetime.datetime.fromtimestamp(each['time_unix_s'], datetime.UTC):%Y-%m-%d %H:%M} UTC",
+            f"{each['why']}; went on with {' '.join(each['overrides'])}",
+        )
+        for each in retreats(run_dir)
+    ]
+    return Table("Started again with less memory", ("", ""), rows)
 
 
 def _subtitle(run_dir: Path, rows: Rows, config: dict[str, Any], data: dict[str, Any]) -> str:

@@ -200,7 +200,7 @@ def _build(
             console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = nvme.own_folder(strategy.ds, folder, world)
-    with out_of_memory.named("build", plan):
+    with out_of_memory.named("build", plan := replace(plan, folder=folder)):
         engine, applied = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
             group=group, resuming=point is not None,

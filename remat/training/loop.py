@@ -22,6 +22,7 @@ from remat.config.metrics import (
     LOSS_SCALE,
     LOSS_TRAIN,
     PADDING_SHARE,
+    RETREATS,
     SKIPPED_STEPS,
     TOKENS_SEEN,
     TOKENS_TRAINED,
@@ -300,7 +301,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
         if _due(progress.step, cfg.train.eval_every, last):
             metrics |= _evaluate(run, first, progress)
         end = progress.step if saves.is_over(run, progress) else last
-        if _due(progress.step, cfg.save.every, end if cfg.save.at_end or cfg.train.stop_at else 0):
+        if saves.is_due(cfg, progress.step, end):
             saves.save_state(run, progress, must=progress.step == end)
             stop.poll()  # a stop may have been asked for during the save
     if stop.reason is not None:
@@ -346,6 +347,8 @@ def start(run: Run) -> Progress:
         run.tracker.rewind(progress.step)
     elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
         run.tracker.rewind(-1)
+    if times := len(run_dir.retreats(run.folder)):
+        run.tracker.log(progress.step, {RETREATS: float(times)})
     saves.prepare(run, progress.step)
     run.applied.reset()
     run.engine.train()

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,11 +26,15 @@ import torch
 import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import PLACE
+from remat.config.options import OnOutOfMemory
 from remat.config.units import GIB, format_size
+from remat.launch import retreat
+from remat.launch.retreat import Retreat
 from remat.machine import distributed
 from remat.machine.memory import host_memory
-from remat.planning.launch_plan import LaunchPlan
+from remat.planning.launch_plan import CHOSEN, LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
+from remat.report import run_dir
 
 ADVICE_S = 120  # the longest that advice may take
 NUM_ADVICE = 3
@@ -135,8 +140,38 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
         time.sleep(ADVICE_S + 30)  # the launcher ends all ranks when the printing one has left
         return exit_code
     _let_go(error)
-    print(f"\nremat: {message(error, *ask(error))}\n", file=sys.stderr, flush=True)
+    advice, command = ask(error)
+    print(f"\nremat: {message(error, advice, command)}\n", file=sys.stderr, flush=True)
+    planned = error.plan.planned
+    if planned is not None and planned.cfg.on_out_of_memory is OnOutOfMemory.retreat:
+        said = _ask_for_retreat(error, advice, planned.cfg.most_retreats)
+        print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
+
+
+def _ask_for_retreat(error: OutOfMemory, advice: list[dict[str, Any]], most: int) -> str:
+    """Ask `remat launch` for the fastest setting that needs less and trains the same; return what follows, in words."""
+    done, folder = retreat.number(), error.plan.folder
+    if done >= most:
+        return f"no retreat: this run was started again {done} times already (most_retreats={most})"
+    fitting = (item["overrides"] for item in advice if item["fits"] and not item["changes_training"])
+    chosen = next((overrides for overrides in fitting if retreat.keeps_the_run(overrides)), None)
+    if chosen is None:
+        return "no retreat: the plan knows no checkpointing, loss and micro-batch that need less and train the same"
+    before = _chosen_by_plan(folder)
+    asked = Retreat([*before, *chosen], str(error), None if folder is None else str(folder))
+    if folder is not None:
+        row = {"time_unix_s": time.time(), "why": asked.why, "overrides": chosen}
+        with (folder / run_dir.RETREATS).open("a", encoding="utf-8") as record:
+            record.write(json.dumps(row) + "\n")
+    retreat.leave(asked)
+    return f"retreat {done + 1} of {most}: the run goes on with {' '.join(chosen)}"
+
+
+def _chosen_by_plan(folder: Path | None) -> list[str]:
+    """Return the overrides that strategy=auto added to this run."""
+    file = None if folder is None else folder / CHOSEN
+    return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
 
 
 def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.metrics import LOSS_EVAL, SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
-from remat.config.options import ConfigError, PeftMethod, SaveFailure
+from remat.config.options import ConfigError, OnOutOfMemory, PeftMethod, RunConfig, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
 from remat.planning.launch_plan import makes_trial_save
-from remat.report import model_card, run_dir
+from remat.report import run_dir
 from remat.saving import load, manifest, save
 from remat.saving.exports import export, merge, read_back
 from remat.saving.exports.export import ExportResult, Form
@@ -66,6 +66,8 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
     """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
+    from remat.report import model_card  # it brings matplotlib, a second of every rank's start
+
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
     write = merge.export_merged if merged else export.export
     form = Form(
@@ -73,6 +75,16 @@ def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult
         readme=lambda: model_card.compose(run.folder, run.record_folder, adapter=adapter),
     )
     return write(run.engine, folder, form, tokenizer=run.tokenizer)
+
+
+def is_due(cfg: RunConfig, step: int, end: int) -> bool:
+    """Return whether the state after `step` is saved; training ends at `end`.
+
+    A run that may be started again with less memory saves its first step too, so that it loses little.
+    """
+    first = cfg.on_out_of_memory is OnOutOfMemory.retreat and step == 1
+    last = step == end and (cfg.save.at_end or cfg.train.stop_at > 0)
+    return first or last or (cfg.save.every > 0 and step % cfg.save.every == 0)
 
 
 def complete_save(run: Run, step: int) -> None:

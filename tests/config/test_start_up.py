@@ -65,7 +65,7 @@ REFUSED_BY_RANKS = {  # of three ranks
     "train.global_batch_size=8": "is not a multiple of",
 }
 WATCH = """
-import contextlib, io, json, subprocess, sys
+import contextlib, importlib, io, json, subprocess, sys
 from remat import train
 from remat import cli
 
@@ -77,7 +77,8 @@ def ended(words):
     said, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
         try:
-            code = cli.main() if words[0] == "remat" else train.main(words[1:])
+            do = {"remat": lambda: cli.main(), "import": lambda: [*map(importlib.import_module, words[1:])] and 0}
+            code = do[words[0]]() if words[0] in do else train.main(words[1:])
         except SystemExit as leaving:
             code = leaving.code
     return [code or 0, said.getvalue(), told.getvalue(), list(sys.modules)]
@@ -154,8 +155,11 @@ def test_a_python_without_the_libraries_is_told_to_use_the_environment() -> None
     assert "Traceback" not in done.stderr
 
 
-def test_a_plan_imports_no_library_that_it_does_not_need() -> None:
-    [(code, _, _, modules)] = run_each(["remat plan recipe=tiny_zero3_offload"]).values()
-    assert code == 0
-    assert "torch" in modules
-    assert not {*modules} & {"deepspeed", "matplotlib", "datasets", "peft", "wandb", "bitsandbytes"}
+def test_a_plan_and_a_rank_import_no_library_that_they_do_not_need() -> None:
+    """peft and bitsandbytes cost three seconds of each rank's start, matplotlib one."""
+    lines = ["remat plan recipe=tiny_zero3_offload", "import remat.training.build remat.training.loop"]
+    plan, rank = run_each(lines).values()
+    assert plan[0] == rank[0] == 0, rank[2]
+    heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes"}
+    assert "torch" in plan[3] and not {*plan[3]} & {"deepspeed", *heavy}
+    assert not {*rank[3]} & heavy

@@ -13,26 +13,34 @@ from remat.config.options import DeadlinesConfig
 from remat.report import run_dir
 from remat.training import watchdog
 from tests.support import tiny
-from tests.support.launcher import ROOT
-from tests.support.supervised import Supervised, supervised
+from tests.support.launcher import ROOT, deepspeed
+from tests.support.supervised import supervised
 
 SHORT = ["deepspeed.config=zero3", "data.eval_fraction=0.3", "save.every=1", "train.eval_every=2"]
 
 
-def launch(folder: Path, script: str, fault: dict[str, Any], *more: str) -> tuple[Supervised, Path]:
-    """Follow one supervised run that hangs to its end; return the launch and the run directory."""
+def hang(folder: Path, script: str, fault: dict[str, Any], *more: str, real: bool = True) -> tuple[str, Path]:
+    """Follow one run that hangs to its end, `real`ly launched by `remat launch`; return its output and directory."""
     workshop = tiny.make_workshop(folder)
     words = tiny.words(workshop, "hangs", *SHORT, *more)
     (workshop / "spec.json").write_text(json.dumps([{"name": "hangs", "words": words, "fault": fault}]))
-    run = workshop / "out" / "hangs" / "run"
-    with supervised(folder, str(ROOT / "tests/support" / script), str(workshop / "spec.json")) as launched:
+    script, spec, run = (
+        f"tests/support/{script}",
+        str(workshop / "spec.json"),
+        workshop / "out" / "hangs" / "run",
+    )
+    if not real:
+        done = deepspeed(spec, script=script)
+        assert done.code == 70, done.out[-4000:]
+        return done.out, run
+    with supervised(folder, str(ROOT / script), spec) as launched:
         launched.until(
             lambda: (run / "saved" / "step-000001").is_dir() or launched.process.poll() is not None, "save"
         )
         launched.watch()
         assert launched.finish() == 70, launched.out[-4000:]
         assert launched.left() == []
-    return launched, run
+    return launched.out, run
 
 
 REAL_TIME = pytest.param("faulty_runs.py", 30, marks=pytest.mark.slow_fault, id="real time")
@@ -44,9 +52,10 @@ def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
     tmp_path: Path, script: str, step_s: int
 ) -> None:
     fault = {"what": "SIGSTOP", "rank": 1, "at": "step 2"}
-    launched, run = launch(tmp_path, script, fault, f"train.deadlines.step_s={step_s}")
-    assert f"in step 2 of rank 0 (train.deadlines.step_s={step_s})" in launched.out
-    assert "rank 1: did not report: it was stopped or hangs itself, and is the suspect" in launched.out
+    deadline = f"train.deadlines.step_s={step_s}"
+    out, run = hang(tmp_path, script, fault, deadline, real=script == "faulty_runs.py")
+    assert f"in step 2 of rank 0 (train.deadlines.step_s={step_s})" in out
+    assert "rank 1: did not report: it was stopped or hangs itself, and is the suspect" in out
     assert [path.name for path in sorted((run / "hang").iterdir())] == ["rank-0.json", "rank-0.txt"]
     report = json.loads((run / "hang" / "rank-0.json").read_text())
     assert (report["phase"], report["step"]) == ("step", 2) and report["seconds"] >= step_s
@@ -58,13 +67,13 @@ def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
 @pytest.mark.slow_fault
 def test_a_rank_asleep_reports_where_it_sleeps(tmp_path: Path) -> None:
     fault = {"what": "sleep", "rank": 0, "at": "evaluate 5"}
-    launched, run = launch(tmp_path, "faulty_runs.py", fault, "train.deadlines.evaluate_s=30")
-    assert "(train.deadlines.evaluate_s=30)" in launched.out
+    out, run = hang(tmp_path, "faulty_runs.py", fault, "train.deadlines.evaluate_s=30")
+    assert "(train.deadlines.evaluate_s=30)" in out
     reports = [json.loads((run / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(report["phase"], report["step"]) for report in reports] == [("evaluate", 2)] * 2
     assert "happen (faulty_runs.py" in reports[0]["where"]
     assert "happen (faulty_runs.py" not in reports[1]["where"]
-    assert "did not report" not in launched.out
+    assert "did not report" not in out
 
 
 class Ended(Exception):

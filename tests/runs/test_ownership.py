@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,7 @@ import pytest
 from remat.report import run_dir, run_report
 from remat.saving import load
 from tests.support import tiny
-from tests.support.launcher import ROOT, deepspeed
-from tests.support.supervised import supervised
+from tests.support.launcher import deepspeed
 
 RUN = ["deepspeed.config=zero2", "train.steps=6", "save.every=2", "save.keep=3"]
 HANGS = {"what": "sleep", "rank": 0, "at": "step 5"}
@@ -30,9 +31,12 @@ def test_one_launch_owns_a_run(tmp_path: Path) -> None:
     words, run = tiny.words(workshop, "owned", *RUN), workshop / "out" / "owned" / "run"
     spec = workshop / "spec.json"
     spec.write_text(json.dumps([{"name": "owned", "words": words, "fault": HANGS}]))
-    with supervised(tmp_path, str(ROOT / "tests/support/faulty_runs.py"), str(spec)) as first:
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(deepspeed, str(spec), script="tests/support/faulty_runs.py", timeout_s=240)
         hung = spec.with_suffix(".fault.json")
-        first.until(lambda: hung.exists() or first.process.poll() is not None, "hang")
+        while not (hung.exists() or first.done()):
+            time.sleep(0.05)
+        assert not first.done(), first.result().out[-4000:]
         owner = json.loads((run / run_dir.OWNER).read_text())
         saved, rows = states(run), (run / "metrics.jsonl").read_bytes()
 
@@ -47,9 +51,8 @@ def test_one_launch_owns_a_run(tmp_path: Path) -> None:
         found = load.find_newest(run)
         assert found.state is not None and found.state.step == 4
 
-        first.watch()
         os.kill(owner["pid"], signal.SIGKILL)
-        assert first.finish() == 137, first.out[-4000:]
+        assert first.result().code == -signal.SIGKILL & 0xFF, first.result().out[-4000:]
     assert (run / run_dir.OWNER).exists(), "nobody was left to remove it"
     third = deepspeed(*words, "resume=auto")
     assert third.code == 0, third.out[-4000:]

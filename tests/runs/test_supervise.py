@@ -148,22 +148,13 @@ def test_a_stop_before_the_ranks_began(tmp_path: Path) -> None:
         assert not (tmp_path / "ready-0").exists() and "nothing to save" in run.out
 
 
-def test_every_rank_has_a_log_and_one_is_seen_live(tmp_path: Path) -> None:
-    with supervised(tmp_path, *rank(tmp_path, "talk")) as run:
-        assert run.finish() == 0, run.out
-        logs = [(tmp_path / "logs" / f"rank-{n}.log").read_text() for n in (0, 1)]
-        assert all("red" in log and f"error of rank {n}" in log for n, log in enumerate(logs))
-        assert "error of rank 0" in run.out and "rank 1" not in run.out
-        assert f"{tmp_path}/logs/rank-N.log" in run.out
-
-
-def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path: Path) -> None:
+def test_every_rank_has_a_plain_log_and_one_is_seen_live_in_a_terminal_that_stays_one(tmp_path: Path) -> None:
     terminal, slave = pty.openpty()
     command = [
         "remat",
         "launch",
         "--num_gpus",
-        "1",
+        "2",
         "--log-dir",
         str(tmp_path / "logs"),
         *rank(tmp_path, "talk"),
@@ -179,7 +170,11 @@ def test_a_terminal_stays_one_and_its_log_is_plain(tmp_path: Path) -> None:
         pass
     assert process.wait(DEADLINE_S) == 0, shown
     assert b"\x1b[31mred\x1b[0m" in shown and b"bar 10%\rbar 100% True" in shown
+    assert b"error of rank 0" in shown and b"rank 1" not in shown
+    assert f"{tmp_path}/logs/rank-N.log" in re.sub(r"\s", "", shown.decode())
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "red\nbar 100% True\nerror of rank 0\n"
+    other = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "red" in other and "error of rank 1" in other
 
 
 @slow

@@ -151,13 +151,16 @@ def preload() -> None:
 
     console.quiet_libraries(debug=False)
     import cpuinfo  # noqa: F401
+    import deepspeed  # noqa: F401
     import peft  # noqa: F401
     import setuptools  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
+    from remat.config import compose
     from remat.training import build, loop, out_of_memory  # noqa: F401
 
+    compose.compose_run(["recipe=tiny_zero3_offload"])  # Hydra finds its plugins and reads its grammar
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a fork would lose all but one")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from remat.launch import arguments
 from tests.support import fork_server
 from tests.support.pool import CPU_ONLY, free_port
 
@@ -72,10 +73,10 @@ def fork(argv: list[str], *, ranks: int, port: int, cwd: Path, timeout_s: float)
 
 
 def of_the_lab(command: Sequence[str], logs: Path, _: object) -> int:
-    """In the place of `launch._run` of remat/lab, by forks: what `remat launch` is asked for."""
-    ranks = int(command[command.index("--num_gpus") + 1])
-    words = command[command.index("--num_gpus") + 2 :]
-    done = deepspeed(*words, ranks=ranks)
+    """In the place of `launch._run` of remat/lab, by forks: what `remat launch` is asked for, as it reads it."""
+    asked = arguments.parse(list(command[command.index("launch") + 1 :]))
+    assert asked.trains and asked.ranks is not None
+    done = deepspeed(*asked.words, ranks=asked.ranks)
     (logs / "launch.log").write_text(done.out)
     return done.code
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.config.options import RunConfig
 from remat.config.units import GIB
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import Resource
@@ -25,6 +26,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 def plan(**changes: Any) -> LaunchPlan:
     planned = SimpleNamespace(
         world_size=8,
+        cfg=RunConfig(),
         plan=SimpleNamespace(
             peak_bytes=60 * GIB,
             peak=Moment(60 * GIB, {}, Phase.backward, 17, "mm.default"),

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig
@@ -28,6 +26,7 @@ from remat.saving.exports.export import ExportResult, Form
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 FOLDER = "merged"  # in the run directory
 PREFIX = "base_model.model."  # what peft puts before the names of the base
 Read = Callable[[str], torch.Tensor | None]
@@ -160,6 +159,9 @@ def _merge(
 
 def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
     """Return the name in the adapted model of a weight of the plain one, and the layer that has an adapter for it."""
+    from peft.tuners import lora
+    from peft.utils import ModulesToSaveWrapper
+
     *path, leaf = name.split(".")
     module, found = base, PREFIX
     for part in path:
@@ -167,7 +169,7 @@ def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
         if isinstance(module, ModulesToSaveWrapper):
             module = module.modules_to_save[adapters.ADAPTER]
             found += f"modules_to_save.{adapters.ADAPTER}."
-    if not isinstance(module, LoraLayer):
+    if not isinstance(module, lora.LoraLayer):
         return f"{found}{leaf}", None
     return f"{found}base_layer.{leaf}", module if leaf == "weight" else None
 

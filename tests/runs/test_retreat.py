@@ -1,0 +1,73 @@
+"""Out of memory is not the end: the run goes on from its newest saved state with less, and trains the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from remat.launch import retreat
+from remat.report import run_report
+from tests.support import tiny
+from tests.support.launcher import ROOT, deepspeed
+from tests.support.supervised import supervised
+
+pytestmark = pytest.mark.launch
+RUN = ["deepspeed.config=zero2", "checkpointing=none", "save.at_end=false"]
+
+
+def test_a_run_out_of_memory_goes_on_from_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 runs out in step 2, in the last layer; both ranks go on with other checkpointing, after step 1."""
+    workshop = tiny.make_workshop(tmp_path)
+    plain = deepspeed(*tiny.words(workshop, "plain", *RUN))
+    assert plain.code == 0, plain.out[-4000:]
+    words = tiny.words(
+        workshop, "edge", *RUN, "on_out_of_memory=retreat", "most_retreats=1", "tracking=wandb_offline"
+    )
+    file = tmp_path / "retreat.json"
+    monkeypatch.setenv(retreat.FILE, str(file))
+    first = deepspeed("4", *words, script="tests/support/fails_in.py")
+    assert first.code == 70, first.out[-4000:]
+    assert "remat: retreat 1 of 1: the run goes on with " in first.out
+    asked = retreat.take(file)
+    assert asked is not None and retreat.keeps_the_run(asked.overrides)
+    run = workshop / "out" / "edge" / "run"
+    assert [path.name for path in (run / "saved").iterdir()] == ["step-000001"]
+
+    monkeypatch.setenv(retreat.NUMBER, "1")
+    again = deepspeed(*retreat.words_again(words, asked))
+    assert again.code == 0, again.out[-4000:]
+    rows, expected = tiny.rows(run), tiny.rows(workshop / "out" / "plain" / "run")
+    for key in ("loss/train", "optim/grad_norm", "tokens/seen"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-6), key
+    assert [row["memory/retreats"] for row in tiny.rows(run, "memory/retreats")] == [1]
+    run_report.draw(run)
+    page = (run / "report" / "index.html").read_text()
+    assert (
+        "Started again with less memory" in page and "out of host memory in forward, layer 1 on rank 1" in page
+    )
+
+    third = deepspeed("1", *words, "resume=auto_or_start", "run_id=other", script="tests/support/fails_in.py")
+    assert third.code == 70 and not file.exists()
+    assert "no retreat: this run was started again 1 times already (most_retreats=1)" in third.out
+
+
+@pytest.mark.slow_fault
+def test_a_limit_of_the_system_is_kept_by_the_second_launch(tmp_path: Path) -> None:
+    """Each rank gets, beside what it holds before its first step, the mean of what keeping all and `full` need."""
+    workshop = tiny.make_workshop(tmp_path)
+    model = tiny.make_model(tmp_path / "deep", num_hidden_layers=12)
+    words = tiny.words(
+        workshop, "limited", *RUN, "on_out_of_memory=retreat", f"model.path={model}", "train.seq_len=2048",
+        "train.global_batch_size=8", "train.micro_batch_size=4",
+    )  # fmt: skip
+    with supervised(tmp_path, str(ROOT / "tests/support/limited.py"), *words) as launch:
+        assert launch.finish() == 0, launch.out[-6000:]
+    assert launch.out.count("starting the run again with less memory, ") == 1
+    run = workshop / "out" / "limited" / "run"
+    assert len(tiny.rows(run)) == tiny.STEPS
+    assert len((run / "retreats.jsonl").read_text().splitlines()) == 1
+    assert json.loads((run / "proof.json").read_text())["policy"] != "none"
