@@ -23,6 +23,7 @@ from remat.config.options import ConfigError, OptimName, Precision, RunConfig
 from remat.config.redact import is_secret
 
 DEVICES = ("none", "cpu", "nvme")
+DEEPSPEEDS_BUFFER = 100_000_000  # elements: its default of offload_param.buffer_size, where no model is known
 OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-group are swapped in together
 
 
@@ -260,6 +261,8 @@ def _fill(ds: dict[str, Any], values: RunValues) -> list[str]:
             inside["pin_memory"] = False
         if inside["device"] == "nvme":
             inside["nvme_path"] = values.nvme_path  # the file holds a placeholder
+        if inside.get("buffer_size") == "auto":
+            inside["buffer_size"] = _largest_shard(values.largest_param, values.world_size) or DEEPSPEEDS_BUFFER
     square = values.hidden_size**2
     sizes = {  # as Hugging Face derives them from the model's width
         "reduce_bucket_size": square,
@@ -436,16 +439,20 @@ def _param_buffer(
     path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int | None
 ) -> list[str]:
     """A parameter's shard must fit one swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
-    size = inside.get("buffer_size", ds_defaults.OFFLOAD_PARAM_NVME["buffer_size"])
-    if largest_param is None or world_size is None or not isinstance(size, (int, float)):
-        return []
-    shard = math.ceil(largest_param / world_size)
-    if shard <= size:
+    size, shard = inside.get("buffer_size"), _largest_shard(largest_param, world_size)
+    if not isinstance(size, (int, float)) or shard is None or shard <= size:
         return []
     return [
         f"{path}.buffer_size={size:.0f} is smaller than the largest parameter's shard, {shard} elements on each of "
         f"{world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
     ]
+
+
+def _largest_shard(largest_param: int | None, world_size: int | None) -> int | None:
+    """The elements that a rank holds of the largest parameter; None where model or ranks are not known."""
+    if largest_param is None or world_size is None:
+        return None
+    return math.ceil(largest_param / world_size)
 
 
 def contradiction(path: str, given: Any, value: Any, precision: Precision) -> list[str]:

@@ -194,7 +194,7 @@ OFFLOAD_PARAM: dict[str, Any] = {"device": None, "pin_memory": True}
 OFFLOAD_PARAM_NVME: dict[str, Any] = {
     "nvme_path": "auto",
     "buffer_count": 5,
-    "buffer_size": 100_000_000,
+    "buffer_size": "auto",  # elements: the largest parameter's shard
     "max_in_cpu": 1_000_000_000,
 }
 

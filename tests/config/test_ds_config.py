@@ -424,6 +424,9 @@ def test_each_rule_is_one_line_with_key_value_and_remedy(
 
 def test_parameter_buffers_must_hold_the_largest_shard() -> None:
     raw = ds_config.load("zero3_nvme", FOLDER)
+    rendered = ds_config.render(raw, {}, values(largest_param=4 * 200_000_000 + 1))
+    assert rendered["zero_optimization"]["offload_param"]["buffer_size"] == 200_000_001
+    raw["zero_optimization"]["offload_param"]["buffer_size"] = 200_000_000
     assert ds_config.problems(raw, {}, values(largest_param=4 * 200_000_000)) == []
     text = only_problem(raw, largest_param=4 * 200_000_000 + 1)
     assert "buffer_size=200000000" in text

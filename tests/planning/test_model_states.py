@@ -26,10 +26,12 @@ def rendered(
     world_size: int = 2,
     precision: Precision = Precision.bf16,
     hidden: int = 256,
+    largest_param: int | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     run = RunValues(
         world_size=world_size,
+        largest_param=largest_param,
         micro_batch_size=1,
         global_batch_size=world_size,
         gradient_clipping=1.0,
@@ -43,7 +45,8 @@ def rendered(
 def plan(
     name: str, sizes: dict[str, Any], *, ranks: int = 8, can_pin: bool = True, **overrides: Any
 ) -> list[Item]:
-    ds = rendered(name, world_size=ranks, hidden=8192, **overrides)
+    largest = sizes["largest_param"]
+    ds = rendered(name, world_size=ranks, hidden=8192, largest_param=largest, **overrides)
     return model_states(**sizes, ds=ds, world_size=ranks, ranks_per_node=ranks, gas=4, can_pin=can_pin)
 
 
@@ -211,7 +214,7 @@ def test_nvme_keeps_gradients_and_buffers_in_host_memory() -> None:
     locked = {item.name: item.bytes_per_rank for item in items if item.mlocked}
     largest_group = 128_256 * 8192 // 8  # the head's shard is larger than sub_group_size
     assert locked == {
-        "parameter swap buffers": 5 * 200_000_000 * 2,
+        "parameter swap buffers": 5 * 2 * largest_group,
         "parameter write buffer": 2 * largest_group,
         "optimizer swap buffers": 4 * 4 * largest_group,
     }
@@ -284,7 +287,9 @@ def test_the_strategies_of_the_memory_model_page_are_what_is_planned() -> None:
     assert len(rows) == 8
     for name, cells in rows:
         stage_0 = {"zero_optimization": {"stage": 0}} if name == "zero0" else {}
-        ds = rendered("zero1" if stage_0 else name, world_size=8, hidden=4096, **stage_0)
+        largest = LLAMA_8B["largest_param"]
+        file = "zero1" if stage_0 else name
+        ds = rendered(file, world_size=8, hidden=4096, largest_param=largest, **stage_0)
         found = model_states(**LLAMA_8B, ds=ds, world_size=8, ranks_per_node=8, gas=2)
         places = by_place(found)
         raw = sum(item.raw_bytes_per_rank for item in found if item.place == "pinned")

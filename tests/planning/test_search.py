@@ -45,7 +45,7 @@ def test_nothing_that_fits_is_faster(known: Recordings) -> None:
     axes = choices.same_training(BASE, cfg)
     assert best.planned.plan.fits and best.overrides
     fits = 0
-    for pair in itertools.product(axes["train.micro_batch_size"], axes["checkpointing"]):
+    for pair in itertools.product(axes["train.micro_batch_size"][:2], axes["checkpointing"]):
         words = [word for option in pair if option is not None for word in option.words]
         try:
             planned = make_plan(compose.compose_run([*BASE, *words]).run, recordings=known)

@@ -42,7 +42,7 @@ def test_missing_data_is_told_although_the_machine_is_too_small(tmp_path: Path) 
         f"data.eval_path={tmp_path}/absent",
         f"output_dir={tmp_path}/out",
         "hardware=this_machine",
-        "model.architecture.num_hidden_layers=3200",  # more than any machine that runs this test
+        "model.architecture.num_hidden_layers=400",  # 100 billion parameters, more than any machine that runs this test
     )
     assert f"data.path={tmp_path}/missing.jsonl does not exist" in told
     assert f"data.eval_path={tmp_path}/absent does not exist" in told
