@@ -3,15 +3,15 @@
 peft makes the adapters and bitsandbytes the 4-bit weights. Each is imported only when it is asked for. Adapters have
 the model's dtype, because DeepSpeed trains one dtype; Adam updates their fp32 master copy. Under ZeRO-3 adapters are
 created as shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised
-constants. Embeddings, the output head, norms and biases keep the training dtype. Runs and plans call the same
-functions of this file.
+constants, under ZeRO-3 as shards too (sharded_4bit.py). Embeddings, the output head, norms and biases keep the
+training dtype. Runs and plans call the same functions of this file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from remat.config import ds_config as ds_json
 from remat.config.options import ConfigError, PeftConfig
 from remat.machine import rng
-
-BLOCK = 64  # weights that share a quantisation constant
+from remat.model.layout_4bit import BLOCK
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -201,15 +201,43 @@ def _whole(module: Any) -> Any:
     return deepspeed.zero.GatheredParameters(matrices, modifier_rank=0)
 
 
-def check_quantised(zero_stage: int) -> None:
-    """Raise ConfigError when bitsandbytes is missing, or under ZeRO-3, which would not shard the base."""
-    if zero_stage == 3:
-        raise ConfigError(
-            "peft.method=qlora with ZeRO-3 (deepspeed.config): transformers does not shard a model that it quantises, "
-            "so every rank would hold it whole and parameters could not be offloaded; choose deepspeed.config=zero2 "
-            "or zero2_offload, or peft=lora"
-        )
+CHANGES_BYTES = {  # keys of zero_optimization under which ZeRO-3 would not gather the bytes that it was given
+    "stage3_use_all_reduce_for_fetch_params": "sums parameters of one dtype instead of gathering them",
+    "zero_quantized_weights": "would quantise packed bytes once more",
+    "zero_quantized_nontrainable_weights": "would quantise packed bytes once more",
+    "stage3_allgather_sequential": "gathers by another path, which was never tried with bytes",
+}
+
+
+def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
+    """Raise ConfigError when bitsandbytes is missing, or for what ZeRO-3 cannot do to weights that are bytes.
+
+    `config` is the model's; its files may hold weights that are in 4 bits already.
+    """
     _bitsandbytes()
+    if ds_json.zero_stage(ds) < 3:
+        return
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.path={config.name_or_path} holds weights that are quantised already, which ZeRO-3 does not shard: "
+            "give the same model in 16 bits, which peft=qlora quantises while it reads, or deepspeed.config=zero2"
+        )
+    zero: Mapping[str, Any] = ds.get("zero_optimization", {})
+    said = "peft.method=qlora with ZeRO-3 shards the weights in 4 bits as bytes"
+    where = "deepspeed.overrides.zero_optimization"
+    for key, why in CHANGES_BYTES.items():
+        if zero.get(key):
+            raise ConfigError(f"{where}.{key}={zero[key]}: {said}, and this {why}; set it to false")
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        raise ConfigError(
+            f"{where}.zero_hpz_partition_size={zero['zero_hpz_partition_size']}: {said}, and a second copy of them on "
+            "each node was never tried; leave it at 1"
+        )
+    if ds_json.param_offload_device(ds) == "nvme":
+        raise ConfigError(
+            "peft.method=qlora freezes parameters, which DeepSpeed cannot prefetch from NVMe: choose "
+            "deepspeed.config=zero3_offload, or set deepspeed.overrides.zero_optimization.offload_param.device=cpu"
+        )
 
 
 def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -257,25 +285,42 @@ def loading_quantised(
     }
 
 
-def quantise(model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+def quantise(
+    model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device, *, flat: bool = False
+) -> None:
     """Quantise the remaining linear modules of a transformers model onto `device`, one weight at a time.
 
-    Works on the meta device too, where only shapes are made.
+    `flat` gives each the one parameter that ZeRO-3 shards. Works on the meta device too, where only shapes are made.
     """
-    bnb, inside = _bitsandbytes(), _ids(layers)
-    todo = [(path, module) for path, module in model.named_modules() if id(module) in inside]
-    for path, module in todo:
-        if _is_plain(module):
-            model.set_submodule(path, quantised(module, dtype, device))
+    bnb = _bitsandbytes()
+    for path in paths_to_quantise(model, layers):
+        module = model.get_submodule(path)
+        model.set_submodule(path, _flat(module.to(device), dtype) if flat else quantised(module, dtype, device))
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _set_up(module)
     model.is_loaded_in_4bit = True  # peft reads this
 
 
-def describe_quantised(weights: Sequence[int]) -> str:
+def quantise_shards(
+    model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, ds_config: dict[str, Any]
+) -> None:
+    """Quantise the remaining linear modules of a model that ZeRO-3 has sharded in 16 bits. Collective."""
+    from remat.model import sharded_4bit
+
+    sharded_4bit.quantise_shards(model, paths_to_quantise(model, layers), dtype, ds_config)
+
+
+def paths_to_quantise(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """Return the paths in `model` of the linear modules of the decoder `layers` that are not quantised yet."""
+    inside = _ids(layers)
+    return [path for path, module in model.named_modules() if id(module) in inside and _is_plain(module)]
+
+
+def describe_quantised(weights: Sequence[int], *, sharded: bool = False) -> str:
     """Describe for the run's header how many parameters are quantised."""
-    return f"{sum(weights):,} parameters in {len(weights)} matrices as 4-bit NF4, the rest as trained"
+    shared = ", each rank its part" * sharded
+    return f"{sum(weights):,} parameters in {len(weights)} matrices as 4-bit NF4{shared}, the rest as trained"
 
 
 def quantised(module: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -299,12 +344,31 @@ def quantised(module: Any, dtype: torch.dtype, device: torch.device) -> nn.Modul
     return trained
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether it is a linear module whose weight is in 4 bits."""
+    weight: Any = getattr(module, "weight", None)
+    return hasattr(module, "layout_4bit") or hasattr(weight, "quant_state")
+
+
 def dequantise(module: Any) -> torch.Tensor:
-    """Return the weight that the 4 bits of `module` stand for, in the layout of the class that it replaced."""
-    weight: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
-        module.weight.data, module.weight.quant_state
-    )
+    """Return the weight that the 4 bits of `module` stand for, in the layout of the class that it replaced.
+
+    A sharded one must be gathered.
+    """
+    weight: torch.Tensor
+    if hasattr(module, "layout_4bit"):
+        from remat.model import sharded_4bit
+
+        weight = sharded_4bit.dequantise(module)
+    else:
+        weight = _bitsandbytes().functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return weight.T if getattr(module, "source_cls", None) is Conv1D else weight
+
+
+def _flat(module: Any, dtype: torch.dtype) -> nn.Module:
+    from remat.model import sharded_4bit
+
+    return sharded_4bit.quantise_whole(module, dtype)
 
 
 def _set_up(module: Any) -> None:

@@ -316,7 +316,7 @@ def _as_record(planned: Planned) -> dict[str, Any]:
     simulation = planned.simulation
     return plan_as_json(planned) | {
         "micro_batch_peak_bytes": simulation.peak.total_bytes,
-        "gathered_elements": simulation.gathered_elements,
+        "gathered_bytes": simulation.gathered_bytes,
         "flops": {str(phase): count for phase, count in simulation.flops.items()},
     }
 

@@ -16,6 +16,7 @@ from remat.config import ds_config, ds_defaults
 from remat.config.options import OptimName
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
+from remat.model.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
 PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
@@ -29,10 +30,6 @@ STATE_SWAPPER = "runtime/swap_tensor/partitioned_optimizer_swapper.py"
 CPU_ADAM, CPU_LION = "ops/adam/cpu_adam.py:161", "ops/lion/cpu_lion.py:121"
 MODEL, AUTOGRAD, TORCH_ADAM = "the model", "torch.autograd", optimizer_state.SOURCE[OptimName.adamw]
 BNB, BNB_CUDA = "bitsandbytes/functional.py", "bitsandbytes/backends/cuda/ops.py"  # 0.50.2
-BLOCK, BLOCK_OF_CONSTANTS = (
-    64,
-    256,
-)  # weights that share an 8-bit constant, and constants that share an fp32 one
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,10 @@ def model_states(
 
     Frozen parameters have no gradient, master copy or moments. Both trainable counts are None when all
     parameters are trained. `quantised_weights` are the element counts of the frozen matrices held in 4 bits;
-    each rank holds them whole. `gas` is the number of micro-batches per optimizer step. `can_pin` is false
-    without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per parameter) is left
-    out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's order.
-    `allocators` says how torch rounds page-locked buffers.
+    each rank holds them whole, under stage 3 its part of each. `gas` is the number of micro-batches per optimizer
+    step. `can_pin` is false without CUDA, where a pinned allocation is an ordinary one. Padding (a few elements per
+    parameter) is left out. The state of another optimizer than AdamW follows from `trained_shapes`, in the model's
+    order. `allocators` says how torch rounds page-locked buffers.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     largest = largest_param if largest_trainable_param is None else largest_trainable_param
@@ -187,7 +184,12 @@ def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
 
     Each block of weights has an 8-bit constant, and each 256 of those constants have an fp32 one. Each matrix
     also has one fp32 mean of its constants, and two tables of values, of 16 and 256 fp32 numbers.
+
+    Under stage 3 all but the tables is one flat parameter of bytes; one table of 1 KiB serves all matrices of a rank
+    and is left out.
     """
+    if s.stage == 3 and weights:
+        return _quantised_3(s, weights)
     constants = [math.ceil(elements / BLOCK) for elements in weights]
     of_constants = sum(math.ceil(count / BLOCK_OF_CONSTANTS) for count in constants)
     packed = sum(math.ceil(elements / 2) for elements in weights)
@@ -199,6 +201,15 @@ def _quantised(s: _Sizes, weights: Sequence[int]) -> list[Item]:
         s.item("tables of 4-bit values", "gpu", 4 * 16 * len(weights), f"{BNB}:854"),
         s.item("tables of 8-bit values", "gpu", 4 * 256 * len(weights), f"{BNB}:677"),
     ]
+
+
+def _quantised_3(s: _Sizes, weights: Sequence[int]) -> list[Item]:
+    """Return this rank's shards of flat 4-bit parameters, each allocated where frozen parameters are."""
+    shards = [math.ceil(flat_bytes(elements) / s.ranks) for elements in weights]
+    if s.param_device is None:
+        return [s.item("4-bit weights", "gpu", sum(shards), f"{PARTITION}:1836")]
+    pin = bool(s.zero["offload_param"]["pin_memory"])
+    return [s.pinned("4-bit weights", shards, pin, f"{PARTITION}:1836")]
 
 
 def _moments(s: _Sizes, numel: int) -> list[Item]:

@@ -346,7 +346,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    net = strategy.meta_model(cfg)
+    net = strategy.meta_model(cfg, decided.zero_stage)
     made = None
     if cfg.compile is Compilation.layers:
         made = (

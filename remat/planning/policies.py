@@ -77,8 +77,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
     if cfg.train.tensor_parallel_size > 1:
         raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
     adapted = cfg.peft.method is not PeftMethod.none
-    net = strategy.meta_model(cfg)
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    net = strategy.meta_model(cfg, decided.zero_stage)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
     if budget.is_open(decided.decisions):

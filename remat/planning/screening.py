@@ -184,7 +184,7 @@ def _stretched(low: Simulation, high: Simulation, repeats: float) -> Simulation:
         host_bytes=grown(low.host_bytes, high.host_bytes),
         flops={phase: grown(low.flops[phase], high.flops[phase]) for phase in Phase},
         ops=[op for op in few_ops | more_ops for _ in range(grown(few_ops[op], more_ops[op]))],
-        gathered_elements=grown(low.gathered_elements, high.gathered_elements),
+        gathered_bytes=grown(low.gathered_bytes, high.gathered_bytes),
         peaks={},
     )
 
@@ -216,6 +216,6 @@ NO_ACTIVATIONS = Simulation(
     host_bytes=0,
     flops=dict.fromkeys(Phase, 0),
     ops=[],
-    gathered_elements=0,
+    gathered_bytes=0,
     assumptions=[],
 )

@@ -106,9 +106,9 @@ def step_time(
     forward = times[Phase.forward]
     backward = times[Phase.recompute] + times[Phase.backward]
     early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
-    inside, boundary = terms.collectives(simulation.gathered_elements)
+    inside, boundary = terms.collectives(simulation.gathered_bytes)
     can_hide = zero.overlap_comm
-    copied, *waits = terms.copies(simulation.gathered_elements, early, moved_bytes, forward, backward)
+    copied, *waits = terms.copies(simulation.gathered_bytes, early, moved_bytes, forward, backward)
     exposed_copies, exposed_inside = sum(waits), inside
     if can_hide:  # each has its own links: the step waits for the slower, and the other runs beside it
         exposed_inside = max(0.0, inside - forward - backward)
@@ -120,7 +120,7 @@ def step_time(
         "collectives": accumulation * (inside - exposed_inside),
         "pcie": accumulation * (copied - exposed_copies),
     }
-    nvme = terms.nvme(simulation.gathered_elements, optimizer_on_nvme, params_on_nvme, accumulation)
+    nvme = terms.nvme(simulation.gathered_bytes, optimizer_on_nvme, params_on_nvme, accumulation)
     gathers = " and gathers" if zero.stage == 3 else ""
     assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if can_hide else NO_OVERLAP]
     if zero.offload_optimizer or zero.offload_param or moved_bytes:
@@ -216,7 +216,7 @@ class _Terms:
             seconds = max(seconds, self._arithmetic(flops, "attention_tflops"))
         return seconds + self._launch()
 
-    def collectives(self, gathered_elements: int) -> tuple[float, float]:
+    def collectives(self, gathered_bytes: int) -> tuple[float, float]:
         """Return the seconds of collectives inside a micro-batch, and at the boundary of the accumulation.
 
         ZeRO-3 does its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. ZeRO-2
@@ -227,20 +227,20 @@ class _Terms:
             return 0.0, 0.0
         gradients = self._ring(self.width * self.trained)
         if self.zero.stage == 3:
-            return self._ring(self.width * gathered_elements) + gradients, 0.0
+            return self._ring(gathered_bytes) + gradients, 0.0
         if self.zero.stage == 2:
             return gradients, gradients
         return 0.0, 2 * gradients  # an all-reduce is a reduce-scatter and an all-gather
 
     def copies(
-        self, gathered: int, early: float, moved_bytes: int, forward: float, backward: float
+        self, gathered_bytes: int, early: float, moved_bytes: int, forward: float, backward: float
     ) -> tuple[float, float, float]:
         """Return the seconds of PCIe traffic in one micro-batch, and what forward and backward do not cover of them.
 
         Offloaded weights are copied with every gather, each rank its part, and the share `early` of them in
         forward. Gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
         """
-        weights = self._host_to_gpu(self.width * gathered / self.ranks if self.zero.offload_param else 0)
+        weights = self._host_to_gpu(gathered_bytes / self.ranks if self.zero.offload_param else 0)
         gradients = self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
         leaving, returning = self._gpu_to_host(moved_bytes), self._host_to_gpu(moved_bytes)
         first = max(weights * early, leaving)
@@ -262,7 +262,7 @@ class _Terms:
             return self._over(self.shard * self.per_node, "cpu_adam_gparams_s", GB)
         return self._over(self.shard * (streamed_bytes + self.width), "memory_gbs", GB)
 
-    def nvme(self, gathered: int, optimizer: bool, params: bool, accumulation: int) -> float:
+    def nvme(self, gathered_bytes: int, optimizer: bool, params: bool, accumulation: int) -> float:
         """Return the time of NVMe traffic: state read and written once per step, weights read with every gather.
 
         Reading, computing and writing follow one another (pipeline_read and pipeline_write are off).
@@ -271,7 +271,7 @@ class _Terms:
         read = STATE_BYTES * self.shard if optimizer else 0.0
         written = read
         if params:
-            read += accumulation * self.width * gathered / self.ranks
+            read += accumulation * gathered_bytes / self.ranks
             written += self.width * self.param_shard * (self.trained > 0)
         reading = self._over(self.per_node * read, "nvme_read_gbs", GB)
         return reading + self._over(self.per_node * written, "nvme_write_gbs", GB)

@@ -122,7 +122,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
     if cfg.peft.method is PeftMethod.qlora:
-        adapters.check_quantised(zero_stage)
+        adapters.check_quantised(rendered, config)
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
@@ -255,13 +255,14 @@ def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
     return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
 
-def meta_model(cfg: RunConfig) -> Any:
+def meta_model(cfg: RunConfig, zero_stage: int) -> Any:
     """Build the model on the meta device as it will be trained, with adapters, precision and quantisation."""
     dtype = hf_model.DTYPES[cfg.train.precision]
     net: Any = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
-        adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"))
+        flat = zero_stage == 3
+        adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
     trained = _with_adapters(cfg, net).to(dtype).train()
     noise.add(trained, cfg.train.neftune_alpha)
     return trained

@@ -77,7 +77,9 @@ def rows(run: Described) -> dict[str, str]:
     if cfg.peft.lr is not None:
         found["lr"] += f"; brought by peft={cfg.peft.method}, optim.lr=... sets another"
     if facts.quantised_weights:
-        found["frozen"] = adapters.describe_quantised(facts.quantised_weights)
+        found["frozen"] = adapters.describe_quantised(
+            facts.quantised_weights, sharded=run.strategy.zero_stage == 3
+        )
     if makes_trial_save(cfg, run.strategy):
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
     if run.loaded:

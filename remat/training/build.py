@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from remat.activation_checkpointing import compiled
 from remat.activation_checkpointing.apply import Applied, apply
@@ -456,7 +456,7 @@ def _engine(
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
         reading = LoadingProgress(console.note, lambda: watchdog.enter("load"))
-        net, loaded = _model(cfg, hf_config, strategy, world, reading, resuming=resuming)
+        net, loaded = _model(cfg, hf_config, strategy, world, console, reading, resuming=resuming)
     snapshots.take("load")
     watchdog.enter("build")
     if cfg.compile is Compilation.layers:
@@ -484,30 +484,23 @@ def _model(
     hf_config: PretrainedConfig,
     strategy: Strategy,
     world: World,
+    console: Console,
     reading: LoadingProgress,
     *,
     resuming: bool,
 ) -> tuple[torch.nn.Module, list[Loaded]]:
     """Build the model of this rank, with LoRA adapters if any; under ZeRO-3 assert that its parameters are sharded.
 
-    Also returns how each rank read pretrained weights; [] when none were read.
+    Also returns how each rank read pretrained weights; [] when none were read, or straight into 4-bit shards.
     """
     told: list[Loaded] = []
-    net = hf_model.build(
-        cfg.model,
-        hf_config,
-        precision=cfg.train.precision,
-        ds_config=tensor_parallel.for_creation(strategy.ds),
-        zero_stage=strategy.zero_stage,
-        seed=cfg.train.seed,
-        resuming=resuming and cfg.peft.method is PeftMethod.none,  # a saved state has no frozen weights
-        loading=_loading(cfg, hf_config, world) if cfg.peft.method is PeftMethod.qlora else None,
-        onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
-        progress=reading,
-        told=told.append,
-    )
-    if cfg.peft.method is PeftMethod.qlora:
-        adapters.quantise(net, layers.decoder_layers(net), hf_model.DTYPES[cfg.train.precision], world.device)
+    if cfg.peft.method is PeftMethod.qlora and strategy.zero_stage == 3:
+        net = _sharded_4bit(cfg, hf_config, strategy, world, console, reading, told)
+    else:
+        net = _base(cfg, hf_config, strategy, world, reading, told, resuming=resuming)
+        if cfg.peft.method is PeftMethod.qlora:
+            dtype = hf_model.DTYPES[cfg.train.precision]
+            adapters.quantise(net, layers.decoder_layers(net), dtype, world.device)
     tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     trained: torch.nn.Module = net
     if cfg.peft.method is not PeftMethod.none:
@@ -523,6 +516,66 @@ def _model(
     if strategy.zero_stage == 3:
         hf_model.assert_sharded(trained, world.size)
     return trained, distributed.gather(told[0]) if told else []
+
+
+def _base(
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    world: World,
+    reading: LoadingProgress,
+    told: list[Loaded],
+    *,
+    resuming: bool,
+) -> PreTrainedModel:
+    """Build the model without adapters, in 4 bits only where transformers quantises while it reads."""
+    quantised = cfg.peft.method is PeftMethod.qlora and strategy.zero_stage < 3
+    return hf_model.build(
+        cfg.model,
+        hf_config,
+        precision=cfg.train.precision,
+        ds_config=tensor_parallel.for_creation(strategy.ds),
+        zero_stage=strategy.zero_stage,
+        seed=cfg.train.seed,
+        resuming=resuming and cfg.peft.method is PeftMethod.none,  # a saved state has no frozen weights
+        loading=_loading(cfg, hf_config, world) if quantised else None,
+        onto=world.device if preflight.reads_onto_device(cfg, world.device.type) else None,
+        progress=reading,
+        told=told.append,
+    )
+
+
+def _sharded_4bit(
+    cfg: RunConfig,
+    hf_config: PretrainedConfig,
+    strategy: Strategy,
+    world: World,
+    console: Console,
+    reading: LoadingProgress,
+    told: list[Loaded],
+) -> PreTrainedModel:
+    """Build the base in 4-bit shards: read as such, or quantised once transformers has read it in 16-bit shards."""
+    from remat.model import load_4bit  # bitsandbytes is optional
+
+    adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
+    dtype = hf_model.DTYPES[cfg.train.precision]
+    try:
+        return load_4bit.load(
+            cfg.model,
+            hf_config,
+            dtype=dtype,
+            ds_config=strategy.ds,
+            device=world.device,
+            find_layers=layers.decoder_layers,
+        )
+    except load_4bit.Elsewhere as reason:
+        console.note(
+            f"the model is read in 16 bits, each rank its part, and quantised after that: {reason}. Until then it "
+            "takes four times the memory that it trains with"
+        )
+    net = _base(cfg, hf_config, strategy, world, reading, told, resuming=False)
+    adapters.quantise_shards(net, layers.decoder_layers(net), dtype, strategy.ds)
+    return net
 
 
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:

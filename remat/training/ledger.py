@@ -252,10 +252,9 @@ def _planned_counts(run: Run) -> dict[str, Any]:
     planned = run.plan.planned
     assert planned is not None
     flops = planned.simulation.flops
-    width = 4 if str(run.cfg.train.precision) == "fp32" else 2
     return {
         "kept": sum(planned.simulation.kept_bytes),
-        "gathered": width * planned.simulation.gathered_elements,
+        "gathered": planned.simulation.gathered_bytes,
         "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }
 

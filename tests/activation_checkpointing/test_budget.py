@@ -265,10 +265,11 @@ def test_a_buffer_edited_before_backward_is_an_error() -> None:
     applied.remove()
 
 
-def test_products_with_4_bit_weights_are_made_again() -> None:
+@pytest.mark.parametrize("flat", [False, True], ids=["", "as ZeRO-3 shards them"])
+def test_products_with_4_bit_weights_are_made_again(flat: bool) -> None:
     net = small_models.build("llama", hidden_size=128, num_key_value_heads=2)
     layers_of_net = layers.decoder_layers(net)
-    adapters.quantise(net, layers_of_net, torch.float32, torch.device("cpu"))
+    adapters.quantise(net, layers_of_net, torch.float32, torch.device("cpu"), flat=flat)
     net = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).train()
     kept = watched.run(net, watched.NONE)
     found, _ = under(net, [None] * 3)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import PretrainedConfig
 
 from remat.activation_checkpointing import apply, policy
 from remat.config import compose
@@ -24,7 +25,7 @@ from remat.config.options import (
     Policy,
     Precision,
 )
-from remat.model import adapters, hf_model, meta_kernels
+from remat.model import adapters, hf_model, layout_4bit, meta_kernels, sharded_4bit
 from remat.model.layers import decoder_layers
 from remat.planning import model_states, plan, strategy
 from remat.planning.simulation import simulate
@@ -35,6 +36,7 @@ from tests.support import small_models
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
 LAYERS = 4
 GPU_ONLY_BYTES = {"llama": 24, "gpt2": 280}  # statistics in fp32 and the seed of dropout, as for any training
+ZERO3, ZERO = "deepspeed.config=zero3", "+deepspeed.overrides.zero_optimization"
 NAMES = sorted(set(compose.group_choices()["checkpointing"]) - {"deepspeed"})  # it needs a process group
 QUANTISED = ("4-bit weights", "constants of 4-bit weights", "constants of the constants")
 QUANTISED += ("means of the constants", "tables of 4-bit values", "tables of 8-bit values")
@@ -46,12 +48,13 @@ def adapted(
     family: str = "llama",
     *,
     dtype: torch.dtype = BF16,
+    flat: bool = False,
     **sizes: Any,
 ) -> Any:
-    """Four layers with adapters that do something."""
+    """Four layers with adapters that do something. `flat`: the 4-bit weights are as ZeRO-3 shards them."""
     net = small_models.build(family, **({"num_hidden_layers": LAYERS} | sizes)).to(dtype).to(device)
     if method is PeftMethod.qlora:
-        adapters.quantise(net, decoder_layers(net), dtype, device)
+        adapters.quantise(net, decoder_layers(net), dtype, device, flat=flat)
     wrapped = adapters.wrap(net, PeftConfig(method=method, r=4), decoder_layers(net)).to(dtype).train()
     torch.manual_seed(3)
     for parameter in wrapped.parameters():
@@ -127,6 +130,49 @@ def test_planned_bytes_are_those_of_the_model(family: str, tmp_path: Path) -> No
     assert [tuple(t.shape) for p in planned for t in [p, *constants(p)]] == shapes
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("config", ["zero3", "zero3_offload"])
+def test_planned_bytes_of_shards_are_those_of_the_flat_weights(config: str, family: str) -> None:
+    net = adapted(PeftMethod.qlora, CPU, family, flat=True)
+    held = [p for p in net.parameters() if p.dtype is torch.uint8]
+    sizes = adapters.find_quantised(decoder_layers(small_models.build(family, num_hidden_layers=LAYERS)))
+    assert [layout_4bit.flat_bytes(size) for size in sizes] == [p.nbytes for p in held]
+    items = model_states.model_states(
+        num_params=sum(sizes) + 20,
+        largest_param=10,
+        num_trainable_params=10,
+        largest_trainable_param=10,
+        quantised_weights=sizes,
+        ds=rendered(config),
+        world_size=4,
+        ranks_per_node=4,
+        gas=1,
+        can_pin=False,
+    )
+    (item,) = [item for item in items if item.name == "4-bit weights"]
+    assert item.bytes_per_rank == sum(p.nbytes for p in held) / 4
+    assert item.place == ("host" if config == "zero3_offload" else "gpu")
+    assert not any("constants" in item.name for item in items)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (33, 100), (1000, 33), (3, 2)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_flat_bytes_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    linear = torch.nn.Linear(shape[1], shape[0]).to(dtype)
+    whole, flat = adapters.quantised(linear, dtype, CPU), sharded_4bit.quantise_whole(linear, dtype)
+    assert isinstance(whole, type(flat).__base__)
+    packed, state = sharded_4bit.opened(flat.weight, flat.layout_4bit)
+    found = [packed, state.absmax, state.state2.absmax, state.offset, state.state2.code]
+    expected = [whole.weight, *constants(whole.weight)]
+    del expected[4]  # the table of 4-bit values, which no kernel reads
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(adapters.dequantise(flat), adapters.dequantise(whole))
+    rows = torch.randn(3, shape[1], dtype=dtype, requires_grad=True)
+    outputs = [module(rows) for module in (whole, flat)]
+    assert torch.equal(*outputs)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), rows)[0] for out in outputs))
+
+
 def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """What it kept, moved and recomputed; and logits and gradients, on a CPU."""
     decisions = policy.decide_layers(cfg, LAYERS, zero_stage=2)
@@ -151,16 +197,20 @@ def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tup
 
 
 @pytest.mark.parametrize(
-    ("method", "family"),
+    ("method", "family", "flat"),
     [
-        pytest.param(PeftMethod.lora, "llama", marks=pytest.mark.exhaustive),
-        (PeftMethod.qlora, "llama"),
-        pytest.param(PeftMethod.qlora, "gpt2", marks=pytest.mark.exhaustive),
+        pytest.param(PeftMethod.lora, "llama", False, marks=pytest.mark.exhaustive),
+        (PeftMethod.qlora, "llama", False),
+        (PeftMethod.qlora, "llama", True),
+        pytest.param(PeftMethod.qlora, "gpt2", False, marks=pytest.mark.exhaustive),
+        pytest.param(PeftMethod.qlora, "gpt2", True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_policy_keeps_the_trajectory_and_what_the_plan_says(method: PeftMethod, family: str) -> None:
-    net, skeleton = adapted(method, CPU, family), adapted(method, META, family)
-    _, expected = micro_batch(net, CheckpointingConfig(policy=Policy.none), CPU)
+def test_every_policy_keeps_the_trajectory_and_what_the_plan_says(
+    method: PeftMethod, family: str, flat: bool
+) -> None:
+    net, skeleton = adapted(method, CPU, family, flat=flat), adapted(method, META, family, flat=flat)
+    _, expected = micro_batch(adapted(method, CPU, family), CheckpointingConfig(policy=Policy.none), CPU)
     assert len(expected) == 1 + 2 * LAYERS * (7 if family == "llama" else 4)
     for name in NAMES:
         words = [f"checkpointing={name}", "checkpointing.offload.min_bytes=0"]
@@ -261,8 +311,22 @@ def test_an_evaluation_leaves_the_weights_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["deepspeed.config=zero3"], r"peft\.method=qlora with ZeRO-3.*deepspeed\.config=zero2"),
-        (["deepspeed.config=zero3_offload"], r"peft\.method=qlora with ZeRO-3"),
+        (
+            [ZERO3, f"{ZERO}.stage3_use_all_reduce_for_fetch_params=true"],
+            r"all_reduce_for_fetch_params=True.*false",
+        ),
+        ([ZERO3, f"{ZERO}.zero_quantized_weights=true"], r"zero_quantized_weights=True.*set it to false"),
+        (
+            [ZERO3, f"{ZERO}.zero_quantized_nontrainable_weights=true"],
+            r"nontrainable_weights=True.*set it to false",
+        ),
+        (
+            [ZERO3, f"{ZERO}.stage3_allgather_sequential=true"],
+            r"stage3_allgather_sequential=True.*set it to false",
+        ),
+        ([ZERO3, f"{ZERO}.zero_hpz_partition_size=2"], r"zero_hpz_partition_size=2.*leave it at 1"),
+        ([ZERO3, "+deepspeed.overrides.torch_autocast.enabled=true"], r"torch_autocast.*train\.precision"),
+        (["deepspeed.config=zero3_nvme", "hardware.nvme_path=/tmp"], r"NVMe.*deepspeed\.config=zero3_offload"),
         (["train.tensor_parallel_size=2"], r"peft\.method=qlora with train\.tensor_parallel_size=2"),
         (["model=mixtral_8x7b", "deepspeed.config=zero2"], r"peft\.method=qlora would quantise .*peft=lora"),
     ],
@@ -276,7 +340,16 @@ def test_what_cannot_work_is_refused_before_weights_are_read(words: list[str], t
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'remat\[qlora\]'"):
-        adapters.check_quantised(zero_stage=2)
+        adapters.check_quantised(rendered("zero2"), None)
+
+
+def test_weights_that_are_in_4_bits_already_are_not_sharded() -> None:
+    held = PretrainedConfig(
+        quantization_config={"quant_method": "bitsandbytes"}, name_or_path="ours/llama-4bit"
+    )
+    adapters.check_quantised(rendered("zero2"), held)
+    with pytest.raises(ConfigError, match=r"model\.path=ours/llama-4bit .*16 bits.*deepspeed\.config=zero2"):
+        adapters.check_quantised(rendered("zero3"), held)
 
 
 def test_a_7b_is_planned() -> None:

@@ -36,8 +36,9 @@ LAUNCH = 1e-5
 
 
 def simulation(*ops: OpCost, gathered: int = 0) -> Simulation:
+    """`gathered` are elements of two bytes."""
     nothing = Moment(0, {}, Phase.forward, None, "")
-    return Simulation(nothing, nothing, [], 0, {}, list(ops), gathered, [])
+    return Simulation(nothing, nothing, [], 0, {}, list(ops), 2 * gathered, [])
 
 
 def time_of(*ops: OpCost, gathered: int = 0, zero: ZeroSettings = ZERO, **more: Any) -> StepTime:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
 from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
-from remat.model import hf_model
+from remat.model import adapters, hf_model, layout_4bit
 from remat.model.adapters import add_lora
 from remat.model.layers import decoder_layers
 from remat.saving import manifest
@@ -42,13 +42,20 @@ RESUMED = {
     "zero3_offload_again": [*STRATEGIES["zero3_nothing_persistent"], "train.precision=bf16", *WHOLE],
     "random_base_again": ["deepspeed.config=zero3_offload", "model.init=random"],
     "qlora_again": ["deepspeed.config=zero2_offload", "train.precision=bf16", "peft=qlora", *EVALUATED],
+    "qlora_sharded_again": [
+        *STRATEGIES["zero3_nothing_persistent"],
+        "train.precision=bf16",
+        "peft=qlora",
+        *EVALUATED,
+    ],
 }
 QLORA = {
     "qlora_zero0": [*STRATEGIES["zero0"], "peft=qlora"],
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
+    "qlora_zero3": [*STRATEGIES["zero3_nothing_persistent"], "peft=qlora", "save.merge=true"],
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
-REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "random_base_again"}
+REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "qlora_again", "random_base_again"}
 RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 
@@ -86,7 +93,7 @@ def reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, float]]]:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     """All runs in one launch; each resumed one has dropout, a whole sibling, and a stop on the way."""
-    names = chosen(request) | {"qlora_zero2"}
+    names = chosen(request) | {"qlora_zero2", "qlora_zero3"}
     spec = {
         name: words(workshop, name, *LORA, *more)
         for name, more in (STRATEGIES | QLORA).items()
@@ -281,3 +288,21 @@ def test_the_header_says_what_is_trained(runs: Path, workshop: Path) -> None:
     text = " ".join((workshop / "output.txt").read_text().split())
     assert "LoRA r=4 alpha=8 on every linear module of the decoder layers: 4,096 of" in text
     assert "18,432 parameters in 14 matrices as 4-bit NF4, the rest as trained" in text
+    assert "18,432 parameters in 14 matrices as 4-bit NF4, each rank its part, the rest as trained" in text
+
+
+def test_shards_in_4_bits_are_where_the_plan_says(runs: Path, workshop: Path) -> None:
+    """In host memory, half of each flat weight on each of two ranks; gathered as planned; merged as trained."""
+    run = runs / "qlora_zero3" / "run"
+    base = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
+    flat = [layout_4bit.flat_bytes(size) for size in adapters.find_quantised(decoder_layers(base))]
+    planned = json.loads((run / "plan.json").read_text())["planned"]
+    assert planned["host_bytes_per_rank"]["4-bit weights"] == sum(flat) / 2
+    rows = {row["category"]: row for row in json.loads((run / "ledger.json").read_text())["rows"]}
+    for name in ("weights in host memory", "gathered by ZeRO-3 per micro-batch"):
+        assert rows[name]["planned"] == pytest.approx(rows[name]["measured"], rel=0.001), name
+    proof = json.loads((run / "proof.json").read_text())
+    assert not any(layer["pinned_gathered_weight_bytes"] for layer in proof["layers"])
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32)
+    apart = PeftModel.from_pretrained(quantised(workshop), str(run / "export"))
+    assert torch.allclose(logits(merged), logits(apart), atol=1e-4)

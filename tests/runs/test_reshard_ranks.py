@@ -24,7 +24,7 @@ FIRST, SECOND, THIRD, STEPS = 2, 3, 4, 5  # steps saved by 2 ranks, by 1, and tw
 ESSENTIAL = {
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],  # with round_robin_gradients
     "zero3": ["deepspeed.config=zero3", "deepspeed.overrides.zero_optimization.sub_group_size=10000"],
-    "zero3_lora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=lora"],
+    "zero3_qlora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=qlora"],
     "zero2_lion": ["deepspeed.config=zero2", "optim.name=lion", "optim.lr=1e-3"],
     "zero3_lion": ["deepspeed.config=zero3", "optim.name=lion", "optim.lr=1e-3"],
 }
@@ -45,7 +45,7 @@ MORE = {
     "zero3_tied": ["deepspeed.config=zero3"],
     "zero2_tied": ["deepspeed.config=zero2"],
     "zero2_optimizer_again": ESSENTIAL["zero2_optimizer"],
-    "zero3_lora_parameters_again": ESSENTIAL["zero3_lora_parameters"],
+    "zero3_lora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=lora"],
 }
 CELLS = ESSENTIAL | MORE
 AGAIN = {"zero3", *MORE}  # go on once more, with as many ranks

@@ -367,8 +367,8 @@ class Frame:
             leaves[place] = values[value]
         for place, ref in step.views:
             leaves[place] = self._view(ref)
-        for place, index, geometry in step.weights:
-            leaves[place] = _view_of(self.runner.weights[index].data, geometry)
+        for place, index, ref in step.weights:
+            leaves[place] = _view_of(self.runner.weights[index].data, ref)
         for place, ref, becomes in step.writes:
             leaves[place] = self._copy(ref, becomes)
         if step.keywords is None:
@@ -460,7 +460,7 @@ class WeightView:
         released = status is not None and status.name == "NOT_AVAILABLE"
         if released:
             self.weight.all_gather()
-        tensor = _view_of(self.weight.data, self.ref.place)
+        tensor = _view_of(self.weight.data, self.ref)
         if released:
             self.weight.partition()
         return tensor
@@ -491,7 +491,10 @@ def _is_made_by(entry: Entry, node: Any) -> bool:
     return True
 
 
-def _view_of(weight: torch.Tensor, place: Geometry) -> torch.Tensor:
+def _view_of(weight: torch.Tensor, ref: Ref) -> torch.Tensor:
+    place = ref.place
+    if weight.dtype is not ref.dtype:  # numbers in a parameter of bytes
+        weight = weight.view(ref.dtype)
     if weight.shape == place.size and weight.stride() == place.stride:
         return weight
     return weight.as_strided(place.size, place.stride, int(weight.storage_offset()) + place.offset)

@@ -138,7 +138,7 @@ class Peaks:
 
     forward: Moment
     backward: Moment
-    gathered_elements: int
+    gathered_bytes: int
     curve: list[Instant]
     by_part: Mapping[
         str, Moment
@@ -198,7 +198,7 @@ class _Replay:
         return Peaks(
             self._best[Phase.forward],
             self._best[Phase.backward],
-            self._coordinator.elements,
+            self._coordinator.gathered_bytes,
             self._curve,
             self._by_part,
         )

@@ -44,7 +44,7 @@ class Recording:
             host_bytes=timeline.host_bytes,
             flops={phase: timeline.flops.get(phase, 0) for phase in Phase},
             ops=timeline.ops,
-            gathered_elements=found.gathered_elements,
+            gathered_bytes=found.gathered_bytes,
             assumptions=self.assumptions,
             peaks=found.by_part,
         )

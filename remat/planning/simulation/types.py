@@ -87,7 +87,7 @@ class Simulation:
     host_bytes: int  # host memory that was allocated for activations, at the end of forward
     flops: Mapping[Phase, int]
     ops: list[OpCost] = field(repr=False)
-    gathered_elements: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
+    gathered_bytes: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
     peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
 

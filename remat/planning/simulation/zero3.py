@@ -196,7 +196,8 @@ class Trace(Enum):
 
 
 class Coordinator:
-    """The gathered parameters on one GPU, in `bytes`. `elements` counts what was gathered, over all ranks.
+    """The gathered parameters on one GPU, in `bytes`. `elements` counts what was gathered, over all ranks, and
+    `gathered_bytes` the same in bytes.
 
     `on_change(bytes)` is called whenever the bytes change. Pass it the events of a micro-batch, then again. The
     steady state begins with the second, which knows the order. Call `optimizer_step` where the engine steps.
@@ -209,7 +210,7 @@ class Coordinator:
         on_change: Callable[[int], None] = lambda gathered: None,
     ) -> None:
         self.bytes = 0
-        self.elements = 0
+        self.elements = self.gathered_bytes = 0
         self._of, self._settings, self._on_change = parameters, settings, on_change
         count = len(parameters.elements)
         self._persistent = [n <= settings.param_persistence_threshold for n in parameters.elements]
@@ -380,18 +381,25 @@ class Coordinator:
             return
         elements = sum(self._of.elements[p] for p in wanted)
         self.elements += elements
+        self.gathered_bytes += sum(self._of.elements[p] * self._of.item_bytes[p] for p in wanted)
         self._available += elements
         alone = len(wanted) == 1 or self._settings.world_size == 1
-        flat = 0 if alone else sum(self._padded_bytes(p) for p in wanted)
-        self._change(flat)
-        bucket = _Bucket(wanted, flat)
+        bucket = _Bucket(wanted, 0 if alone else sum(self._padded_bytes(p) for p in wanted))
         for p in wanted:
             self._in_flight[p] = bucket
             self._hold(p, self._padded_bytes(p) if alone else 0)
-        if self._settings.offload_param and self._settings.world_size > 1:
-            shards = sum(self._padded_bytes(p) for p in wanted) // self._settings.world_size
-            self._change(shards)  # this rank's part on its way from host memory into the collective
-            self._change(-shards)
+        for members in self._collectives(wanted):
+            size = sum(self._padded_bytes(p) for p in members)
+            self._change(0 if alone else size)
+            if self._settings.offload_param and self._settings.world_size > 1:
+                shards = size // self._settings.world_size
+                self._change(shards)  # this rank's part on its way from host memory into the collective
+                self._change(-shards)
+
+    def _collectives(self, wanted: list[int]) -> Iterator[list[int]]:
+        """Yield the parameters of each collective of a fetch: one for each dtype (partition_parameters.py:1468)."""
+        for width in sorted({self._of.item_bytes[p] for p in wanted}, reverse=True):
+            yield [p for p in wanted if self._of.item_bytes[p] == width]
 
     def _wait(self, p: int) -> None:
         bucket = self._in_flight.pop(p, None)
@@ -438,7 +446,7 @@ def steady(
             coordinator.handle(event)
         if not settings.accumulating:
             coordinator.optimizer_step()
-    coordinator.elements = 0
+    coordinator.elements = coordinator.gathered_bytes = 0
     coordinator._on_change = on_change
     return coordinator
 

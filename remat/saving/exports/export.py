@@ -249,8 +249,10 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
 
     def read(name: str) -> torch.Tensor | None:
         value = held[name]
-        if hasattr(value, "quant_state"):  # in 4 bits, which ZeRO never shards
-            return copy_out(adapters.dequantise(module.get_submodule(name.rpartition(".")[0])))
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if name.endswith(".weight") and adapters.is_quantised(owner):
+            with deepspeed.zero.GatheredParameters([value]):  # does nothing where it is no shard
+                return copy_out(adapters.dequantise(owner))
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
             if master is not None:

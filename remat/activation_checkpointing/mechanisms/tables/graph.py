@@ -276,6 +276,7 @@ class Recorder(TorchDispatchMode):
         values = self.graph.values
         punned = any(
             isinstance(leaf, Ref)
+            and values[leaf.value].kind != "weight"
             and (values[leaf.value].kind == "outside" or leaf.dtype != values[leaf.value].dtype)
             for leaf in op.args
         )
@@ -290,11 +291,15 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _weight(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the weight that `tensor` is a view of, and the offset in it."""
-        key, start = operators.storage(tensor), int(tensor.storage_offset())
+        """Return the weight that `tensor` is a view of, and the offset in it, in elements of `tensor`."""
+        key, width = operators.storage(tensor), tensor.element_size()
+        start_bytes = width * int(tensor.storage_offset())
         for index, weight in enumerate(self._weights):
-            if operators.storage(weight) == key and 0 <= start - int(weight.storage_offset()) < weight.numel():
-                return index, start - int(weight.storage_offset())
+            if operators.storage(weight) != key:
+                continue
+            offset_bytes = start_bytes - weight.element_size() * int(weight.storage_offset())
+            if 0 <= offset_bytes < weight.nbytes:
+                return index, offset_bytes // width
         return None
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
@@ -302,9 +307,8 @@ class Recorder(TorchDispatchMode):
         if (found := self._weight(tensor)) is not None:
             index, offset = found
             if index not in self._weight_values:
-                value = Value(
-                    len(self.graph.values), tensor.untyped_storage().nbytes(), "weight", tensor.dtype, place
-                )
+                dtype = self._weights[index].dtype  # `tensor` may read its bytes as another
+                value = Value(len(self.graph.values), tensor.untyped_storage().nbytes(), "weight", dtype, place)
                 value.where, value.free = index, True
                 self.graph.values.append(value)
                 self._weight_values[index] = value.id
@@ -347,6 +351,7 @@ def find_weights(layer: nn.Module) -> list[torch.Tensor]:
     states = [vars(state) for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
     states += [vars(nested) for state in states if (nested := state.get("state2")) is not None]
     scales = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
+    scales += [p.constants for p in parameters if hasattr(p, "constants")]  # of a shard of bytes
     return [*parameters, *layer.buffers(), *scales]
 
 

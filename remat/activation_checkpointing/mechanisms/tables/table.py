@@ -69,7 +69,7 @@ class Step:
     leaves: list[Any] = field(default_factory=list)
     exact: list[tuple[int, int]] = field(default_factory=list)
     views: list[tuple[int, Ref]] = field(default_factory=list)
-    weights: list[tuple[int, int, Geometry]] = field(default_factory=list)
+    weights: list[tuple[int, int, Ref]] = field(default_factory=list)
     writes: list[tuple[int, Ref, int]] = field(default_factory=list)
     nested: list[Any] = field(default_factory=list)
     keywords: tuple[str, ...] | None = ()
@@ -154,7 +154,7 @@ def _lay_out(program: Program, step: Step) -> None:
         if not isinstance(leaf, Ref):
             continue
         if values[leaf.value].kind == "weight":
-            step.weights.append((place, values[leaf.value].where, leaf.place))
+            step.weights.append((place, values[leaf.value].where, leaf))
         elif place in op.writes:
             step.writes.append((place, leaf, op.writes[place]))
         elif _is_exact(program, leaf):

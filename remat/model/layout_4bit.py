@@ -1,0 +1,58 @@
+"""Where the parts of a matrix in 4-bit NF4 lie in one flat parameter of bytes, which ZeRO-3 shards like any weight.
+
+The parts are those of bitsandbytes 0.50.2 with doubly quantised constants (functional.py:884). Each begins at a
+multiple of 16 bytes, as its kernels read it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+BLOCK, BLOCK_OF_CONSTANTS = 64, 256  # weights that share an 8-bit constant, constants that share an fp32 one
+ALIGNED_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a matrix of `shape` [out, in] whose products are in `dtype`."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        return math.ceil(math.prod(self.shape) / BLOCK)
+
+    @property
+    def part_bytes(self) -> tuple[int, int, int, int]:
+        """Return the bytes of the packed weights, of their constants, of the constants of those, and of the mean."""
+        packed = math.ceil(math.prod(self.shape) / 2)
+        return packed, self.num_blocks, 4 * math.ceil(self.num_blocks / BLOCK_OF_CONSTANTS), 4
+
+    @property
+    def starts(self) -> list[int]:
+        """Return the byte at which each part begins, and as the last entry the bytes of the whole."""
+        return list(accumulate(map(_aligned, self.part_bytes), initial=0))
+
+    @property
+    def flat_bytes(self) -> int:
+        return self.starts[-1]
+
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the four parts of a whole `flat` parameter [flat_bytes], all as bytes."""
+        return [
+            flat[start : start + size] for start, size in zip(self.starts[:-1], self.part_bytes, strict=True)
+        ]
+
+
+def flat_bytes(elements: int) -> int:
+    """Return the bytes of the flat parameter of a matrix of so many weights."""
+    return Layout((1, elements), torch.float32).flat_bytes
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES

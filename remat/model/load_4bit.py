@@ -1,0 +1,220 @@
+"""Read a pretrained base under ZeRO-3 straight into 4-bit shards: no rank ever holds the model in 16 bits, or whole.
+
+One matrix after another is read, each rank a part of its rows, quantised, put together in 4 bits and cut into shards.
+Quantising blocks of 64 weights apart and together gives the same bytes. What else the model has is read by rank 0,
+which zero.Init sends to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from remat.config.options import ModelConfig, ModelInit
+from remat.model import adapters, sharded_4bit
+from remat.model.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
+
+FILES = "model*.safetensors"
+Layers = Callable[[Any], Sequence[nn.Module]]
+
+
+class Elsewhere(Exception):
+    """Why transformers must read this model, which takes its 16-bit shards too while they are read."""
+
+
+def load(
+    cfg: ModelConfig,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    find_layers: Layers,
+) -> PreTrainedModel:
+    """Build the model of `config` from the files of `cfg` with its decoder layers' matrices in 4-bit shards.
+
+    Quantises on `device`. Collective. Raises Elsewhere, on every rank, for what only transformers can read.
+    """
+    with contextlib.ExitStack() as stack:
+        model: Any = None
+        files: Files | None = None
+        reason = ""
+        try:
+            _refuse_options(cfg)
+            model = _create(cfg, config, dtype)
+            files = Files(_folder(cfg), model, stack)
+        except Elsewhere as found:
+            reason = str(found)
+        except (OSError, ValueError, SafetensorError) as error:  # transformers says it in full
+            reason = f"{type(error).__name__}: {error}"
+        _agree(reason)
+        assert files is not None
+        _fill(model, files, find_layers, dtype, ds_config, device)
+    model.is_loaded_in_4bit = True  # peft reads this
+    with contextlib.suppress(OSError):  # many folders have no such file
+        model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
+    model.config.use_cache = False
+    trained: PreTrainedModel = model.train()
+    return trained
+
+
+def _refuse_options(cfg: ModelConfig) -> None:
+    if cfg.init is not ModelInit.pretrained:
+        raise Elsewhere("its weights are drawn at random")
+    if cfg.trust_remote_code:
+        raise Elsewhere("model.trust_remote_code=true: the model's own code may read its files otherwise")
+
+
+def _create(cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """Build the model with its buffers and without weights. Raises Elsewhere where files hold other weights."""
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=str(cfg.attention)
+        )
+    model.tie_weights()
+    if get_model_conversion_mapping(model, add_legacy=False):
+        raise Elsewhere("transformers converts its weights while it reads them")
+    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
+        raise Elsewhere("transformers keeps some of its modules in fp32")
+    return model
+
+
+def _folder(cfg: ModelConfig) -> Path:
+    """Return the folder of the weights, downloaded if model.path is a name on the hub. Raises OSError."""
+    folder = Path(cfg.path or "").expanduser()
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(str(cfg.path), allow_patterns=[FILES, "*.json"]))
+
+
+def _agree(reason: str) -> None:
+    """Raise Elsewhere on every rank when any has a reason."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, reason)
+    if any(found):
+        raise Elsewhere(next(filter(None, found)))
+
+
+class Files:
+    """The safetensors files of a model, opened until `stack` is closed: which one holds each of its weights."""
+
+    def __init__(self, folder: Path, model: Any, stack: contextlib.ExitStack) -> None:
+        held: dict[str, Any] = {}
+        for path in sorted(folder.glob(FILES)):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            held |= dict.fromkeys(file.keys(), file)
+        if not held:
+            raise Elsewhere(f"{folder} has no {FILES}")
+        prefix = f"{model.base_model_prefix}."
+        self._found: dict[int, tuple[Any, str]] = {}  # by the id of the weight, which may have two names
+        state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            for key in (name, name.removeprefix(prefix), prefix + name):
+                if key in held:
+                    self._found[id(value)] = held[key], key
+                    break
+        self._values = list(state.values())  # keeps their ids theirs
+        for name, value in state.items():
+            if id(value) not in self._found:
+                raise Elsewhere(f"{name} is in no file by that name")
+            if tuple(value.shape) != self.shape(value):
+                raise Elsewhere(f"{name} has another shape in its file")
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self._slice(value).get_shape())
+
+    def read(self, value: torch.Tensor, rows: slice | None = None) -> torch.Tensor:
+        """Return the tensor of the file that is `value`, or these of its rows."""
+        part = self._slice(value)
+        found: torch.Tensor = part[rows] if rows is not None else part[:] if value.dim() else part[...]
+        return found
+
+    def has(self, value: torch.Tensor) -> bool:
+        return id(value) in self._found
+
+    def _slice(self, value: torch.Tensor) -> Any:
+        file, key = self._found[id(value)]
+        return file.get_slice(key)
+
+
+@torch.no_grad()
+def _fill(
+    model: Any, files: Files, find_layers: Layers, dtype: torch.dtype, ds: dict[str, Any], device: torch.device
+) -> None:
+    quantised = adapters.paths_to_quantise(model, find_layers(model))
+    for path in quantised:
+        old = model.get_submodule(path)
+        flat = _quantise(files, old, Layout(sharded_4bit.shape_of(old), dtype), device)
+        new = sharded_4bit.replacement(old, flat, dtype)
+        del flat
+        sharded_4bit.shard([("weight", new.weight)], ds)
+        model.set_submodule(path, new)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        whole = []
+        for name, value in list(module.named_parameters(recurse=False)):
+            if value.is_meta and id(value) not in made:
+                made[id(value)] = nn.Parameter(
+                    _from_first(files, value, device), requires_grad=value.requires_grad
+                )
+                whole.append((name, made[id(value)]))
+            if id(value) in made:
+                setattr(module, name, made[id(value)])
+        if whole:
+            sharded_4bit.shard(whole, ds)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            read = files.read(buffer).to(buffer.dtype) if files.has(buffer) else buffer
+            module._buffers[name] = read.to(device)
+
+
+def _from_first(files: Files, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a weight on rank 0, memory for it on the others: sharding sends it to them."""
+    if dist.get_rank() == 0:
+        return files.read(value).to(device, value.dtype)
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _quantise(files: Files, old: Any, layout: Layout, device: torch.device) -> torch.Tensor:
+    """Return the flat bytes of a matrix, of which each rank reads and quantises its rows. Collective.
+
+    A matrix whose rows are no whole blocks, or that lies transposed in its file, is read and quantised by every rank.
+    """
+    rows, columns = layout.shape
+    if columns % BLOCK or isinstance(old, Conv1D):
+        whole = files.read(old.weight).to(device, layout.dtype)
+        return sharded_4bit.close(whole.T if isinstance(old, Conv1D) else whole, layout)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    most = math.ceil(rows / ranks)
+    own = files.read(old.weight, slice(min(rank * most, rows), min((rank + 1) * most, rows)))
+    part = torch.zeros(most, columns, dtype=layout.dtype, device=device)
+    part[: own.shape[0]] = own.to(device, layout.dtype)
+    del own
+    packed, state = quantize_4bit(part, blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+    del part
+    cut, _, _, _ = layout.part_bytes
+    absmax = _gathered(state.absmax)[: layout.num_blocks]
+    mean = absmax.mean()  # of all, as bitsandbytes takes it
+    constants, nested = quantize_blockwise(absmax - mean, blocksize=BLOCK_OF_CONSTANTS)
+    return sharded_4bit.joined(layout, _gathered(packed.view(-1))[:cut], constants, nested.absmax, mean)
+
+
+def _gathered(part: torch.Tensor) -> torch.Tensor:
+    """Return the equally long parts of all ranks, one after another."""
+    whole = part.new_empty(dist.get_world_size() * part.numel())
+    dist.all_gather_into_tensor(whole, part)
+    return whole
