@@ -6,7 +6,7 @@ The same as `deepspeed --module remat.train`, from any folder, where remat is in
 import sys
 
 from remat import train
-from remat.machine import signals
+from remat.launch import signals
 
 if __name__ == "__main__":
     sys.exit(signals.around(train.main, sys.argv[1:]))

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat.config.redact import redact_text
-from remat.machine import allocator, signals
+from remat.launch import signals
+from remat.machine import allocator
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from remat.config import ds_config as ds_json
 from remat.config.options import ConfigError, PeftConfig
 from remat.machine import rng
-from remat.model.layout_4bit import BLOCK
+from remat.model.four_bits.layout_4bit import BLOCK
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -306,7 +306,7 @@ def quantise_shards(
     model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, ds_config: dict[str, Any]
 ) -> None:
     """Quantise the remaining linear modules of a model that ZeRO-3 has sharded in 16 bits. Collective."""
-    from remat.model import sharded_4bit
+    from remat.model.four_bits import sharded_4bit
 
     sharded_4bit.quantise_shards(model, paths_to_quantise(model, layers), dtype, ds_config)
 
@@ -357,7 +357,7 @@ def dequantise(module: Any) -> torch.Tensor:
     """
     weight: torch.Tensor
     if hasattr(module, "layout_4bit"):
-        from remat.model import sharded_4bit
+        from remat.model.four_bits import sharded_4bit
 
         weight = sharded_4bit.dequantise(module)
     else:
@@ -366,7 +366,7 @@ def dequantise(module: Any) -> torch.Tensor:
 
 
 def _flat(module: Any, dtype: torch.dtype) -> nn.Module:
-    from remat.model import sharded_4bit
+    from remat.model.four_bits import sharded_4bit
 
     return sharded_4bit.quantise_whole(module, dtype)
 

@@ -16,7 +16,7 @@ from remat.config import ds_config, ds_defaults
 from remat.config.options import OptimName
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
-from remat.model.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
+from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
 PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")

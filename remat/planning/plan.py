@@ -21,7 +21,7 @@ from remat.config import ds_config, validation
 from remat.config.options import Compilation, ConfigError, DataSource, HardwareConfig, RunConfig
 from remat.config.units import GIB
 from remat.machine import gpus
-from remat.machine.outside_torch import outside_torch_bytes
+from remat.machine.gpus import outside_torch_bytes
 from remat.model import layers, loss, meta_kernels, optimizer_state, packing
 from remat.planning import budget, model_states, preflight, step_time, strategy
 from remat.planning.budget import Corners, Trial

@@ -51,13 +51,13 @@ from remat.planning.preflight import DoesNotFit
 from remat.planning.strategy import Strategy, counted_model, decide, pack_again
 from remat.report import run_dir, summary
 from remat.report.console import Console
+from remat.report.loading import LoadingProgress
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
 from remat.saving import disk_space, load, nvme, reshard, shared_folder
 from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
-from remat.training.loading import LoadingProgress
 from remat.training.profiling import Snapshots
 from remat.training.run import Run, record_folder
 from remat.training.stopping import StopVote
@@ -555,7 +555,7 @@ def _sharded_4bit(
     told: list[Loaded],
 ) -> PreTrainedModel:
     """Build the base in 4-bit shards: read as such, or quantised once transformers has read it in 16-bit shards."""
-    from remat.model import load_4bit  # bitsandbytes is optional
+    from remat.model.four_bits import load_4bit  # bitsandbytes is optional
 
     adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
     dtype = hf_model.DTYPES[cfg.train.precision]
@@ -566,7 +566,7 @@ def _sharded_4bit(
             dtype=dtype,
             ds_config=strategy.ds,
             device=world.device,
-            find_layers=layers.decoder_layers,
+            find_matrices=lambda net: adapters.paths_to_quantise(net, layers.decoder_layers(net)),
         )
     except load_4bit.Elsewhere as reason:
         console.note(

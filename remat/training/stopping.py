@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from remat.machine import distributed, signals
+from remat.launch import signals
+from remat.machine import distributed
 from remat.machine.distributed import World
 
 FILE = "stop"  # in the run directory

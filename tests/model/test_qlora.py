@@ -25,7 +25,8 @@ from remat.config.options import (
     Policy,
     Precision,
 )
-from remat.model import adapters, hf_model, layout_4bit, meta_kernels, sharded_4bit
+from remat.model import adapters, hf_model, meta_kernels
+from remat.model.four_bits import layout_4bit, sharded_4bit
 from remat.model.layers import decoder_layers
 from remat.planning import model_states, plan, strategy
 from remat.planning.simulation import simulate

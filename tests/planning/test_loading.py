@@ -17,8 +17,8 @@ from remat.config.options import ConfigError, ModelLoad
 from remat.model.hf_model import Loaded, describe_loaded
 from remat.planning import strategy
 from remat.planning.loading import Loading, plan_loading
+from remat.report.loading import LoadingProgress
 from remat.training import build, ledger
-from remat.training.loading import LoadingProgress
 from tests.support.tiny import make_model
 
 SIZE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 259}
@@ -146,7 +146,7 @@ def test_what_transformers_reads_is_not_counted_and_says_so() -> None:
 
 def test_progress_says_rate_and_time_left_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said, alive = [100.0], [], []
-    monkeypatch.setattr("remat.training.loading.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("remat.report.loading.time.monotonic", lambda: now[0])
     progress = LoadingProgress(said.append, lambda: alive.append(now[0]))
     for second in range(1, 12):
         now[0] = 100.0 + second

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
 from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
-from remat.model import adapters, hf_model, layout_4bit
+from remat.model import adapters, hf_model
 from remat.model.adapters import add_lora
+from remat.model.four_bits import layout_4bit
 from remat.model.layers import decoder_layers
 from remat.saving import manifest
 from remat.saving.exports import export

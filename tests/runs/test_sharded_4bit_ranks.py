@@ -13,8 +13,8 @@ from remat.activation_checkpointing import apply, policy
 from remat.config import compose, ds_config
 from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
 from remat.model import adapters, hf_model
+from remat.model.four_bits.layout_4bit import flat_bytes
 from remat.model.layers import decoder_layers
-from remat.model.layout_4bit import flat_bytes
 from remat.saving.exports import export, merge
 from tests.support import small_models
 from tests.support.pool import RankPool
@@ -55,6 +55,10 @@ def rendered(config: str, zero: dict[str, Any], precision: Precision, accumulati
     return made | {"zero_force_ds_cpu_optimizer": False}  # torch's AdamW everywhere: one arithmetic
 
 
+def find_matrices(net: Any) -> list[str]:
+    return adapters.paths_to_quantise(net, decoder_layers(net))
+
+
 def hide(net: Any) -> None:
     """Take the 4-bit weights from DeepSpeed, which leaves them whole on each rank."""
     for module in net.modules():
@@ -67,10 +71,10 @@ def build(folder: Path, ds: dict[str, Any], precision: Precision, *, hidden: boo
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folder))
     config, dtype = hf_model.load_config(cfg), hf_model.DTYPES[precision]
     if read_as == "4 bits":
-        from remat.model import load_4bit
+        from remat.model.four_bits import load_4bit
 
         net: Any = load_4bit.load(
-            cfg, config, dtype=dtype, ds_config=ds, device=CPU, find_layers=decoder_layers
+            cfg, config, dtype=dtype, ds_config=ds, device=CPU, find_matrices=find_matrices
         )
     else:
         stage = 2 if hidden else 3
@@ -249,7 +253,7 @@ def test_a_merged_model_answers_as_the_sharded_one(two_ranks: RankPool, base: Pa
 
 def count_read(folder: Path) -> tuple[int, int]:
     """Elements of the files that this rank read, of matrices in 4 bits and of the rest."""
-    from remat.model import load_4bit
+    from remat.model.four_bits import load_4bit
 
     counts, plain = [0, 0], load_4bit.Files.read
 
@@ -276,14 +280,14 @@ def test_each_rank_reads_and_quantises_its_own_rows(two_ranks: RankPool, base: P
 
 
 def refused(folders: list[Path]) -> str:
-    from remat.model import load_4bit
+    from remat.model.four_bits import load_4bit
 
     rank = torch.distributed.get_rank()
     cfg = ModelConfig(init=ModelInit.pretrained, path=str(folders[rank]))
     config = hf_model.load_config(ModelConfig(init=ModelInit.pretrained, path=str(folders[0])))
     ds = rendered("zero3", BARE, Precision.bf16)
     try:
-        load_4bit.load(cfg, config, dtype=torch.bfloat16, ds_config=ds, device=CPU, find_layers=decoder_layers)
+        load_4bit.load(cfg, config, dtype=torch.bfloat16, ds_config=ds, device=CPU, find_matrices=find_matrices)
     except load_4bit.Elsewhere as reason:
         return str(reason)
     return "read"

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from remat.machine import signals
+from remat.launch import signals
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores
 
 share_cores()

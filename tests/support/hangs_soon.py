@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.support import faulty_runs  # noqa: I001 (first: it settles what this rank may see)
 
-from remat.machine import signals
+from remat.launch import signals
 from remat.training import watchdog
 
 

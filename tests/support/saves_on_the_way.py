@@ -28,7 +28,8 @@ share_cores()
 hide_gpus_from_cpu_ranks()
 
 from remat.config import compose  # noqa: E402
-from remat.machine import distributed, signals  # noqa: E402
+from remat.launch import signals  # noqa: E402
+from remat.machine import distributed  # noqa: E402
 from remat.saving import manifest  # noqa: E402
 from remat.saving.exports import hf_files  # noqa: E402
 from remat.training import build, loop, saves  # noqa: E402

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat.machine import signals
+from remat.launch import signals
 from remat.machine.distributed import World
 from remat.training.stopping import StopVote
 from tests.support.pool import free_port
 
 NOTED = """
 import os, signal, sys, time
-from remat.machine import signals
+from remat.launch import signals
 """
 
 

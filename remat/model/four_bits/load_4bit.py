@@ -26,11 +26,11 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from remat.config.options import ModelConfig, ModelInit
-from remat.model import adapters, sharded_4bit
-from remat.model.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
+from remat.model.four_bits import sharded_4bit
+from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
 
 FILES = "model*.safetensors"
-Layers = Callable[[Any], Sequence[nn.Module]]
+Paths = Callable[[nn.Module], Sequence[str]]
 
 
 class Elsewhere(Exception):
@@ -44,7 +44,7 @@ def load(
     dtype: torch.dtype,
     ds_config: dict[str, Any],
     device: torch.device,
-    find_layers: Layers,
+    find_matrices: Paths,
 ) -> PreTrainedModel:
     """Build the model of `config` from the files of `cfg` with its decoder layers' matrices in 4-bit shards.
 
@@ -64,7 +64,7 @@ def load(
             reason = f"{type(error).__name__}: {error}"
         _agree(reason)
         assert files is not None
-        _fill(model, files, find_layers, dtype, ds_config, device)
+        _fill(model, files, find_matrices, dtype, ds_config, device)
     model.is_loaded_in_4bit = True  # peft reads this
     with contextlib.suppress(OSError):  # many folders have no such file
         model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
@@ -154,9 +154,9 @@ class Files:
 
 @torch.no_grad()
 def _fill(
-    model: Any, files: Files, find_layers: Layers, dtype: torch.dtype, ds: dict[str, Any], device: torch.device
+    model: Any, files: Files, find_matrices: Paths, dtype: torch.dtype, ds: dict[str, Any], device: torch.device
 ) -> None:
-    quantised = adapters.paths_to_quantise(model, find_layers(model))
+    quantised = find_matrices(model)
     for path in quantised:
         old = model.get_submodule(path)
         flat = _quantise(files, old, Layout(sharded_4bit.shape_of(old), dtype), device)

@@ -17,7 +17,7 @@ from bitsandbytes.functional import QuantState, create_dynamic_map, dequantize_4
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from remat.model.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
+from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
 
 
 class Product(torch.autograd.Function):
