@@ -76,5 +76,5 @@ def test_the_verdict_comes_first_and_nothing_in_it_is_coloured_by_guess() -> Non
     console = Console(file=out, width=110, highlight=False, force_terminal=True, color_system="standard")
     plan_text.show(plan.make_plan(compose.from_command_line(BASE).run), console)
     title, verdict, *_ = out.getvalue().splitlines()
-    assert "remat plan: tiny_zero3_offload on 2x4090, 2 ranks" in title and "GPU memory: needs" in verdict
+    assert "fits: tiny_zero3_offload on 2x4090, 2 ranks" in title and "GPU memory" in verdict
     assert verdict.count("\x1b[") == 2, "one colour for the line, and its end"
