@@ -1,6 +1,6 @@
 """Plan how a run at ZeRO-3 reads its weights: which rank reads how much, in what time, holding what meanwhile.
 
-Below ZeRO-3 nothing is planned here: every rank reads the whole model.
+Below ZeRO-3 nothing is planned here: every rank reads the whole model. Nor is reading into 4-bit shards (peft=qlora).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config import ds_config
-from remat.config.options import ConfigError, ModelInit, ModelLoad, RunConfig
+from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
 from remat.config.units import format_size
 from remat.model import hf_model, own_slices
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
@@ -61,6 +61,8 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
     Looks at the headers of the files where model.path is a folder; a plan needs no file to be there, or whole.
     """
     if cfg.model.init is not ModelInit.pretrained or decided.zero_stage < 3:
+        return None
+    if cfg.peft.method is PeftMethod.qlora:
         return None
     skeleton = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
     layout, because = _layout(cfg, decided, skeleton)

@@ -33,6 +33,14 @@ def planned(folder: Path | str, *words: str, ranks: int = 2, on_gpu: bool = Fals
     )
 
 
+def test_reading_into_4_bit_shards_is_not_planned() -> None:
+    """It holds 4-bit shards and a matrix at a time, not the 16-bit shards that are planned here."""
+    asked = compose.compose_run(["recipe=llama70b_qlora_2x24"]).run
+    decided = strategy.decide(asked, world_size=2, can_pin=True)
+    assert decided.zero_stage == 3
+    assert plan_loading(asked, decided, world_size=2, on_gpu=True) is None
+
+
 def test_each_rank_reads_its_own_part_of_the_files(tmp_path: Path) -> None:
     file = make_model(tmp_path, **SIZE) / "model.safetensors"
     whole = sum(weight.nbytes for weight in load_file(file).values())
