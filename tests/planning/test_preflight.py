@@ -249,7 +249,7 @@ def test_nvme_needs_disk_and_locked_memory() -> None:
     assert checked(needs, MACHINE) == []
     poor = machine(memlock_bytes=8 * 1024**2, nvme=Disk("/scratch", 500 * GIB, 2))
     locked, swap = checked(needs, poor)
-    assert locked.startswith("locked memory of each rank (ulimit -l): needed 4.")
+    assert locked.startswith("locked memory of each rank (ulimit -l): needed 3.")
     assert "found 0.01 GiB" in locked
     kib = -(-needs.mlocked_bytes // 1024)
     assert f"ulimit -l {kib}" in locked
