@@ -90,7 +90,7 @@ POINTS = [
     _train("mfu", "llama2-7b, LoRA, full", "deepspeed.config=zero2", "checkpointing=full", "peft=lora",
            shape="llama2-7b", micro_batch=4),
     *(_tests(name) for name in ("allocator", "offload", "policies", "resume", "runs", "tools",
-                                "deepspeed_checkpointing")),  # fmt: skip
+                                "deepspeed_checkpointing")),
     Point("budget", "budgets beside the policies of peers", "script", ("benchmarks/budget.py", "--rounds", "5"),
           seconds=300, limit_s=560),
     Point("accuracy", "planner accuracy, the rest", "script",
