@@ -49,7 +49,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "stage=sft": "no such option: a run trains on next tokens",
     "do_train=true": "no such option: a launch always trains",
     "overwrite_output_dir=true": "a run has a folder of its own, output_dir/NAME/RUN_ID",
-    "torch_compile=true": "there is no torch.compile here: leave it out",
+    "torch_compile=true": "did you mean compile=layers?",
     "dataloader_num_workers=4": "batches are prepared while the step before runs",
     "push_to_hub=true": "`remat push RUN_DIR/export OWNER/NAME`",
     "special_tokens.pad_token=x": "special tokens are the tokenizer's",
