@@ -158,6 +158,15 @@ def check_dora(zero_stage: int) -> None:
         )
 
 
+def check_compiled(zero_stage: int) -> None:
+    """Raise ConfigError under ZeRO-3: a compiled layer's backward finds frozen weights released again."""
+    if zero_stage == 3:
+        raise ConfigError(
+            "compile=layers with peft=lora and ZeRO-3 (deepspeed.config): the backward of a compiled layer finds its "
+            "frozen weights released; choose deepspeed.config=zero2 or zero2_offload, or compile=none"
+        )
+
+
 def check_lora_offload(param_device: str | None) -> None:
     """Raise ConfigError for parameters on NVMe: DeepSpeed 0.19.8 assigns a frozen parameter's swap buffer twice."""
     if param_device == "nvme":

@@ -121,6 +121,8 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     optimizer.check(cfg.optim, rendered, cfg.train.tensor_parallel_size)
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
+        if cfg.compile is Compilation.layers:
+            adapters.check_compiled(zero_stage)
     if cfg.peft.method is PeftMethod.qlora:
         adapters.check_quantised(rendered, config)
     if cfg.peft.dora:

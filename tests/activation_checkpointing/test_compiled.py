@@ -14,6 +14,7 @@ from remat.activation_checkpointing.compiled import CompiledLayers
 from remat.config import compose
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 from remat.model import layers
+from remat.planning import strategy
 from remat.planning.plan import Recordings, make_plan
 from remat.planning.preflight import DoesNotFit
 from remat.planning.simulation.timeline import Ready
@@ -116,6 +117,17 @@ def test_a_layer_that_is_no_one_graph_is_refused() -> None:
 def test_what_cannot_be_compiled_is_refused_with_a_remedy(word: str) -> None:
     with pytest.raises(ConfigError, match=r"compile=layers with .*; .*compile=none"):
         compose.compose_run(["compile=layers", word])
+
+
+def test_adapters_are_not_compiled_under_zero_3() -> None:
+    words = ["compile=layers", "peft=lora", "checkpointing=full"]
+    for config in ("zero2", "zero3"):
+        cfg = compose.compose_run([*words, f"deepspeed.config={config}"]).run
+        if config == "zero2":
+            assert strategy.decide(cfg, world_size=2, can_pin=False).zero_stage == 2
+            continue
+        with pytest.raises(ConfigError, match="compile=layers with peft=lora and ZeRO-3.*compile=none"):
+            strategy.decide(cfg, world_size=2, can_pin=False)
 
 
 def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ def train(stage: int, policy_name: str, is_compiled: bool, lora: bool = False) -
 def test_compiled_layers_train_the_same_under_zero(
     two_ranks: RankPool, stage: int, policy_name: str, lora: bool
 ) -> None:
+    if lora and stage == 3:
+        pytest.skip("refused: remat.model.adapters.check_compiled")
     plain = two_ranks.run(train, stage=stage, policy_name=policy_name, is_compiled=False, lora=lora)
     found = two_ranks.run(train, stage=stage, policy_name=policy_name, is_compiled=True, lora=lora)
     for ours, wanted in zip(found, plain, strict=True):
