@@ -126,7 +126,7 @@ def test_adapters_are_not_compiled_under_zero_3() -> None:
         if config == "zero2":
             assert strategy.decide(cfg, world_size=2, can_pin=False).zero_stage == 2
             continue
-        with pytest.raises(ConfigError, match="compile=layers with peft=lora and ZeRO-3.*compile=none"):
+        with pytest.raises(ConfigError, match=r"compile=layers with peft=lora and ZeRO-3.*compile=none"):
             strategy.decide(cfg, world_size=2, can_pin=False)
 
 
