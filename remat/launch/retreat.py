@@ -14,10 +14,8 @@ from pathlib import Path
 
 from remat.config.options import NOT_FOLDERS, ConfigError, OnOutOfMemory, RunConfig
 
-FILE, NUMBER = (
-    "REMAT_RETREAT_FILE",
-    "REMAT_RETREATS",
-)  # environment of the ranks: where to ask, how many there were
+FILE = "REMAT_RETREAT_FILE"  # environment of the ranks: where to ask
+NUMBER = "REMAT_RETREATS"  # and how many retreats there were
 # What a run may change and still go on from its saved state, with the same training.
 MAY_CHANGE = ("checkpointing", "train.micro_batch_size", "train.loss")
 

@@ -14,7 +14,7 @@ from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, 
 from remat.config.units import format_size
 from remat.model import hf_model, own_slices
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
-from remat.planning.strategy import Strategy
+from remat.planning.strategy import Strategy, plain_model
 
 GB = 1e9
 ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
@@ -60,11 +60,10 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
 
     Looks at the headers of the files where model.path is a folder; a plan needs no file to be there, or whole.
     """
-    if cfg.model.init is not ModelInit.pretrained or decided.zero_stage < 3:
+    is_planned = cfg.model.init is ModelInit.pretrained and cfg.peft.method is not PeftMethod.qlora
+    if decided.zero_stage < 3 or not is_planned:
         return None
-    if cfg.peft.method is PeftMethod.qlora:
-        return None
-    skeleton = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
+    skeleton = plain_model(cfg)
     layout, because = _layout(cfg, decided, skeleton)
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
     trained_width = hf_model.DTYPES[cfg.train.precision].itemsize

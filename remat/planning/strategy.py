@@ -154,7 +154,12 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
 def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
     """Return `decided` with its blocks read as `cfg` asks, once the format of the data is known. Raises ConfigError."""
     config = hf_model.shape_config(cfg.model)
-    return replace(decided, packed=packing.decide(cfg, config, _shape_of(cfg, config).plain))
+    return replace(decided, packed=packing.decide(cfg, config, plain_model(cfg)))
+
+
+def plain_model(cfg: RunConfig) -> Any:
+    """Return the model of `cfg` without storage and adapters. It is shared: nobody may change it."""
+    return _shape_of(cfg, hf_model.shape_config(cfg.model)).plain
 
 
 @dataclass(frozen=True)
