@@ -43,6 +43,8 @@ HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
 QUIET_S = 600.0  # nobody builds in a folder in which nothing has changed for so long
 SILENT_S = 90.0  # a builder on another node writes every HEARTBEAT_S, which is seen up to a minute late
+# Instead of torch/extension.h, which reads all of torch's C++ interface: what the ops use of it, in half the time.
+LIGHT_HEADER = "#pragma once\n#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n"
 NOW = ".now-"  # prefix of files that are written only to learn the file system's time
 
 
@@ -295,9 +297,9 @@ def _builder(name: str) -> Any:
 
 
 def _make_one_unit(builder: Any, folder: Path) -> None:
-    """Have `builder` compile what includes torch's headers once, and without symbols for a debugger.
+    """Have `builder` compile what includes torch's headers once, few of them, and without symbols for a debugger.
 
-    That takes a half to a sixth of the time. `folder` gets copies of the sources, whose headers may come twice.
+    That takes a quarter to a tenth of the time. `folder` gets copies of the sources, whose headers may come twice.
     """
     csrc = folder / "csrc"
     shutil.copytree(builder.deepspeed_src_path("csrc"), csrc)
@@ -307,7 +309,10 @@ def _make_one_unit(builder: Any, folder: Path) -> None:
     alone = [str(path) for path in sources if path.parent.name == "common"]  # without torch's headers
     unit = folder / f"{builder.name}.cpp"
     unit.write_text("".join(f'#include "{path}"\n' for path in sources if str(path) not in alone))
-    includes = [str(folder / path) for path in builder.include_paths()]
+    light = folder / "light" / "torch" / "extension.h"
+    light.parent.mkdir(parents=True)
+    light.write_text(LIGHT_HEADER)
+    includes = [str(folder / "light"), *(str(folder / path) for path in builder.include_paths())]
     flags = [flag for flag in builder.cxx_args() if flag != "-g"]
     builder.sources = lambda: [str(unit), *alone]
     builder.include_paths = lambda: includes

@@ -179,7 +179,7 @@ def test_a_rate_that_does_not_exist_is_refused() -> None:
 def test_the_machines_that_ship() -> None:
     assert {path.stem for path in MACHINES} == {
         "this_machine",
-        *("1x3090", "2x3090", "1x4090", "2x4090", "4x4090", "1x5090"),
+        *("1x3090", "2x3090", "1x4090", "2x4090", "4x4090", "8x4090", "1x5090"),
         *("1xa10", "1xl4", "1xl40s", "4xl40s", "8xl40s"),
         *("1xa100-40", "8xa100-40", "1xa100-80", "4xa100-80", "8xa100-80"),
         *("1xh100-80", "4xh100-80", "8xh100-80"),
