@@ -8,6 +8,7 @@ that computes, and the largest sum of live storages, counted in a pass of its ow
 keeps freed memory, as a GPU's allocator does.
 
     python benchmarks/budget.py            # benchmarks/results/budget_DEVICE.csv, docs/figures/budget_DEVICE.png
+    python benchmarks/budget.py --models gpt2    # the rows of the others stay
     python benchmarks/budget.py --draw     # the picture and the tables again, from the CSV
 """
 
@@ -43,11 +44,10 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from benchmarks.peer_policies import PutOn, peers  # noqa: E402
 from remat.activation_checkpointing import apply, policy  # noqa: E402
 from remat.activation_checkpointing.mechanisms import operators  # noqa: E402
-from remat.activation_checkpointing.mechanisms.budget import PROGRAMS  # noqa: E402
 from remat.activation_checkpointing.mechanisms.counters import Scope  # noqa: E402
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision  # noqa: E402
 from remat.activation_checkpointing.op_tracer import OpTracer  # noqa: E402
-from remat.config.options import CheckpointingConfig, ConfigError, Policy  # noqa: E402
+from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig  # noqa: E402
 from remat.config.units import GB, GIB, MIB  # noqa: E402
 from remat.machine.gpus import Machine  # noqa: E402
 from remat.model.flops import flop_formula  # noqa: E402
@@ -66,6 +66,14 @@ HEADS = {"num_attention_heads", "num_key_value_heads", "n_head"}
 DEPTH = {"gpt2": "n_layer"}
 VOCAB = 512  # small, so that the loss is not the peak
 NONE, FULL, BUDGET = "none", "remat: full", "budget"
+LINEARS = SelectiveOpsConfig(save_linears=["all_but_down"])
+NAMED = {  # remat's own
+    FULL: CheckpointingConfig(policy=Policy.full),
+    "remat: selective_ops": CheckpointingConfig(policy=Policy.selective_ops),
+    "remat: selective_linears": CheckpointingConfig(policy=Policy.selective_ops, selective_ops=LINEARS),
+    "remat: selective_modules": CheckpointingConfig(policy=Policy.selective_modules),
+    "remat: discard_output": CheckpointingConfig(policy=Policy.discard_output),
+}
 TITAN = "after torchtitan: every second matmul"
 NEAR = 1.02  # of the peak of `full`
 BETWEEN = 8  # budgets at even distances
@@ -165,23 +173,23 @@ class Bench:
         )
 
     def collect(self, chosen: Mapping[str, PutOn], between: int) -> None:
-        """Make the points: keeping everything, `chosen` peers, remat's full, and budgets."""
+        """Make the points: keeping everything, `chosen` peers, remat's named policies, and budgets."""
         expected = self.gradients(self.net)
         self.add(Point(NONE, self.twin()), expected)
-        for name, put_on in chosen.items():
+        own = {name: partial(self._put_on, cfg) for name, cfg in NAMED.items()}
+        for name, put_on in {**chosen, **own}.items():
             net = self.twin()
             try:
                 put_on(net)
                 self.add(Point(name, net), expected)
             except Exception as error:  # what a peer cannot do is a result
                 print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-        whole = CheckpointingConfig(policy=Policy.full)
-        net = self.twin()
-        apply.apply(net, policy.decide_layers(whole, len(decoder_layers(net))), whole, device=self.device)
-        self.add(Point(FULL, net), expected)
         for limit in self._limits(between):
             if point := self._table(limit):
                 self.add(point, expected)
+
+    def _put_on(self, cfg: CheckpointingConfig, net: Any) -> None:
+        apply.apply(net, policy.decide_layers(cfg, len(decoder_layers(net))), cfg, device=self.device)
 
     def _limits(self, between: int) -> list[int]:
         """Return budgets: the peaks of the others, and even distances from the least to everything."""
@@ -371,9 +379,8 @@ def measure_overhead(rounds: int) -> list[dict[str, Any]]:
         applied = apply.apply(nets[name], chosen, cfg, device=device)
     for net in nets.values():
         bench.one_pass(net)
-    again = Again(applied)
-    bench.one_pass(nets["keeps least"])
-    again.stop()
+    with Again(applied.scope) as again:
+        bench.one_pass(nets["keeps least"])
     seconds: dict[str, list[float]] = {name: [] for name in [*nets, "operations"]}
     for _ in range(rounds):
         for name, net in nets.items():
@@ -404,24 +411,19 @@ def measure_overhead(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-class Again:
-    """The operations that layers run again in a backward, with their arguments."""
+class Again(TorchDispatchMode):
+    """The operations that layers run again in a backward, with their arguments; views of what is there are none."""
 
-    def __init__(self, applied: apply.Applied) -> None:
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
         self.calls: list[tuple[Any, Any, Any]] = []
-        programs = applied.shared[PROGRAMS].values()
-        self.ops = {id(step.op): step.op for program in programs for step in program.steps.values()}
-        self.funcs = {key: op.func for key, op in self.ops.items()}
-        for key, op in self.ops.items():
-            op.func = partial(self._call, self.funcs[key])
 
-    def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append((func, args, kwargs))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.scope.recomputing and not func.is_view:
+            self.calls.append((func, args, kwargs))
         return func(*args, **kwargs)
-
-    def stop(self) -> None:
-        for key, op in self.ops.items():
-            op.func = self.funcs[key]
 
     @torch.no_grad()
     def run(self) -> None:
@@ -444,6 +446,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read(path: Path) -> list[Any]:
+    return list(csv.DictReader(path.open())) if path.is_file() else []
 
 
 @dataclass(frozen=True)
@@ -557,18 +563,18 @@ def main() -> None:
     result, overhead = (RESULTS / f"{name}_{device.type}.csv" for name in ("budget", "budget_overhead"))
     if not args.draw:
         write(overhead, measure_overhead(50))
-        rows: list[Any] = []
+        rows: list[Any] = [row for row in read(result) if row["model"] not in args.models]
         shape = SHAPES[device.type]
         for more in measure(
             args.models, list(DTYPES), shape, peers(device), rounds=args.rounds, between=BETWEEN
         ):
             rows += more
-            write(result, rows)
-    for row in csv.DictReader(overhead.open()):
+            write(result, sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
+    for row in read(overhead):
         print(
             f"a layer that {row['layer']}: {row['overhead_us']} us, and {row['operations_us']} us of operations"
         )
-    rows = list(csv.DictReader(result.open()))
+    rows = read(result)
     print_tables(rows)
     draw(rows, FIGURES / f"budget_{device.type}.png")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from remat.activation_checkpointing import apply, policy, validation, verification
 from remat.activation_checkpointing.mechanisms import budget
@@ -205,6 +205,35 @@ def test_no_mode_after_the_first_call_and_no_hooks_where_all_is_kept() -> None:
     assert {index: modes for index, (modes, _) in seen.items()} == {0: 1, 1: 1, 2: 0}
     net(input_ids=ids, labels=ids).loss.backward()
     assert seen == {0: (0, True), 1: (0, True), 2: (0, False)}
+    applied.remove()
+
+
+class Views(TorchDispatchMode):
+    """Counts the views that are made by geometry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += func is torch.ops.aten.as_strided.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_view_is_made_once_for_all_its_readers() -> None:
+    net = small_models.build("llama")
+    applied = applied_to(net, None)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    net(input_ids=ids, labels=ids).loss.backward()
+    loss = net(input_ids=ids, labels=ids).loss
+    with Views() as views:
+        loss.backward()
+    weights = {"weight"}  # those are had as they are saved
+    most = max(
+        sum(program.graph.values[ref.value].kind not in weights for ref in program.slots)
+        for program in applied.shared[budget.PROGRAMS].values()
+    )
+    assert 0 < views.made <= len(net.model.layers) * most
     applied.remove()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable
 from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
@@ -30,6 +30,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     Treated,
     spans,
 )
+from remat.activation_checkpointing.mechanisms.tables.code import write_makers
 from remat.activation_checkpointing.mechanisms.tables.graph import (
     Geometry,
     Graph,
@@ -77,10 +78,14 @@ class LayerRunner:
         self._modules = dict(self.layer.named_modules())
         self._weights: list[Any] = []  # parameters, which DeepSpeed gives attributes of its own
         self._open: set[nn.Module] = set()  # modules inside whose hooks a program runs
+        self.again = site.setup.scope.inside(site.index, recomputing=True)
 
     def __call__(self, call: Replayable, *args: Any) -> Any:
-        cast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-        key = sign(args), sign(call.keywords), self.layer.training, tuple(cast)
+        cast: tuple[Any, ...] = ()
+        if torch._C._is_any_autocast_enabled():
+            kinds = ("cpu", "cuda")
+            cast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        key = sign(args), sign(call.keywords), self.layer.training, cast
         program = self.programs.get(key)
         if program is None:
             return self._learn(key, call, args)
@@ -100,48 +105,61 @@ class LayerRunner:
     def _run(self, program: Program, call: Replayable, args: tuple[Any, ...]) -> Any:
         self.frame = frame = Frame(self, program, args, call.keywords)
         self._calls.clear()
-        entries, total, number = program.entries, len(program.entries), 0
+        coming, gathers, make, weight = iter(program.entries), self.gathers, Fate.make, Fate.weight
 
         def pack(tensor: torch.Tensor) -> Any:
-            nonlocal number
-            if number >= total:
-                raise self._mismatch(f"saves more than the {total} tensors of its table")
-            entry, node = entries[number], tensor.grad_fn
-            number += 1
-            value, dtype, place = entry.ref
-            changed = (tensor.dtype is not dtype or tensor.shape != place.size) and not entry.any_size
-            if changed or (type(node) is not entry.node and not _is_made_by(entry, node)):
-                raise self._mismatch(
-                    f"saves {tuple(tensor.shape)} {tensor.dtype} of {maker(node) or 'nothing'!r} as number "
-                    f"{number - 1}, where its table has {place.size} {dtype} of {entry.maker or 'nothing'!r}"
-                )
+            entry = next(coming, None)
+            if entry is None:
+                raise self._mismatch(f"saves more than the {len(program.entries)} tensors of its table")
+            if tensor.dtype is not entry.dtype or tensor.shape != entry.size:
+                self._check(program, entry, tensor)
+            fate = entry.fate
+            if fate is make or (fate is weight and gathers):
+                # What is given is not what will be returned: it must be what the table says.
+                if type(tensor.grad_fn) is not entry.node:
+                    self._check(program, entry, tensor)
+                if fate is weight:
+                    return WeightView(self.weights[entry.weight], entry.ref)
+                if entry.store:
+                    frame.put(entry.value, tensor.detach())
+                return [frame, entry, None]
+            if entry.maker is not None:
+                tensor = tensor.detach()  # an output that is held by its own grad_fn is never freed
             if entry.store:
-                frame.put(value, tensor.detach())
-            if entry.fate is Fate.keep:
-                # An output that is held by its own grad_fn is never freed.
-                return Kept(tensor if node is None else tensor.detach())
-            return (
-                Made(frame, entry)
-                if entry.fate is Fate.make
-                else WeightView(self.weights[entry.weight], entry.ref)
-            )
+                frame.put(entry.value, tensor)
+            if fate is weight:
+                frame.values[entry.slot] = tensor
+            return tensor, tensor._version
 
         try:
             with saved_tensors_hooks(pack, _unpack):
                 output = call(*args)
         finally:
             self.frame = None
-        if number != total:
-            raise self._mismatch(f"saved {number} tensors, where its table has {total}")
+        lacking = len(list(coming))
+        if lacking:
+            total = len(program.entries)
+            raise self._mismatch(f"saved {total - lacking} tensors, where its table has {total}")
         self.site.counts.table_bytes = program.kept_bytes
         return output
+
+    def _check(self, program: Program, entry: Entry, tensor: torch.Tensor) -> None:
+        """Raise PolicyNotApplied for a saved tensor that is not the one of the table."""
+        changed = (tensor.dtype is not entry.dtype or tensor.shape != entry.size) and not entry.any_size
+        if changed or not _is_made_by(entry, tensor.grad_fn):
+            raise self._mismatch(
+                f"saves {tuple(tensor.shape)} {tensor.dtype} of {maker(tensor.grad_fn) or 'nothing'!r} as number "
+                f"{program.entries.index(entry)}, where its table has {entry.size} {entry.dtype} of "
+                f"{entry.maker or 'nothing'!r}"
+            )
 
     def _learn(self, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
         """Keep everything until the layer's forward is over, then carry out its table."""
         slots: list[weakref.ref[Slot]] = []
 
         def pack(number: int, tensor: torch.Tensor) -> Slot:
-            slot = Slot(Kept(tensor if tensor.grad_fn is None else tensor.detach()))
+            tensor = tensor if tensor.grad_fn is None else tensor.detach()
+            slot = Slot((tensor, tensor._version))
             slots.append(weakref.ref(slot))
             return slot
 
@@ -166,10 +184,10 @@ class LayerRunner:
             if alive is None:
                 continue
             if entry.store:
-                frame.put(entry.ref.value, alive.handle.get())
+                frame.put(entry.ref.value, _unpack(alive))
             if entry.fate is Fate.make:
-                alive.handle = Made(frame, entry)
-            elif entry.fate is Fate.weight:
+                alive.handle = [frame, entry, None]
+            elif entry.fate is Fate.weight and self.gathers:
                 alive.handle = WeightView(self.weights[entry.weight], entry.ref)
         self.site.counts.table_bytes = program.kept_bytes
         return output
@@ -275,7 +293,10 @@ class LayerRunner:
 
 
 class Frame:
-    """One forward of a layer until its backward is done: what is kept for programs, and who still reads it."""
+    """One forward of a layer until its backward is done: what is kept for programs, and who still reads it.
+
+    `values` has a place for each value of the program's graph, then for the views of them that are read (`code.py`).
+    """
 
     __slots__ = ("began", "constants", "program", "runner", "uses", "values", "versions")
 
@@ -283,9 +304,9 @@ class Frame:
         self, runner: LayerRunner, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.runner, self.program, self.began = runner, program, False
-        self.values: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}
-        self.uses = dict(program.uses)
+        self.values: list[torch.Tensor | None] = [None] * program.places
+        self.versions: dict[int, int] = {}  # of what was not made here
+        self.uses = program.readers.copy()
         self.constants = [
             (runner.weights[place], runner.weights[place]._version) for place in program.constants
         ]
@@ -300,151 +321,104 @@ class Frame:
 
     def take(self, entry: Entry) -> torch.Tensor:
         """Return a saved tensor, after the operations that it needs."""
-        site = self.runner.site
         if not self.began:
-            self.began = True
-            site.counts.expected += 1
-            site.counts.is_reached()
-            site.counts.recomputations += 1
-            if any(tensor._version != version for tensor, version in self.constants):
-                raise RuntimeError(
-                    f"checkpointing=budget: layer {site.index} needs a buffer in backward that was modified by an "
-                    "in-place operation after its forward"
-                )
-        number = entry.ref.value
-        if number in self.values:
-            self._need(number)
-        elif torch.is_grad_enabled():  # as where somebody takes a gradient of a gradient
-            with torch.no_grad():
-                self._make(number)
-        else:
-            self._make(number)
-        tensor = self.values[number] if entry.exact else self._view(entry.ref)
-        self._used(number)
+            self._begin()
+        value, slot, values, uses = entry.value, entry.slot, self.values, self.uses
+        base = values[value]
+        if base is None:
+            self._make_for_autograd(value)
+        elif value in self.versions and base._version != self.versions[value]:
+            self.refuse_edit(value)
+        tensor = values[slot]
+        if tensor is None:
+            tensor = self.view(slot)
+        uses[value] -= 1
+        if not uses[value]:
+            for place in self.program.seen[value]:
+                values[place] = None
         return tensor
 
-    def _make(self, value: int) -> None:
-        site = self.runner.site
-        with site.setup.scope.inside(site.index, recomputing=True), torch._C._DisableAutocast():
-            self._need(value)
-
-    def _need(self, value: int) -> None:
-        base = self.values.get(value)
-        if base is None:
-            step = self.program.steps[value]
-            if step.owners and self.runner.gathers:
-                self._prepare(step)
-                self.runner.with_weights(self.runner.holders(step), partial(self._finish, step))
-            else:
-                self._finish(step)
-        elif self.versions.get(value, base._version) != base._version:
+    def _begin(self) -> None:
+        self.began, site, program = True, self.runner.site, self.program
+        if not program.makers:
+            program.makers = write_makers(program, gathers=self.runner.gathers)
+        site.counts.expected += 1
+        site.counts.is_reached()
+        site.counts.recomputations += 1
+        site.counts.takes_effect("operations made again", len(program.steps))
+        if any(tensor._version != version for tensor, version in self.constants):
             raise RuntimeError(
-                f"checkpointing=budget: layer {self.runner.site.index} needs {self.program.graph.values[value].name!r} "
-                "in backward, which was modified by an in-place operation after it was kept"
+                f"checkpointing=budget: layer {site.index} needs a buffer in backward that was modified by an "
+                "in-place operation after its forward"
             )
+
+    def _make_for_autograd(self, value: int) -> None:
+        with self.runner.again:
+            if torch.is_grad_enabled():  # as where somebody takes a gradient of a gradient
+                with torch.no_grad():
+                    self.make(value)
+            elif torch._C._is_any_autocast_enabled():
+                with torch._C._DisableAutocast():
+                    self.make(value)
+            else:
+                self.make(value)
+
+    def make(self, value: int) -> None:
+        """Run the operation that makes `value`, and those that it needs."""
+        step = self.program.steps[value]
+        run = self.program.makers[value]
+        if step.owners and self.runner.gathers:
+            self._prepare(step)
+            self.runner.with_weights(self.runner.holders(step), partial(run, self))
+        else:
+            run(self)
 
     def _prepare(self, step: Step) -> None:
         """Make what comes from outside of the module that owns the weights: one is gathered at a time, and once."""
         for value in step.inputs:
-            if value in self.values:
+            if self.values[value] is not None:
                 continue
             before = self.program.steps.get(value)
             if before is not None and step.owners and self.runner.holders(before) == self.runner.holders(step):
                 self._prepare(before)
             else:
-                self._need(value)
+                self.make(value)
 
-    def _finish(self, step: Step) -> None:
-        for value in step.inputs:
-            self._need(value)
-        self._execute(step)
-        for value in step.inputs:
-            self._used(value)
+    def refuse_edit(self, value: int) -> None:
+        raise RuntimeError(
+            f"checkpointing=budget: layer {self.runner.site.index} needs {self.program.graph.values[value].name!r} "
+            "in backward, which was modified by an in-place operation after it was kept"
+        )
 
-    def _execute(self, step: Step) -> None:
-        op, values, leaves = step.op, self.values, step.leaves.copy()
-        for place, value in step.exact:
-            leaves[place] = values[value]
-        for place, ref in step.views:
-            leaves[place] = self._view(ref)
-        for place, index, ref in step.weights:
-            leaves[place] = _view_of(self.runner.weights[index].data, ref)
-        for place, ref, becomes in step.writes:
-            leaves[place] = self._copy(ref, becomes)
-        if step.keywords is None:
-            args, kwargs = tree_unflatten(leaves, op.spec)
-            result = op.func(*args, **kwargs)
-        elif step.nested:
-            result = op.func(
-                *(leaves[at] if type(at) is int else [leaves[part] for part in at] for at in step.nested)
-            )
-        elif step.keywords:
-            first = len(leaves) - len(step.keywords)
-            result = op.func(*leaves[:first], **dict(zip(step.keywords, leaves[first:], strict=True)))
-        else:
-            result = op.func(*leaves)
-        results = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
-        for place, value in op.outs:
-            if self.uses.get(value):
-                values.setdefault(value, results[place])
-        self.runner.site.counts.takes_effect("operations made again")
-
-    def _copy(self, leaf: Ref, becomes: int) -> torch.Tensor:
+    def copy(self, leaf: Ref, becomes: int) -> torch.Tensor:
         """Copy what an operation is going to edit: the value before it may be kept, or needed by others."""
         base = self.values[leaf.value]
+        assert base is not None
         flat = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0).clone()
-        if self.uses.get(becomes):
+        if self.uses[becomes]:
             self.values[becomes] = flat.as_strided(*self.program.canon[becomes])
         return flat.as_strided(*self._in_storage(leaf.value, leaf.place, base))
 
-    def _view(self, ref: Ref) -> torch.Tensor:
-        base = self.values[ref.value]
-        return base.as_strided(*self._in_storage(ref.value, ref.place, base))
+    def view(self, slot: int) -> torch.Tensor:
+        """Make the view that belongs into `slot`. One of a weight that is gathered lives no longer than it is used."""
+        ref = self.program.views[slot]
+        value = self.program.graph.values[ref.value]
+        if value.kind == "weight":
+            tensor = _view_of(self.runner.weights[value.where].data, ref)
+            if self.runner.gathers:
+                return tensor
+        else:
+            base = self.values[ref.value]
+            assert base is not None
+            tensor = base.as_strided(*self._in_storage(ref.value, ref.place, base))
+        self.values[slot] = tensor
+        return tensor
 
     def _in_storage(self, value: int, place: Geometry, base: torch.Tensor) -> Geometry:
         """Return `place` with an offset from the start of the storage; of an argument it counts from the argument."""
         if self.program.graph.values[value].kind != "arg":
             return place
         return place._replace(offset=place.offset + int(base.storage_offset()))
-
-    def _used(self, value: int) -> None:
-        """Free a value after its last reader. What comes from outside is read as often as anyone likes."""
-        if value in self.uses:
-            self.uses[value] -= 1
-            if self.uses[value] == 0:
-                self.values.pop(value, None)
-
-
-class Kept:
-    """A tensor that stays."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-
-    def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:  # autograd checks it itself only where there are no hooks
-            raise RuntimeError(
-                f"a tensor needed for backward, of shape {list(self.tensor.shape)}, was modified by an in-place "
-                f"operation: it is at version {self.tensor._version}, expected version {self.version}"
-            )
-        return self.tensor
-
-
-class Made:
-    """A tensor that is made again. Autograd drops the handle when it is done with it; a second backward finds it."""
-
-    __slots__ = ("entry", "frame", "tensor")
-
-    def __init__(self, frame: Frame, entry: Entry) -> None:
-        self.frame, self.entry = frame, entry
-        self.tensor: torch.Tensor | None = None
-
-    def get(self) -> torch.Tensor:
-        if self.tensor is None:
-            self.tensor = self.frame.take(self.entry)
-        return self.tensor
 
 
 class WeightView:
@@ -471,12 +445,33 @@ class Slot:
 
     __slots__ = ("__weakref__", "handle")
 
-    def __init__(self, handle: Kept | Made | WeightView) -> None:
+    def __init__(self, handle: Any) -> None:
         self.handle = handle
 
 
 def _unpack(handle: Any) -> torch.Tensor:
-    tensor: torch.Tensor = handle.handle.get() if type(handle) is Slot else handle.get()
+    """Return what a handle stands for. Plain containers, because a layer makes dozens of handles a step.
+
+    [frame, entry, None or the tensor]: it is made again; autograd drops the handle when it is done with it, and a
+    second backward finds the tensor. (tensor, version): it stays.
+    """
+    if type(handle) is Slot:
+        handle = handle.handle
+    tensor: torch.Tensor
+    if type(handle) is list:
+        frame, entry, made = handle
+        if made is None:
+            made = handle[2] = frame.take(entry)
+        tensor = made
+        return tensor
+    if type(handle) is WeightView:
+        return handle.get()
+    tensor, version = handle
+    if tensor._version != version:  # autograd checks it itself only where there are no hooks
+        raise RuntimeError(
+            f"a tensor needed for backward, of shape {list(tensor.shape)}, was modified by an in-place "
+            f"operation: it is at version {tensor._version}, expected version {version}"
+        )
     return tensor
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import networkx
-
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
 
 PREFER_BYTES = 10**30  # a price that no time outweighs
@@ -39,6 +37,8 @@ def cut(
 
     Values in `held` are kept whatever they cost. Of equal choices it returns the same one every time.
     """
+    import networkx  # a third of a second, which a rank that chooses nothing does not spend
+
     net = networkx.DiGraph()
     source, sink = "needed", "not needed"
     net.add_node(source)

@@ -7,12 +7,12 @@ holds for the real ones, and for other lengths. What a table leaves out and cann
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms.tables.frontier import least
 from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Graph, Op, Ref, Tap
@@ -25,6 +25,8 @@ class Table:
     keep: frozenset[str] = frozenset()
     saved_bytes: int = 0
 
+
+Maker = Callable[[Any], None]  # fn(frame): makes a value there
 
 NOTHING = Table()  # keeps what cannot be made again
 
@@ -39,7 +41,7 @@ class Fate(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """The n-th tensor that autograd saves. `exact`: the value as the frame has it. `store`: a program needs it.
+    """The n-th tensor that autograd saves. `slot`: where the frame has it as it is saved. `store`: a program needs it.
 
     `maker`: the autograd node behind it; None: another part of the model made it.
     """
@@ -47,32 +49,23 @@ class Entry:
     fate: Fate
     ref: Ref
     maker: str | None
-    exact: bool
+    slot: int
     store: bool
     weight: int = -1
     any_size: bool = False
     node: type | None = None  # of that autograd node, once one was seen: quicker to compare than its name
 
+    def __post_init__(self) -> None:
+        self.value, self.dtype, self.size = self.ref.value, self.ref.dtype, self.ref.place.size
+
 
 @dataclass(eq=False)
 class Step:
-    """One operation that runs again. Places are those among the leaves of its arguments.
-
-    `leaves`: what is no tensor. `exact`: (place, value) of values as they are. `views`: of others, with geometry.
-    `weights`: the same of weights. `writes`: what the operation edits, and the value that this becomes. `nested`: where
-    arguments are lists: their places, one by one. `keywords`: the names of the last leaves; None: deeper than that.
-    """
+    """One operation that runs again. `inputs`: values that are no weights."""
 
     op: Op
     owners: tuple[str, ...]  # modules that own the weights it reads
-    inputs: tuple[int, ...] = ()  # values that are no weights
-    leaves: list[Any] = field(default_factory=list)
-    exact: list[tuple[int, int]] = field(default_factory=list)
-    views: list[tuple[int, Ref]] = field(default_factory=list)
-    weights: list[tuple[int, int, Ref]] = field(default_factory=list)
-    writes: list[tuple[int, Ref, int]] = field(default_factory=list)
-    nested: list[Any] = field(default_factory=list)
-    keywords: tuple[str, ...] | None = ()
+    inputs: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -81,7 +74,8 @@ class Program:
 
     `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of what
     is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame. `constants`:
-    buffers and the like that operations read again.
+    buffers and the like that operations read again. `slots`: the views of values that are read, numbered after the
+    values; `views`: the reverse. `readers`: `uses` of each value. `seen`: the slots of each value, its own first.
     """
 
     graph: Graph
@@ -93,6 +87,26 @@ class Program:
     taps: dict[tuple[str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     canon: dict[int, Geometry] = field(default_factory=dict)
     constants: list[int] = field(default_factory=list)
+    slots: dict[Ref, int] = field(default_factory=dict)
+    views: dict[int, Ref] = field(default_factory=dict)
+    readers: list[int] = field(default_factory=list)
+    seen: dict[int, list[int]] = field(default_factory=dict)
+    makers: dict[int, Maker] = field(default_factory=dict)  # written when a backward first needs them
+
+    def slot(self, ref: Ref) -> int:
+        """Return where a frame has `ref`: where its value is, or a view of it; the same for all its readers."""
+        if self.graph.values[ref.value].kind != "weight" and _is_exact(self, ref):
+            return ref.value
+        if ref not in self.slots:
+            self.slots[ref] = len(self.graph.values) + len(self.slots)
+            self.views[self.slots[ref]] = ref
+            self.seen.setdefault(ref.value, [ref.value]).append(self.slots[ref])
+        return self.slots[ref]
+
+    @property
+    def places(self) -> int:
+        """Return how many places a frame has: for each value, and for each view of one that is read."""
+        return len(self.graph.values) + len(self.slots)
 
     @property
     def kept_bytes(self) -> int:
@@ -117,7 +131,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
         owners = dict.fromkeys(owner for weight in weights if (owner := graph.owner(weight)) is not None)
-        step = Step(op, tuple(owners))
+        inputs = tuple(value for value in op.ins if graph.values[value].kind != "weight")
+        step = Step(op, tuple(owners), inputs)
         program.steps |= dict.fromkeys(op.made, step)
         program.uses.update(op.ins)
     for save in graph.saves:
@@ -133,41 +148,22 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         program.entries.append(
             Entry(
                 fate, save.ref, save.maker if value.kind in ("op", "weight") else None,
-                _is_exact(program, save.ref), number in stores,
+                program.slot(save.ref) if fate is not Fate.keep else -1, number in stores,
                 value.where if value.kind == "weight" else -1,
                 value.op >= 0 and graph.ops[value.op].fixed == "its size depends on data",
             )
         )  # fmt: skip
-    for step in set(program.steps.values()):
-        _lay_out(program, step)
-    read = {where for step in program.steps.values() for _, where, _ in step.weights}
+    read: set[int] = set()
+    for step in dict.fromkeys(program.steps.values()):
+        for place, leaf in enumerate(step.op.args):
+            if isinstance(leaf, Ref) and place not in step.op.writes:
+                program.slot(leaf)
+        read.update(graph.values[value].where for value in step.op.ins if graph.values[value].kind == "weight")
     program.constants = sorted(where for where in read if graph.owner(where) is None)
+    for number in program.uses:
+        program.seen.setdefault(number, [number])
+    program.readers = [program.uses[value.id] for value in graph.values]
     return program
-
-
-def _lay_out(program: Program, step: Step) -> None:
-    """Sort the arguments of an operation by how they are had, so that a replay need not look."""
-    values, op = program.graph.values, step.op
-    step.inputs = tuple(value for value in op.ins if values[value].kind != "weight")
-    for place, leaf in enumerate(op.args):
-        step.leaves.append(None if isinstance(leaf, Ref) else leaf)
-        if not isinstance(leaf, Ref):
-            continue
-        if values[leaf.value].kind == "weight":
-            step.weights.append((place, values[leaf.value].where, leaf))
-        elif place in op.writes:
-            step.writes.append((place, leaf, op.writes[place]))
-        elif _is_exact(program, leaf):
-            step.exact.append((place, leaf.value))
-        else:
-            step.views.append((place, leaf))
-    if op.spec is not None:
-        args, kwargs = tree_unflatten(range(len(op.args)), op.spec)
-        flat = all(isinstance(leaf, int) for leaf in (*args, *kwargs.values()))
-        lists = not kwargs and all(isinstance(part, int) for leaf in args for part in tree_leaves(leaf))
-        lists = lists and all(isinstance(leaf, (int, list)) for leaf in args)
-        step.nested = list(args) if lists and not flat else []
-        step.keywords = tuple(kwargs) if flat or lists else None
 
 
 def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
