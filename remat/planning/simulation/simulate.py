@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from remat.model.meta_kernels import as_in_a_run, explained
 from remat.planning.simulation import peaks, reserved, zero3
-from remat.planning.simulation.timeline import Scope, Timeline
+from remat.planning.simulation.repeat import Owners, Repeat, repeated, sources
+from remat.planning.simulation.timeline import Place, Record, Scope, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
 from remat.planning.simulation.zero3 import Parameters
 
@@ -24,12 +25,13 @@ Given = Callable[[dict[str, Tensor]], dict[str, Any]]
 class Recording:
     """One recorded micro-batch. It does not depend on ZeRO's sizes: `under` applies them to it."""
 
-    timeline: Timeline
+    timeline: Record
     parameters: Parameters
     assumptions: list[str]
     graphs: Mapping[int, Any] = field(
         default_factory=dict
     )  # of the layers under a table: what they compute and save
+    places: Sequence[Place] = ()  # where the parts of the timeline begin
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.
@@ -116,10 +118,12 @@ def record(
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
     on_gpu: bool = True,
+    marked: Sequence[nn.Module] = (),
 ) -> Recording:
     """Record a micro-batch like `run`, for any number of ZeRO settings.
 
-    `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU.
+    `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU. `marked` are layers that stand
+    for more of their like: such a recording has to be `lengthened`.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -129,6 +133,8 @@ def record(
         stack.enter_context(
             as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=given is not None)
         )
+        if marked:
+            stack.enter_context(timeline.layers_marked(marked))  # before ZeRO's own hooks
         if stage_3:
             stack.enter_context(zero3.recorded(model, timeline.cut))
         stack.enter_context(timeline.gradients_taken())
@@ -139,7 +145,26 @@ def record(
         timeline.forward_done()
         value.backward()
         timeline.cut(None)
-    return Recording(timeline, Parameters.of(model), sorted(set(assumptions)))
+    return Recording(
+        timeline.record(),
+        Parameters.of(model),
+        sorted(set(assumptions)),
+        places=timeline.places if marked else (),
+    )
+
+
+def lengthened(recording: Recording, owners: Owners, repeats: Sequence[Repeat]) -> Recording:
+    """Return the recording of a model in which the layers of a recorded one repeat.
+
+    Raises NotRepeated where those do not all do the same.
+    """
+    record, parameters = repeated(recording.timeline, recording.places, recording.parameters, owners, repeats)
+    graphs = {
+        layer: recording.graphs[like]
+        for layer, like in enumerate(sources(repeats, owners.num_layers))
+        if like in recording.graphs
+    }
+    return Recording(record, parameters, recording.assumptions, graphs)
 
 
 def step(
