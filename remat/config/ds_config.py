@@ -19,7 +19,7 @@ from typing import Any
 
 from remat.config import ds_defaults
 from remat.config.ds_defaults import OFFLOADS, ZERO
-from remat.config.options import ConfigError, OptimName, Precision, RunConfig
+from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
 
 DEVICES = ("none", "cpu", "nvme")
@@ -34,7 +34,7 @@ class RunValues:
     `world_size` None: not known yet; then what depends on it is neither checked nor filled in.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
-    `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested.
+    `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested. `states` is optim.states.
     """
 
     world_size: int | None
@@ -47,6 +47,7 @@ class RunValues:
     pin_memory_possible: bool = True
     largest_param: int | None = None
     optimizer: OptimName = OptimName.adamw
+    states: OptimStates = OptimStates.fp32
 
 
 def values_of(
@@ -70,6 +71,7 @@ def values_of(
         pin_memory_possible=can_pin,
         largest_param=largest_param,
         optimizer=cfg.optim.name,
+        states=cfg.optim.states,
     )
 
 
@@ -175,6 +177,14 @@ def optimizer_offload_device(ds: Mapping[str, Any]) -> str | None:
 def param_offload_device(ds: Mapping[str, Any]) -> str | None:
     """Where a rendered dict keeps the parameters off the GPU: "cpu", "nvme" or None."""
     return _offload_device(ds, "offload_param")
+
+
+def optimizer_states(ds: Mapping[str, Any]) -> OptimStates:
+    """The number format of AdamW's states under a rendered dict."""
+    bf16 = ds.get("bf16", {})
+    if not bf16.get("bf16_master_weights_and_grads"):
+        return OptimStates.fp32
+    return OptimStates.bf16 if bf16.get("bf16_optimizer_states") else OptimStates.bf16_master
 
 
 def _offload_device(ds: Mapping[str, Any], section: str) -> str | None:
@@ -283,6 +293,8 @@ def _fill_owned(ds: dict[str, Any], values: RunValues) -> list[str]:
         "gradient_accumulation_steps": None if found else gradient_accumulation(values),
         "gradient_clipping": values.gradient_clipping,
         "bf16.enabled": values.precision is Precision.bf16,
+        "bf16.bf16_master_weights_and_grads": values.states is not OptimStates.fp32,
+        "bf16.bf16_optimizer_states": values.states is OptimStates.bf16,
         "fp16.enabled": values.precision is Precision.fp16,
     }
     if ds["bf16"]["enabled"] is True and ds["fp16"]["enabled"] is True:
@@ -291,7 +303,7 @@ def _fill_owned(ds: dict[str, Any], values: RunValues) -> list[str]:
     for path, value in owned.items():
         given = get(ds, path)
         if given not in (None, "auto") and value is not None:
-            found += contradiction(path, given, value, values.precision)
+            found += contradiction(path, given, value, values)
         section, _, key = path.rpartition(".")
         (ds[section] if section else ds)[key] = value
     if owned["gradient_accumulation_steps"] is None:
@@ -455,12 +467,12 @@ def _largest_shard(largest_param: int | None, world_size: int | None) -> int | N
     return math.ceil(largest_param / world_size)
 
 
-def contradiction(path: str, given: Any, value: Any, precision: Precision) -> list[str]:
+def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:
     """A literal of the file or the overrides against the value the run owns."""
     if given == value and isinstance(given, bool) == isinstance(value, bool):
         return []
     option = ds_defaults.OWNED[path]
-    said = precision if option == "train.precision" else value
+    said = {"train.precision": values.precision, "optim.states": values.states}.get(option, value)
     return [
         f'{path}={_word(given)} contradicts {option}={said}: write "auto" in the DeepSpeed file or drop the '
         "override; the option decides"

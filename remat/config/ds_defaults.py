@@ -49,6 +49,8 @@ OWNED: dict[str, str] = {
     "gradient_accumulation_steps": "train.global_batch_size / (train.micro_batch_size * ranks)",
     "gradient_clipping": "optim.gradient_clipping",
     "bf16.enabled": "train.precision",
+    "bf16.bf16_master_weights_and_grads": "optim.states",
+    "bf16.bf16_optimizer_states": "optim.states",
     "fp16.enabled": "train.precision",
 }
 
@@ -57,10 +59,8 @@ FIXED: dict[str, str] = {
     "managed_gradient_accumulation": "the training loop steps on DeepSpeed's accumulation boundary",
     "gradient_allreduce_op": "the training loop scales the loss for a mean over ranks",
     "torch_autocast.enabled": "train.precision sets the type of parameters and gradients",
-    "bf16.bf16_master_weights_and_grads": "optim=... keeps master weights in fp32",
-    "bf16.bf16_optimizer_states": "optim.name chooses how its state is kept",
     "bf16.check_grad_overflow": "a step whose gradient is not finite is skipped",
-    "fp16.fp16_master_weights_and_grads": "optim=... keeps master weights in fp32",
+    "fp16.fp16_master_weights_and_grads": "optim.states has 16-bit master weights for train.precision=bf16 alone",
     "zero_optimization.offload_optimizer.super_offload": "optim=... has no optimizer for it",
     "zero_optimization.compute_grad_norm": "the run logs and clips by the gradient norm",
     "checkpoint.load_universal": "resume switches it on for the states that need it (reshard=auto)",
@@ -202,8 +202,8 @@ BF16: dict[str, Any] = {
     "enabled": "auto",
     "immediate_grad_update": False,
     "check_grad_overflow": True,
-    "bf16_master_weights_and_grads": False,
-    "bf16_optimizer_states": False,
+    "bf16_master_weights_and_grads": "auto",
+    "bf16_optimizer_states": "auto",
 }
 FP16: dict[str, Any] = {
     "enabled": "auto",

@@ -110,6 +110,13 @@ class OptimName(StrEnum):
     adafactor = "adafactor"  # a row and a column of second moments of each matrix
 
 
+class OptimStates(StrEnum):
+    fp32 = "fp32"  # master weights, their gradients and both moments in fp32
+    # master weights and their gradients in bf16, moments in fp32; needs offload_optimizer on cpu
+    bf16_master = "bf16_master"
+    bf16 = "bf16"  # all of them in bf16
+
+
 class Schedule(StrEnum):
     constant = "constant"  # the peak after warm-up
     linear = "linear"  # a straight line from the peak down to the end
@@ -363,6 +370,8 @@ class OptimConfig:
     """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
 
     name: OptimName = OptimName.adamw  # which optimizer updates the weights
+    # number format of AdamW's states; 16-bit ones change the training, and never follow by themselves
+    states: OptimStates = OptimStates.fp32
     lr: float = 3e-4  # the highest learning rate
     beta1: float = 0.9  # decay of the mean of gradients; adafactor has none
     beta2: float = 0.95  # decay of the mean of squared gradients; adafactor has none

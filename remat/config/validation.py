@@ -23,10 +23,13 @@ from remat.config.options import (
     ModelInit,
     ModelLoad,
     OptimConfig,
+    OptimName,
+    OptimStates,
     Packing,
     PeftConfig,
     PeftMethod,
     Policy,
+    Precision,
     ProfileConfig,
     RunConfig,
     SaveConfig,
@@ -34,6 +37,8 @@ from remat.config.options import (
     TrainConfig,
 )
 
+# bf16 has 8 bits of significand: above it, the product beta2 x moment can round back to the moment.
+LARGEST_BETA2_IN_BF16 = 1 - 2**-8
 WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
 
 
@@ -51,6 +56,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_model(cfg.model),
         *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
+        *_states(cfg.optim, cfg.train),
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
@@ -374,6 +380,35 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
             "set it to 0 or choose optim.schedule=wsd"
         )
     return found + schedule_problems(optim, train)
+
+
+def _states(optim: OptimConfig, train: TrainConfig) -> list[str]:
+    """What 16-bit states cannot be combined with, whatever the ZeRO stage (for that see model/optimizer.py)."""
+    if optim.states is OptimStates.fp32:
+        return []
+    asked, found = f"optim.states={optim.states}", []
+    if train.precision is not Precision.bf16:
+        found.append(
+            f"{asked} with train.precision={train.precision}: they are the states of bf16 weights; set "
+            "train.precision=bf16, or optim.states=fp32"
+        )
+    if optim.name is not OptimName.adamw:
+        found.append(
+            f"{asked} with optim.name={optim.name}: DeepSpeed keeps 16-bit states for AdamW alone; set "
+            "optim.name=adamw, or optim.states=fp32"
+        )
+    if optim.states is OptimStates.bf16 and optim.beta2 > LARGEST_BETA2_IN_BF16:
+        found.append(
+            f"{asked} with optim.beta2={optim.beta2:g}: a number in bf16 does not change by less than one part in "
+            "512, so a mean of squared gradients can stop falling; set optim.beta2 to at most "
+            f"{LARGEST_BETA2_IN_BF16:.4g}, 0.95 for example, or optim.states=bf16_master, whose moments are in fp32"
+        )
+    if train.tensor_parallel_size > 1:
+        found.append(
+            f"{asked} with train.tensor_parallel_size={train.tensor_parallel_size}: layers that ranks share keep "
+            "fp32 states; set train.tensor_parallel_size=1, or optim.states=fp32"
+        )
+    return found
 
 
 def schedule_problems(optim: OptimConfig, train: TrainConfig) -> list[str]:

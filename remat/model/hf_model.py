@@ -147,6 +147,18 @@ def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
     return config
 
 
+def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
+    """Return `config` with these layers alone. Fields with an entry for each layer keep the entries of these."""
+    found = copy.deepcopy(config)
+    text = found.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, [value[layer] for layer in layers])
+    text.num_hidden_layers = len(layers)
+    return found
+
+
 def hidden_size(config: PretrainedConfig) -> int:
     """Return the width of a hidden state. Raises ConfigError for a config that names none."""
     width = getattr(config.get_text_config(), "hidden_size", None)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from remat.config import ds_config
-from remat.config.options import ConfigError, OptimConfig, OptimName, Schedule
+from remat.config.options import ConfigError, OptimConfig, OptimName, OptimStates, Schedule
 
 IN_8_BIT = (OptimName.adamw_8bit, OptimName.paged_adamw_8bit)
 FROM_BITSANDBYTES = (*IN_8_BIT, OptimName.lion)
@@ -78,11 +78,66 @@ def check(cfg: OptimConfig, ds: Mapping[str, Any], tensor_parallel_size: int = 1
             f"{asked} with train.tensor_parallel_size={tensor_parallel_size}: layers shared by ranks are trained by "
             "AdamW alone; choose optim.name=adamw, or train.tensor_parallel_size=1"
         )
+    found += _refuse_states(cfg.states, ds)
     missing = cfg.name in FROM_BITSANDBYTES and not (cfg.name is OptimName.lion and device)
     if missing and importlib.util.find_spec("bitsandbytes") is None:
         found.append(f"{asked} needs bitsandbytes, which is not installed: pip install 'remat[qlora]'")
     if found:
         raise ConfigError("\n".join(found))
+
+
+def describe_states(states: OptimStates) -> str:
+    """Return what 16-bit states do to the training, for a plan and a run; nothing of fp32 states."""
+    if states is OptimStates.fp32:
+        return ""
+    rounded = {
+        OptimStates.bf16_master: "master weights and their gradients, but not the moments,",
+        OptimStates.bf16: "master weights, their gradients and both moments",
+    }[states]
+    return (
+        f"optim.states={states} changes the training: {rounded} are rounded to bf16, and a step smaller than about "
+        "1/500 of a weight is lost; docs/optimizers.md has the losses that were measured"
+    )
+
+
+def _refuse_states(states: OptimStates, ds: Mapping[str, Any]) -> list[str]:
+    """Return why DeepSpeed cannot keep these states under `ds` (runtime/config.py:706, runtime/base_optimizer.py:502).
+
+    On NVMe its swapper reads and writes all states of a group in one number format and has not been tried with 16 bits.
+    """
+    if states is OptimStates.fp32:
+        return []
+    stage, device = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
+    asked, found = f"optim.states={states}", []
+    if stage == 0:
+        found.append(
+            f"{asked} with zero_optimization.stage=0: 16-bit states need ZeRO stage 1, 2 or 3; choose "
+            "deepspeed.config=zero1, zero2 or zero3, or optim.states=fp32"
+        )
+    elif states is OptimStates.bf16_master and device is None:
+        found.append(
+            f"{asked} without zero_optimization.offload_optimizer: fp32 moments beside bf16 weights are stepped by "
+            "DeepSpeed's kernel on the host alone; choose deepspeed.config=zero2_offload, zero3_offload_optimizer or "
+            "zero3_offload, or optim.states=bf16"
+        )
+    if device == "nvme":
+        found.append(
+            f"{asked} with zero_optimization.offload_optimizer.device=nvme: states on NVMe are in fp32; choose "
+            "device=cpu, or optim.states=fp32"
+        )
+    ratio = (ds["zero_optimization"].get("offload_optimizer") or {}).get("ratio", 1.0)
+    if ratio < 1:
+        found.append(
+            f"{asked} with zero_optimization.offload_optimizer.ratio={ratio}: the share on the GPU has states of its "
+            "own; set ratio=1.0, or optim.states=fp32"
+        )
+    accumulated = ds.get("data_types", {}).get("grad_accum_dtype", "bf16")
+    if accumulated != "bf16":
+        found.append(
+            f"{asked} with data_types.grad_accum_dtype={accumulated}: gradients would be summed in "
+            f"{accumulated} and rounded to bf16; delete it, or set optim.states=fp32"
+        )
+    return found
 
 
 def build(
@@ -108,7 +163,9 @@ def build(
         }
         built: torch.optim.Optimizer = of_bnb[cfg.name](groups, **settings)
         return built
-    return torch.optim.AdamW(groups, fused=device.type == "cuda", **settings)
+    # The fused kernel computes in fp32 and rounds each state once, on a CPU too; the plain one rounds every operation.
+    fused = device.type == "cuda" or cfg.states is not OptimStates.fp32
+    return torch.optim.AdamW(groups, fused=fused, **settings)
 
 
 def _on_host(groups: list[dict[str, Any]], cfg: OptimConfig, settings: dict[str, Any]) -> torch.optim.Optimizer:
@@ -118,7 +175,31 @@ def _on_host(groups: list[dict[str, Any]], cfg: OptimConfig, settings: dict[str,
         return DeepSpeedCPULion(groups, **settings)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    in_fp32 = cfg.states is not OptimStates.bf16
+    adam = DeepSpeedCPUAdam(groups, adamw_mode=True, fp32_optimizer_states=in_fp32, **settings)
+    if cfg.states is OptimStates.bf16_master:
+        _load_moments_as_saved(adam)
+    return adam
+
+
+def _load_moments_as_saved(adam: torch.optim.Optimizer) -> None:
+    """Make `adam.load_state_dict` keep fp32 moments, which torch rounds to the format of the weight, bf16 here."""
+    saved: list[dict[str, Any]] = []
+
+    def note(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        saved[:] = [state_dict["state"].get(key, {}) for key in keys]
+
+    def put_back(_: torch.optim.Optimizer) -> None:
+        weights = [weight for group in adam.param_groups for weight in group["params"]]
+        for weight, state in zip(weights, saved, strict=True):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    adam.state[weight][name] = value.to(weight.device, copy=True)
+        saved.clear()
+
+    adam.register_load_state_dict_pre_hook(note)
+    adam.register_load_state_dict_post_hook(put_back)
 
 
 def _group_options(cfg: OptimConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.config.options import OptimName
+from remat.config.options import OptimName, OptimStates
 from remat.model.optimizer import IN_8_BIT
 
 Shape = Sequence[int]
@@ -43,6 +43,11 @@ class StateBytes:
     paged: int = 0
 
 
+def streamed_bytes(name: OptimName, states: OptimStates) -> int:
+    """Return the bytes that a step reads and writes on a GPU for each parameter; 16-bit states are half of AdamW's."""
+    return STREAMED_BYTES[name] // (2 if states is OptimStates.bf16 else 1)
+
+
 def count_state(name: OptimName, tensors: Sequence[Shape]) -> StateBytes:
     """Return the state of one rank's `tensors` once a step was taken; the tensors' shapes are in elements."""
     sizes = [math.prod(shape) for shape in tensors]
@@ -69,20 +74,33 @@ def shard(shapes: Sequence[Shape], *, zero_stage: int, ranks: int, sub_group_siz
     Matrices and vectors are groups of their own. Below stage 3 a rank has one piece of each group
     (stage_1_and_2.py:535), at stage 3 a piece of each weight, joined into sub-groups (stage3.py:1210).
     """
-    groups = [[s for s in shapes if len(s) > 1], [s for s in shapes if len(s) < 2]]
+    groups = _by_dimensions(shapes)
     if zero_stage == 0:
         return [shape for group in groups for shape in group]
-    found: list[Shape] = []
-    for group in filter(None, groups):
-        sizes = [math.prod(shape) for shape in group]
-        if zero_stage < 3:
-            found.append([2 * math.ceil(sum(sizes) / (2 * ranks))])
-            continue
-        joined = 0
-        for size in sizes:
-            joined += math.ceil(size / ranks)
-            if joined >= sub_group_size:
-                found.append([joined])
-                joined = 0
-        found += [[joined]] if joined else []
+    if zero_stage == 3:
+        return [[sum(pieces)] for pieces in sub_groups(shapes, ranks=ranks, size=sub_group_size)]
+    sizes = (sum(math.prod(shape) for shape in group) for group in groups)
+    return [[2 * math.ceil(size / (2 * ranks))] for size in sizes]
+
+
+def sub_groups(shapes: Sequence[Shape], *, ranks: int, size: int) -> list[list[int]]:
+    """Return the elements of one rank's pieces of the trained weights at stage 3, by sub-group (stage3.py:1210).
+
+    The weight that reaches `size` elements closes a sub-group.
+    """
+    found: list[list[int]] = []
+    for group in _by_dimensions(shapes):
+        pieces: list[int] = []
+        for shape in group:
+            pieces.append(math.ceil(math.prod(shape) / ranks))
+            if sum(pieces) >= size:
+                found.append(pieces)
+                pieces = []
+        found += [pieces] if pieces else []
     return found
+
+
+def _by_dimensions(shapes: Sequence[Shape]) -> list[list[Shape]]:
+    """Return matrices, then vectors, which no weight decay is for: groups of their own; none is empty."""
+    groups = [[s for s in shapes if len(s) > 1], [s for s in shapes if len(s) < 2]]
+    return [group for group in groups if group]

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
-from remat.config.options import OptimName
+from remat.config.options import OptimName, OptimStates
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
 PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
-MASTER, MOMENTS, MASTER_GRADIENT = 4, 8, 4  # bytes per parameter: one fp32, two fp32, one fp32
+FP32 = 4  # bytes
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
@@ -105,9 +105,9 @@ def update_bytes(
     if s.optimizer_device:
         return 0
     if s.stage == 0:
-        own = 2 * MASTER * s.largest if optimizer is OptimName.adafactor else 0
-        return own + (0 if s.width == MASTER else MASTER * s.params)
-    flat = s.grad_width + (MASTER_GRADIENT if s.grad_width < MASTER_GRADIENT else 0)
+        own = 2 * FP32 * s.largest if optimizer is OptimName.adafactor else 0
+        return own + (0 if s.width == FP32 else FP32 * s.params)
+    flat = s.grad_width + (s.master if s.grad_width < s.master else 0)
     if s.stage == 3:
         return flat * max(_sub_groups(s))
     return 0 if s.grad_width > s.width else flat * s.shard
@@ -152,6 +152,9 @@ class _Sizes:
         self.param_device = ds_config.param_offload_device(ds)
         self.dtype = "bf16" if ds["bf16"]["enabled"] else "fp16" if ds["fp16"]["enabled"] else "fp32"
         self.width = ds_defaults.BYTES[self.dtype]
+        states = ds_config.optimizer_states(ds)
+        self.master = FP32 if states is OptimStates.fp32 else ds_defaults.BYTES["bf16"]  # and of its gradient
+        self.moments = 2 * (ds_defaults.BYTES["bf16"] if states is OptimStates.bf16 else FP32)  # AdamW's two
         self.grad_width = ds_defaults.BYTES[ds["data_types"]["grad_accum_dtype"]]
         self.pin_optimizer = bool(self.optimizer_device and self.zero["offload_optimizer"]["pin_memory"])
 
@@ -218,7 +221,7 @@ def _moments(s: _Sizes, numel: int) -> list[Item]:
     What the driver pages counts as host memory: there it lies at the peak of a GPU that has no room for it.
     """
     if s.optimizer is OptimName.adamw:
-        return [s.item("moments", "gpu", MOMENTS * numel, TORCH_ADAM)]
+        return [s.item("moments", "gpu", s.moments * numel, TORCH_ADAM)]
     size = s.zero.get("sub_group_size", 0)
     tensors = optimizer_state.shard(s.shapes, zero_stage=s.stage, ranks=s.ranks, sub_group_size=size)
     kept, source = (
@@ -242,7 +245,7 @@ def _stage_0(s: _Sizes) -> list[Item]:
     ]
     if s.width < 4:  # plain fp32 is trained by the optimizer itself, without a wrapper
         items.append(
-            s.item("master parameters", "gpu", MASTER * s.params, "runtime/fp16/unfused_optimizer.py:78")
+            s.item("master parameters", "gpu", s.master * s.params, "runtime/fp16/unfused_optimizer.py:78")
         )
     return items
 
@@ -260,19 +263,19 @@ def _stage_1_2(s: _Sizes) -> list[Item]:
     if s.optimizer_device is None:
         return [
             *items,
-            s.item("master parameters", "gpu", MASTER * s.shard, f"{S12}:560"),
+            s.item("master parameters", "gpu", s.master * s.shard, f"{S12}:560"),
             *_moments(s, s.shard),
         ]
     pin = s.pin_optimizer
     items += [
         s.item("gradient staging on the GPU", "gpu", s.width * s.largest, f"{S12}:659"),
-        s.pinned("master parameters", [MASTER * s.shard], pin, f"{S12}:560"),
+        s.pinned("master parameters", [s.master * s.shard], pin, f"{S12}:560"),
         s.pinned("parameters on their way back", [s.width * s.shard], pin, f"{S12}:567"),
-        s.pinned("master gradients", [MASTER_GRADIENT * s.shard], pin, f"{S12}:937"),
-        s.item("moments", "host", MOMENTS * s.shard, s.on_host),
+        s.pinned("master gradients", [s.master * s.shard], pin, f"{S12}:937"),
+        s.item("moments", "host", s.moments * s.shard, s.on_host),
         s.pinned("gradient staging", [s.width * s.largest], pin, f"{S12}:653"),
     ]
-    if s.stage == 2 and s.gas > 1 and s.grad_width == s.width:
+    if s.stage == 2 and s.gas > 1 and s.grad_width == s.width and s.master == FP32:  # else in master gradients
         # One buffer per parameter, each rounded. Their sizes are not known here, so the sum is not rounded.
         place: Place = "pinned" if pin and s.can_pin else "host"
         items.append(s.item("accumulated gradients", place, s.width * s.shard, f"{S12}:1824"))
@@ -319,14 +322,13 @@ def _stage_3(s: _Sizes) -> list[Item]:
         return [
             *items,
             s.item("gradients", "gpu", flat, f"{S3}:791"),
-            s.item("master parameters", "gpu", MASTER * s.shard, f"{S3}:1170"),
+            s.item("master parameters", "gpu", s.master * s.shard, f"{S3}:1170"),
             *_moments(s, s.shard),
         ]
     items.append(s.pinned("gradients", [flat], s.pin_optimizer, f"{S3}:791"))
-    groups = _sub_groups(s)
     return [
         *items,
-        *(_optimizer_nvme(s, groups) if s.optimizer_device == "nvme" else _optimizer_cpu(s, groups)),
+        *(_optimizer_nvme(s) if s.optimizer_device == "nvme" else _optimizer_cpu(s, _sub_groups(s))),
     ]
 
 
@@ -348,15 +350,19 @@ def _params_3(s: _Sizes) -> list[Item]:
         ]
     resident = min(section["max_in_cpu"], s.shard)
     buffers = section["buffer_count"] * section["buffer_size"]
+    small = sum(n for group in _swap_groups(s) for n in group if s.width * n < _least_swapped_bytes(s))
     items = [
-        s.item("parameters", "nvme", s.width * s.shard, f"{PARAM_SWAPPER}:265"),
+        s.item("parameters", "nvme", s.width * (s.shard - small), f"{PARAM_SWAPPER}:265"),
         s.item("frozen parameters", "nvme", frozen, f"{PARAM_SWAPPER}:265"),
         s.pinned("parameters kept in host memory", [s.width * resident], True, f"{S3}:906"),
         s.mlocked("parameter swap buffers", s.width * buffers, f"{PARAM_SWAPPER}:131"),
     ]
     if resident < s.shard:
-        write = s.width * max(_sub_groups(s))
-        items.append(s.mlocked("parameter write buffer", write, f"{PARAM_SWAPPER}:396"))
+        write = s.width * max(map(sum, _swap_groups(s)))
+        items += [
+            s.item("parameters too small to be swapped", "host", s.width * small, f"{PARTITION}:1836"),
+            s.mlocked("parameter write buffer", write, f"{PARAM_SWAPPER}:396"),
+        ]
     return items
 
 
@@ -368,34 +374,47 @@ def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
     on_gpu = int((1 - s.zero["offload_optimizer"]["ratio"]) * len(groups))
     kept, moved = sum(groups[:on_gpu]), groups[on_gpu:]
     return [
-        s.item("master parameters", "gpu", MASTER * kept, f"{S3}:1158"),
-        s.item("master gradients", "gpu", MASTER_GRADIENT * kept, f"{S3}:1342"),
-        s.item("moments", "gpu", MOMENTS * kept, TORCH_ADAM),
-        s.item("master parameters", "host", MASTER * sum(moved), f"{S3}:1158"),
-        s.pinned("master gradients", [MASTER_GRADIENT * n for n in moved], s.pin_optimizer, f"{S3}:1338"),
-        s.item("moments", "host", MOMENTS * sum(moved), s.on_host),
+        s.item("master parameters", "gpu", s.master * kept, f"{S3}:1158"),
+        s.item("master gradients", "gpu", s.master * kept, f"{S3}:1342"),
+        s.item("moments", "gpu", s.moments * kept, TORCH_ADAM),
+        s.item("master parameters", "host", s.master * sum(moved), f"{S3}:1158"),
+        s.pinned("master gradients", [s.master * n for n in moved], s.pin_optimizer, f"{S3}:1338"),
+        s.item("moments", "host", s.moments * sum(moved), s.on_host),
     ]
 
 
-def _optimizer_nvme(s: _Sizes, groups: list[int]) -> list[Item]:
+def _optimizer_nvme(s: _Sizes) -> list[Item]:
     """Return the optimizer's items with sub-groups on NVMe.
 
-    Four tensors of one group at a time are in host memory. Tiny groups always stay in host memory.
+    Four tensors of one group at a time are in host memory. Tiny groups always stay in host memory, and so do the
+    gradients of small weights until the update.
     """
-    smallest = max(MIN_SWAPPED_BYTES, s.ds["aio"]["block_size"])
-    swapped = [n for n in groups if MASTER * n >= smallest]
-    kept = [n for n in groups if MASTER * n < smallest]
-    buffers = s.zero["offload_optimizer"]["buffer_count"] * max(groups)
-    per_param = MASTER + MOMENTS + MASTER_GRADIENT
+    smallest, groups = _least_swapped_bytes(s), _swap_groups(s)
+    swapped = [group for group in groups if s.master * sum(group) >= smallest]
+    kept = [sum(group) for group in groups if s.master * sum(group) < smallest]
+    small = sum(n for group in swapped for n in group if s.master * n < smallest)
+    buffers = s.zero["offload_optimizer"]["buffer_count"] * max(map(sum, groups))
+    on_disk = (2 * s.master + s.moments) * sum(map(sum, swapped)) - s.master * small
     return [
-        s.item(
-            "master parameters, moments, gradients", "nvme", per_param * sum(swapped), f"{STATE_SWAPPER}:105"
-        ),
-        s.mlocked("optimizer swap buffers", MASTER * buffers, "runtime/swap_tensor/utils.py:192"),
-        s.item("master parameters", "host", MASTER * sum(kept), f"{S3}:1158"),
-        s.pinned("master gradients", [MASTER_GRADIENT * n for n in kept], s.pin_optimizer, f"{S3}:1338"),
-        s.item("moments", "host", MOMENTS * sum(kept), CPU_ADAM),
+        s.item("master parameters, moments, gradients", "nvme", on_disk, f"{STATE_SWAPPER}:105"),
+        s.mlocked("optimizer swap buffers", s.master * buffers, "runtime/swap_tensor/utils.py:192"),
+        s.item("master parameters", "host", s.master * sum(kept), f"{S3}:1158"),
+        s.pinned("master gradients", [s.master * n for n in kept], s.pin_optimizer, f"{S3}:1338"),
+        s.item("gradients of small weights", "host", s.master * small, f"{S3}:1453"),
+        s.item("moments", "host", s.moments * sum(kept), CPU_ADAM),
     ]
+
+
+def _least_swapped_bytes(s: _Sizes) -> int:
+    """Return the bytes from which DeepSpeed writes a tensor to NVMe."""
+    return max(MIN_SWAPPED_BYTES, int(s.ds["aio"]["block_size"]))
+
+
+def _swap_groups(s: _Sizes) -> list[list[int]]:
+    """Return the elements of this rank's pieces by sub-group; one piece in each where shapes are not known."""
+    if s.shapes:
+        return optimizer_state.sub_groups(s.shapes, ranks=s.ranks, size=s.zero["sub_group_size"])
+    return [[size] for size in _sub_groups(s)]
 
 
 def _sub_groups(s: _Sizes) -> list[int]:

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from remat.config.options import ConfigError, Reshard
+from remat.config.options import ConfigError, OptimStates, Reshard
 from remat.machine import distributed, rng
 from remat.saving import disk_space, frozen, manifest, safe_load, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
 from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights
 
 UNIVERSAL = f"{TMP}universal"
-BYTES_PER_PARAMETER = 12  # master and two moments
+BYTES_PER_PARAMETER = 12  # master and two moments, written in fp32 whatever they were saved in
 SMALL_BYTES = 1024**2 + 4096 * 8  # files other than tensors, and a folder's own block
 SHARDED = (
     "fp32_flat_groups",
@@ -52,6 +52,10 @@ def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: M
         found.append(
             f"{ranks}, and only the state of {known} can be cut anew, not that of {info.optimizer}, whose numbers "
             f"belong to more weights than one: {start}"
+        )
+    if info.states == OptimStates.bf16_master:
+        found.append(
+            f"{ranks}, and DeepSpeed would round its fp32 moments to the bf16 of its master weights: {start}"
         )
     devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
     if any("/offloaded_tensors/" in name for name in info.files):

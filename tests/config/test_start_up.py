@@ -156,10 +156,10 @@ def test_a_python_without_the_libraries_is_told_to_use_the_environment() -> None
 
 
 def test_a_plan_and_a_rank_import_no_library_that_they_do_not_need() -> None:
-    """peft and bitsandbytes cost three seconds of each rank's start, matplotlib one."""
+    """peft and bitsandbytes cost three seconds of each rank's start, matplotlib one, networkx a third."""
     lines = ["remat plan recipe=tiny_zero3_offload", "import remat.training.build remat.training.loop"]
     plan, rank = run_each(lines).values()
     assert plan[0] == rank[0] == 0, rank[2]
-    heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes"}
+    heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes", "networkx"}
     assert "torch" in plan[3] and not {*plan[3]} & {"deepspeed", *heavy}
     assert not {*rank[3]} & heavy

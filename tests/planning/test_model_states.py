@@ -243,6 +243,29 @@ def test_nvme_keeps_gradients_and_buffers_in_host_memory() -> None:
     )
 
 
+def test_small_pieces_stay_out_of_swap_files() -> None:
+    """One of two ranks: a head of 8 MiB in 16 bits, two matrices of 768 KiB, a norm. DeepSpeed swaps from 1 MiB on."""
+    shapes = [(8192, 1024), (1024, 768), (1024, 768), (1024,)]
+    head, matrix, norm = 4 * 1024**2, 384 * 1024, 512
+    num_params = 2 * (head + 2 * matrix + norm)
+    sizes = {"num_params": num_params, "largest_param": 2 * head, "trained_shapes": shapes}
+    overrides = {"zero_optimization": {"sub_group_size": 10**8, "offload_param": {"max_in_cpu": 0}}}
+    items = {i.name: i for i in plan("zero3_nvme", sizes, ranks=2, **overrides)}
+    assert items["parameters"].bytes_per_rank == 2 * head
+    assert items["parameters too small to be swapped"].bytes_per_rank == 2 * (2 * matrix + norm)
+    on_disk = items["master parameters, moments, gradients"].bytes_per_rank
+    assert on_disk == 12 * (head + 2 * matrix) + 4 * (head + 2 * matrix)
+    assert items["optimizer swap buffers"].bytes_per_rank == 4 * 4 * (head + 2 * matrix)
+    kept = {name: items[name].bytes_per_rank for name in ("master parameters", "master gradients", "moments")}
+    assert kept == {"master parameters": 4 * norm, "master gradients": 4 * norm, "moments": 8 * norm}
+
+    smaller = [(8192, 1024), (1024, 256), (1024, 256)]  # 1 MiB of fp32 each, of which a rank has half
+    sizes |= {"num_params": 2 * head + 2 * 1024 * 256, "trained_shapes": smaller}
+    items = {i.name: i for i in plan("zero3_nvme", sizes, ranks=2, **overrides)}
+    assert items["gradients of small weights"].bytes_per_rank == 4 * 2 * 128 * 1024
+    assert items["master parameters, moments, gradients"].bytes_per_rank == 16 * head + 12 * 2 * 128 * 1024
+
+
 def test_unpinned_optimizer_buffers_are_not_rounded() -> None:
     overrides = {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}}
     items = plan("zero3_offload_optimizer", LLAMA_70B, **overrides)

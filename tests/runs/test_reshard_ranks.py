@@ -25,6 +25,7 @@ ESSENTIAL = {
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],  # with round_robin_gradients
     "zero3": ["deepspeed.config=zero3", "deepspeed.overrides.zero_optimization.sub_group_size=10000"],
     "zero3_qlora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=qlora"],
+    "zero3_bf16_states": ["deepspeed.config=zero3", "train.precision=bf16", "optim.states=bf16"],
     "zero2_lion": ["deepspeed.config=zero2", "optim.name=lion", "optim.lr=1e-3"],
     "zero3_lion": ["deepspeed.config=zero3", "optim.name=lion", "optim.lr=1e-3"],
 }
@@ -34,6 +35,7 @@ MORE = {
     "zero2": ["deepspeed.config=zero2"],
     "zero2_bf16": ["deepspeed.config=zero2", "train.precision=bf16"],
     "zero2_bf16_optimizer": ["deepspeed.config=zero2_offload", "train.precision=bf16"],
+    "zero2_bf16_states": ["deepspeed.config=zero2_offload", "train.precision=bf16", "optim.states=bf16"],
     "zero2_aligned": [
         "deepspeed.config=zero2_offload",
         "deepspeed.overrides.zero_optimization.parameter_alignment=true",

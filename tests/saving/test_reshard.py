@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from remat.config import compose
-from remat.config.options import ConfigError, OptimName, Reshard
+from remat.config.options import ConfigError, OptimName, OptimStates, Reshard
 from remat.machine import rng
 from remat.model.optimizer import WRAPPED, kind_named
 from remat.planning.preflight import DoesNotFit
@@ -165,6 +165,19 @@ def test_another_optimizer_is_refused_with_the_one_that_saved(tmp_path: Path) ->
         load.check_compatible(state, zero_stage=3, optimizer="lion")
 
 
+def test_fp32_moments_beside_bf16_masters_are_not_cut_anew(tmp_path: Path) -> None:
+    state = save(tmp_path, 3)
+    mixed = SavedState(state.path, dataclasses.replace(state.info, states="bf16_master"))
+    (line,) = reshard.refusals(mixed, Reshard.auto, world_size=1, rendered=CPU)
+    assert "would round its fp32 moments" in line and line.endswith(": start 2 ranks")
+    assert reshard.refusals(mixed, Reshard.auto, world_size=2, rendered=CPU) == []
+    in_bf16 = SavedState(state.path, dataclasses.replace(state.info, states="bf16"))
+    assert reshard.refusals(in_bf16, Reshard.auto, world_size=1, rendered=CPU) == []
+    load.check_compatible(in_bf16, zero_stage=3, states=OptimStates.bf16)
+    with pytest.raises(ConfigError, match=r"in the format bf16 and optim\.states=fp32: set optim\.states=bf16"):
+        load.check_compatible(in_bf16, zero_stage=3, states=OptimStates.fp32)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_folder_holds_each_weight_and_moment_whole(tmp_path: Path, stage: int) -> None:
     state = save(tmp_path, stage)
@@ -271,6 +284,7 @@ def test_a_failure_names_its_rank_and_leaves_nothing(tmp_path: Path, monkeypatch
         zero_optimization_stage=lambda: 3,
         bfloat16_enabled=lambda: False,
         fp16_enabled=lambda: False,
+        config={},
         _get_zero_param_shapes=lambda: [shapes],
         module=torch.nn.Module(),
     )
