@@ -2,7 +2,8 @@
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
 moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
-separate master: 12.0. Another optimizer's state is counted in its tensors.
+separate master: 12.0. 16-bit states take half of it (optim.states). Another optimizer's state is counted in its
+tensors.
 """
 
 from __future__ import annotations
@@ -14,26 +15,31 @@ from typing import Any
 
 import torch
 
+from remat.config import ds_config
+from remat.config.options import OptimStates
 from remat.model import optimizer
 from remat.saving import manifest
 from remat.saving.manifest import SaveError
 
-MASTER, MOMENTS = 4, 8
+MASTER = {OptimStates.fp32: 4, OptimStates.bf16_master: 2, OptimStates.bf16: 2}
+MOMENTS = {OptimStates.fp32: 8, OptimStates.bf16_master: 8, OptimStates.bf16: 4}
 PROBE_BYTES = 1024**2
 
 
-def bytes_per_parameter(*, zero_stage: int, half: bool) -> int:
+def bytes_per_parameter(*, zero_stage: int, half: bool, states: OptimStates) -> int:
     """Return the bytes of one saved state, all ranks together, per trained parameter; `half`: bf16 or fp16 training."""
     module = 0 if zero_stage == 3 else 2 if half else 4
-    master = 0 if zero_stage == 0 and not half else MASTER
-    return module + master + MOMENTS
+    master = 0 if zero_stage == 0 and not half else MASTER[states]
+    return module + master + MOMENTS[states]
 
 
 def needed_bytes(engine: Any) -> int:
     """Return the bytes of the next saved state of `engine`, the files of all ranks together."""
+    states = ds_config.optimizer_states(engine.config)
     each = bytes_per_parameter(
         zero_stage=int(engine.zero_optimization_stage()),
         half=bool(engine.bfloat16_enabled() or engine.fp16_enabled()),
+        states=states,
     )
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
@@ -42,7 +48,7 @@ def needed_bytes(engine: Any) -> int:
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = {id(t): t for state in base.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
     ranks = manifest.place()[1] if engine.zero_optimization_stage() else 1
-    return (each - MOMENTS) * numel + ranks * sum(t.nbytes for t in tensors.values())
+    return (each - MOMENTS[states]) * numel + ranks * sum(t.nbytes for t in tensors.values())
 
 
 def free_bytes(folder: Path) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.config.options import NOT_FOLDERS, ConfigError, Precision
+from remat.config import ds_config
+from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precision
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load
 from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState, SaveError
@@ -117,12 +118,13 @@ def check_compatible(
     zero_stage: int,
     precision: Precision | None = None,
     optimizer: str | None = None,
+    states: OptimStates | None = None,
     also: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError when this launch cannot load `state`; call it before the model is built.
 
-    The layout of a saved state depends on its ZeRO stage, precision and `optimizer` (`model.optimizer.kind_of`). `also`
-    are problems with its world size.
+    The layout of a saved state depends on its ZeRO stage, precision, `optimizer` (`model.optimizer.kind_of`) and
+    `states` (optim.states). `also` are problems with its world size.
     """
     info, problems = state.info, [*also]
     if info.zero_stage != zero_stage:
@@ -139,6 +141,11 @@ def check_compatible(
         problems.append(
             f"it holds the optimizer state of {info.optimizer} and optim.name asks for {optimizer}: "
             f"set optim.name={info.optimizer}"
+        )
+    if states is not None and info.states != states:
+        problems.append(
+            f"its optimizer state is in the format {info.states} and optim.states={states}: set "
+            f"optim.states={info.states}"
         )
     if problems:
         raise ConfigError(
@@ -169,7 +176,10 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     alone. Raises SaveError when DeepSpeed loads nothing.
     """
     check_compatible(
-        state, zero_stage=int(engine.zero_optimization_stage()), precision=engine_precision(engine)
+        state,
+        zero_stage=int(engine.zero_optimization_stage()),
+        precision=engine_precision(engine),
+        states=ds_config.optimizer_states(engine.config),
     )
     same_ranks = state.info.world_size == manifest.place()[1]
     if (same_ranks or state.info.zero_stage == 0) and engine_layout(engine) != state.info.layout:

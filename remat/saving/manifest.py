@@ -66,6 +66,7 @@ class Manifest:
     client_state: dict[str, Any]
     files: dict[str, FileEntry]
     optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
+    states: str = "fp32"  # number format of that state, a value of optim.states
 
     @property
     def size_bytes(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def prepare(engine: Any, folder: Path, rank: int) -> None:
     if expected - found:
         raise ConfigError(
             f"resume: {folder} has no NVMe file {min(expected - found)} (it has {sorted(found)[:3]}): the model and "
-            "zero_optimization must be as saved, and the model the first one built in its process"
+            "zero_optimization must be as saved"
         )
 
 
@@ -87,7 +88,18 @@ def own_folder(rendered: dict[str, Any], run_dir: Path, world: World) -> Path | 
         raise ConfigError("\n".join(problems))
     for section in swapping:
         section["nvme_path"] = str(own)
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0  # files are named by it: a resume in the same process has to find those of the first run
     return own
+
+
+def left_folders(nvme_path: str | None, runs: Iterable[Path]) -> list[Path]:
+    """Return the folders that other launches of these run directories have left on this node's NVMe."""
+    if nvme_path is None:
+        return []
+    found = (Path(nvme_path).expanduser() / _identity(run) for run in runs if run.is_dir())
+    return [folder for folder in found if folder.is_dir()]
 
 
 def remove_folder(folder: Path | None, world: World) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from remat import __version__
+from remat.config import ds_config
 from remat.config.options import ConfigError, Precision
 from remat.machine import distributed, rng
 from remat.model import optimizer
@@ -240,6 +241,7 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         client_state=client_state,
         files={},
         optimizer=optimizer.kind_of(engine.optimizer),
+        states=str(ds_config.optimizer_states(engine.config)),
     )
 
 

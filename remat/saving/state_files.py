@@ -65,7 +65,7 @@ class SavedWeights:
         return list(groups.values())
 
     def read(self, name: str, state: str = MASTER) -> torch.Tensor:
-        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape."""
+        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
         name = self._same.get(name, name)
         if self._read_bytes > WINDOW_BYTES:
             self._open()
@@ -80,7 +80,7 @@ class SavedWeights:
         else:
             parts = _slices([own[group] for own in flats], offset, shape.numel())
         self._read_bytes += sum(part.nbytes for part in parts)
-        return torch.cat(parts)[: shape.numel()].view(shape)
+        return torch.cat(parts)[: shape.numel()].view(shape).float()
 
     def _open(self) -> None:
         self._module: dict[str, torch.Tensor] = mapped(self._module_file)["module"]

@@ -12,6 +12,7 @@ from remat.machine import ops
 from remat.saving import manifest
 from remat.saving.exports import export
 from remat.saving.safe_load import UnsafeFile
+from remat.saving.state_files import MASTER, MOMENTS, SavedWeights
 from tests.support import saving_cases as cases
 from tests.support.pool import RankPool
 
@@ -79,6 +80,36 @@ def test_another_optimizer_resumes_bit_equal(
         files = rank["info"].files.items()
         written = sum(entry.size_bytes for name, entry in files if name.startswith("engine/"))
         assert abs(written - rank["needed_bytes"]) < 60_000
+
+
+@pytest.mark.parametrize(
+    ("states", "stage", "offload"),
+    [
+        ("bf16", 2, False),
+        ("bf16", 3, True),
+        ("bf16_master", 2, True),
+        ("bf16_master", 3, True),
+        pytest.param("bf16", 2, True, marks=MORE),
+        pytest.param("bf16", 3, False, marks=MORE),
+    ],
+)
+def test_16_bit_states_resume_bit_equal(
+    two_ranks: RankPool, tmp_path: Path, states: str, stage: int, offload: bool
+) -> None:
+    """DeepSpeed alone rounds fp32 moments beside bf16 masters when it loads them."""
+    settings = {"stage": stage, "offload": offload, "precision": "bf16", "optim": "adamw", "states": states}
+    for rank in two_ranks.run(cases.resume_case, folder=tmp_path, **settings):
+        assert rank["continued"] == rank["losses"] == rank["expected"]
+        assert len(set(rank["digests"])) == 1
+        assert rank["info"].states == states
+        files = rank["info"].files.items()
+        written = sum(entry.size_bytes for name, entry in files if name.startswith("engine/"))
+        assert 0 < written - rank["needed_bytes"] < 60_000
+    state = next((tmp_path / "saved").iterdir())
+    weights = SavedWeights(state / "engine", stage, moments=MOMENTS)
+    assert {weights.read(name, kind).dtype for name in weights.trained for kind in (MASTER, *MOMENTS)} == {
+        torch.float32
+    }
 
 
 ASYNC_IO = ops.use_environment_folder() / "async_io" / "async_io.so"

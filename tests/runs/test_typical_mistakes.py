@@ -91,7 +91,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "model=meta-llama/Llama-3.1-8B": "did you mean model=hf model.path=meta-llama/Llama-3.1-8B?",
     "data=tatsu-lab/alpaca": "did you mean data=files data.path=tatsu-lab/alpaca?",
     "data=json": "did you mean data=files?",
-    "hardware=rtx4090": "did you mean 1x4090 or 2x4090 or 4x4090?",
+    "hardware=rtx4090": "did you mean 1x4090 or 2x4090 or 4x4090 or 8x4090?",
     "hardware=8xA100": "did you mean 8xa100-40 or 8xa100-80?",
     "resume=last": "no such folder (did you mean resume=auto",
     "resume=auto": "no complete saved state in",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat.config.options import ConfigError, Precision
+from remat.config.options import ConfigError, OptimStates, Precision
 from remat.machine import rng
 from remat.saving import disk_space, load, manifest
 from remat.saving import save as saving
@@ -29,6 +29,7 @@ class Engine:
         self.optimizer = torch.optim.SGD(self.module.parameters())
         self.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: False)
         self.broken = False
+        self.config: dict[str, Any] = {}
 
     def save_checkpoint(self, folder: str, tag: str, **settings: Any) -> None:
         assert settings == {"save_latest": False, "exclude_frozen_parameters": False}
@@ -409,8 +410,10 @@ def test_compatibility_names_every_difference(tmp_path: Path) -> None:
     load.check_compatible(state, zero_stage=0, precision=Precision.fp32)
     load.check_compatible(state, zero_stage=0)
     with pytest.raises(ConfigError) as error:
-        load.check_compatible(state, zero_stage=3, precision=Precision.bf16, also=["too few ranks"])
-    for part in ("too few ranks", "stage-0", "train.precision=fp32"):
+        load.check_compatible(
+            state, zero_stage=3, precision=Precision.bf16, states=OptimStates.bf16, also=["too few ranks"]
+        )
+    for part in ("too few ranks", "stage-0", "train.precision=fp32", "set optim.states=fp32"):
         assert part in str(error.value)
 
 

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from remat.config.options import Attention, ModelConfig, OptimConfig, OptimName, Precision
+from remat.config.options import Attention, ModelConfig, OptimConfig, OptimName, OptimStates, Precision
 from remat.machine import distributed, ops
 from remat.model import optimizer
 from remat.model.hf_model import build
@@ -84,6 +84,7 @@ def engine(
     moe: bool = False,
     nvme: Path | None = None,
     optim: str | None = None,
+    states: str = "fp32",
 ) -> Any:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
@@ -107,7 +108,11 @@ def engine(
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision == "bf16"},
+        "bf16": {
+            "enabled": precision == "bf16",
+            "bf16_master_weights_and_grads": states != "fp32",
+            "bf16_optimizer_states": states == "bf16",
+        },
     }
     seed_all(seed)
     model = (
@@ -127,7 +132,8 @@ def engine(
     if optim is not None:
         if optim == "lion" and offload:
             ops.ensure("cpu_lion", print)
-        cfg = OptimConfig(name=OptimName(optim), lr=1e-3)
+        ops.ensure("cpu_adam", print)
+        cfg = OptimConfig(name=OptimName(optim), lr=1e-3, states=OptimStates(states))
         built = optimizer.build(model, cfg, offloaded=offload, device=torch.device("cpu"))
     with optimizer.held_still(built):
         return deepspeed.initialize(model=model, optimizer=built, config=config)[0]
@@ -166,8 +172,8 @@ def digest(target: Any) -> str:
             sha.update(value.detach().float().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(
-                value.keys() - {"amsgrad"}, key=str
-            ):  # DeepSpeed's Lion adds it at a load, unread
+                value.keys() - {"amsgrad", "differentiable"}, key=str
+            ):  # DeepSpeed's kernels of the host get them at a load, unread
                 walk(value[key])
         elif isinstance(value, (list, tuple)):
             for item in value:
@@ -198,6 +204,7 @@ def resume_case(
     frozen: bool = False,
     nvme: Path | None = None,
     optim: str | None = None,
+    states: str = "fp32",
 ) -> dict[str, Any]:
     """Two steps, save, resume in a differently seeded engine, two more; against four steps in one go."""
     settings: dict[str, Any] = {
@@ -206,6 +213,7 @@ def resume_case(
         "tie": tie,
         "frozen": frozen,
         "optim": optim,
+        "states": states,
     }
 
     def start(name: str, seed: int = 0) -> Any:
@@ -224,7 +232,8 @@ def resume_case(
     torch.manual_seed(5)
     client_state = load.load(second, found.state)
     if optim is not None:
-        optimizer.set_options(second.optimizer, OptimConfig(name=OptimName(optim), lr=1e-3))
+        cfg = OptimConfig(name=OptimName(optim), lr=1e-3, states=OptimStates(states))
+        optimizer.set_options(second.optimizer, cfg)
     losses += train(second, 2, 4)
     return {
         "expected": expected,

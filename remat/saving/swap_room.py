@@ -1,0 +1,101 @@
+"""Room on the disk for swap files: what killed launches left counts as free, and each file gets its bytes beforehand.
+
+DeepSpeed (0.19) does not look at the result of a write: on a full disk a file would be cut short in silence, and the
+process aborted where it is read. So each file is allocated whole before it is written first. Writing it again needs no
+more room, unless the file system copies on write.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from remat.saving.disk_space import describe_size
+
+
+class SwapError(RuntimeError):
+    """The error raised when a swap file gets no room. The text names folder, bytes needed and bytes free."""
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes that the files below `folder` take on their disk; files may go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += 512 * path.lstat().st_blocks if path.is_file() else 0
+        except OSError:  # removed since it was listed
+            continue
+    return total
+
+
+def too_little(folder: Path, needed_bytes: int) -> str | None:
+    """Return why the disk of `folder` cannot take `needed_bytes` more, None if it can."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes <= free:
+        return None
+    return (
+        f"hardware.nvme_path={folder}: {describe_size(needed_bytes)} needed for swap files, {describe_size(free)} "
+        "free; free some, or choose another hardware.nvme_path"
+    )
+
+
+class Reserving:
+    """A handle of DeepSpeed's asynchronous I/O that allocates each file below `folder` before its first write."""
+
+    def __init__(self, handle: Any, folder: Path) -> None:
+        self._handle, self._folder = handle, folder
+        self._sizes: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def async_pwrite(self, buffer: Any, path: str, *more: Any) -> Any:
+        """Write as the handle does. Raises SwapError when the disk has no room for the file."""
+        self._reserve(path, buffer.nbytes)
+        return self._handle.async_pwrite(buffer, path, *more)
+
+    def sync_pwrite(self, buffer: Any, path: str, *more: Any) -> Any:
+        self._reserve(path, buffer.nbytes)
+        return self._handle.sync_pwrite(buffer, path, *more)
+
+    def _reserve(self, path: str, size: int) -> None:
+        if self._sizes.get(path, 0) >= size:
+            return
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise SwapError(
+                f"hardware.nvme_path={self._folder}: no room for the swap file {path}: {error.strerror}, "
+                f"{describe_size(size)} needed, {describe_size(shutil.disk_usage(self._folder).free)} free. Saved "
+                "states are whole; free some, or choose another hardware.nvme_path, and resume"
+            ) from error
+        self._sizes[path] = size
+
+
+def reserve_first(folder: Path) -> None:
+    """Let DeepSpeed's swappers that are made from now on allocate their files in `folder` before they write them.
+
+    Its op async_io has to be there (remat.machine.ops.ensure).
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    library = AsyncIOBuilder().load(verbose=False)
+    make = getattr(library.aio_handle, "plain", library.aio_handle)
+
+    def handle(*args: Any, **kwargs: Any) -> Reserving:
+        return Reserving(make(*args, **kwargs), folder)
+
+    handle.plain = make  # type: ignore[attr-defined]
+    library.aio_handle = handle
+
+
+def left_by(folders: Iterable[Path]) -> int:
+    """Return the bytes in `folders` of killed launches, which the next launch of their run frees."""
+    return sum(bytes_in(folder) for folder in folders)
