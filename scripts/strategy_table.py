@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.planning.plan import Planned, Recordings, needed_bytes  # noqa: E402
-from remat.planning.search import Search  # noqa: E402
+from remat.planning.settings.search import Search  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE, FOUND = ROOT / "docs" / "strategies.md", ROOT / "docs" / "strategies.json"

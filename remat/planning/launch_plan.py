@@ -24,7 +24,7 @@ from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
-from remat.planning import budget, preflight, search, strategy
+from remat.planning import budget, preflight, strategy
 from remat.planning.loading import Loading, plan_loading
 from remat.planning.model_states import Item
 from remat.planning.plan import (
@@ -39,7 +39,9 @@ from remat.planning.plan import (
     what_decides,
 )
 from remat.planning.preflight import DoesNotFit, Needs, Row
+from remat.planning.settings import search
 from remat.planning.strategy import Strategy
+from remat.saving import nvme, swap_room
 
 CHOSEN = "strategy.json"  # in the run directory: the overrides that strategy=auto added
 BEST_SHOWN = 3
@@ -203,25 +205,31 @@ def _told(overrides: Sequence[str]) -> str:
 
 def _chosen_before(cfg: RunConfig) -> Path | None:
     """Return the file of the run to resume with the settings that strategy=auto chose for it."""
-    if cfg.resume == "none":
-        return None
-    runs = Path(cfg.output_dir).expanduser() / cfg.name
-    found = (
-        runs.glob(f"{cfg.run_id or '*'}/{CHOSEN}")
-        if cfg.resume in NOT_FOLDERS
-        else [resumed.run_folder(Path(cfg.resume).expanduser()) / CHOSEN]
-    )
+    found = (run / CHOSEN for run in _runs_to_resume(cfg))
     return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:
-    """Return the resources of the node of this rank."""
-    return node.found(
+    """Return the resources of the node of this rank; what the launch will free of its NVMe counts as free."""
+    machine = node.found(
         local_size=world.local_size,
         output_dir=cfg.output_dir,
         nvme_path=cfg.hardware.nvme_path if writes_nvme else None,
         cache=node.hub_cache(),
     )
+    if machine.nvme is None:
+        return machine
+    left = swap_room.left_by(nvme.left_folders(cfg.hardware.nvme_path, _runs_to_resume(cfg)))
+    return replace(machine, nvme=replace(machine.nvme, free_bytes=machine.nvme.free_bytes + left))
+
+
+def _runs_to_resume(cfg: RunConfig) -> list[Path]:
+    """Return the run directories of which a resume continues one."""
+    if cfg.resume == "none":
+        return []
+    if cfg.resume not in NOT_FOLDERS:
+        return [resumed.run_folder(Path(cfg.resume).expanduser())]
+    return list((Path(cfg.output_dir).expanduser() / cfg.name).glob(cfg.run_id or "*"))
 
 
 def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | None:

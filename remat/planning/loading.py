@@ -1,6 +1,7 @@
-"""Plan how a run at ZeRO-3 reads its weights: which rank reads how much, in what time, holding what meanwhile.
+"""Plan how a run reads its weights: which rank reads how much, in what time, holding what meanwhile.
 
-Below ZeRO-3 nothing is planned here: every rank reads the whole model. Nor is reading into 4-bit shards (peft=qlora).
+At ZeRO-3 ranks read their own slices. Below it every rank reads the whole model, and ZeRO-1 and 2 then copy what is
+trained into one flat buffer. Reading into 4-bit weights (peft=qlora) is not planned here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
 from remat.config.units import format_size
+from remat.machine.gpus import outside_torch_bytes
 from remat.model import hf_model, own_slices
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
+from remat.planning.plan import capacity_of
 from remat.planning.strategy import Strategy, plain_model
 
 GB = 1e9
+WHOLE_MODEL = "below ZeRO-3 every rank has the whole model"
 ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
 
 
@@ -25,7 +29,8 @@ class Loading:
     """How weights are read, and the least that takes. Bytes are of the rank that reads or holds the most.
 
     `because` says why `way` is not own_slices. `time_s` is for reading alone, from the disks of a node; None where
-    their rate is not known. The peaks count beyond what a process holds before it loads.
+    their rate is not known. The peaks count beyond what a process holds before it loads, and up to where the engine has
+    its 16-bit weights.
     """
 
     way: ModelLoad
@@ -45,7 +50,9 @@ class Loading:
         """Return one line: who reads what, how long that takes at best, and the peaks."""
         size, whole = format_size(self.read_bytes), format_size(self.read_bytes_of_all)
         what = f"each rank reads its own {size} of {whole}"
-        if self.way is ModelLoad.from_pretrained:
+        if self.because == WHOLE_MODEL:
+            what = f"each rank reads all {whole} ({self.because})"
+        elif self.way is ModelLoad.from_pretrained:
             what = f"rank 0 reads all {whole} ({self.because})"
         time = "in a time not known" if self.time_s is None else f"in {self.time_s:.3g} s at best"
         peaks = [f"{format_size(self.host_peak_bytes)} of host memory"]
@@ -56,13 +63,15 @@ class Loading:
 
 
 def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
-    """Return how the pretrained weights of a run at ZeRO-3 are read; None for other runs.
+    """Return how the pretrained weights of a run are read; None where nothing is, or 4-bit weights are made.
 
     Looks at the headers of the files where model.path is a folder; a plan needs no file to be there, or whole.
     """
     is_planned = cfg.model.init is ModelInit.pretrained and cfg.peft.method is not PeftMethod.qlora
-    if decided.zero_stage < 3 or not is_planned:
+    if not is_planned:
         return None
+    if decided.zero_stage < 3:
+        return _plan_whole(cfg, decided, world_size=world_size, on_gpu=on_gpu)
     skeleton = plain_model(cfg)
     layout, because = _layout(cfg, decided, skeleton)
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
@@ -86,6 +95,42 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
         host_peak_bytes=shard * on_host + moved * (sliced or not on_gpu),
         gpu_peak_bytes=(shard * (not on_host) + largest * (1 if sliced else 2)) * on_gpu,
         time_s=None if rate is None else (own * per_node if sliced else whole) / (rate * GB),
+        files_seen=layout is not None,
+    )
+
+
+def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading:
+    """Return how every rank reads the whole model, and copies what is trained into the flat buffer of ZeRO-1 and 2.
+
+    That is done on the GPU if it has room for the buffer beside the model, else on the host, which then holds both for
+    a while (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:452-518). A GPU's rank hands on one weight after another,
+    unless layers are shared between ranks: those are cut on the host.
+    """
+    skeleton = plain_model(cfg)
+    layout, _ = _layout(cfg, decided, skeleton)
+    sizes = [parameter.numel() for parameter in skeleton.parameters()]
+    width = hf_model.DTYPES[cfg.train.precision].itemsize
+    read = layout.model_bytes if layout else ASSUMED_WIDTH * sum(sizes)
+    whole, largest = width * sum(sizes), width * max(sizes)
+    held = width * decided.held.num_params
+    flat = width * decided.held.num_trainable_params * (decided.zero_stage > 0)
+    gpu_bytes = capacity_of(cfg.hardware).gpu_bytes
+    has_room = gpu_bytes is None or gpu_bytes - outside_torch_bytes(world_size) - held >= flat
+    onto_gpu = on_gpu and cfg.train.tensor_parallel_size == 1
+    if on_gpu:
+        host = max(largest if onto_gpu else whole, 0 if has_room else 2 * flat)
+        gpu = held + max(largest if onto_gpu else 0, flat if has_room else 0)
+    else:
+        host, gpu = max(whole + largest, held + flat), 0
+    rate = cfg.hardware.nvme_read_gbs
+    return Loading(
+        way=ModelLoad.from_pretrained,
+        because=WHOLE_MODEL,
+        read_bytes=read,
+        read_bytes_of_all=read,
+        host_peak_bytes=host,
+        gpu_peak_bytes=gpu,
+        time_s=None if rate is None else read / (rate * GB),  # from the disk once: the others find it in memory
         files_seen=layout is not None,
     )
 

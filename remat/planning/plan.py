@@ -18,7 +18,14 @@ from remat.activation_checkpointing import apply, compiled
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import ds_config, validation
-from remat.config.options import Compilation, ConfigError, DataSource, HardwareConfig, RunConfig
+from remat.config.options import (
+    Compilation,
+    ConfigError,
+    DataSource,
+    HardwareConfig,
+    OptimStates,
+    RunConfig,
+)
 from remat.config.units import GIB
 from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
@@ -28,6 +35,7 @@ from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
+from remat.planning.simulation.repeat import REACHES, NotRepeated, Owners
 from remat.planning.simulation.reserved import Around
 from remat.planning.simulation.types import PEAKS, Category, Moment, Phase, Simulation, ZeroSettings
 
@@ -346,7 +354,31 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    net = strategy.meta_model(cfg, decided.zero_stage)
+    for reach in REACHES:
+        short = strategy.shorten(cfg, decisions, reach)
+        if short is None:
+            break
+        try:
+            return _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
+        except NotRepeated:
+            continue
+        except ConfigError:  # what is wrong is told of the whole model
+            break
+    return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
+
+
+def _record_layers(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    decisions: list[LayerDecision],
+    short: strategy.Shortened | None,
+    *,
+    on_gpu: bool,
+) -> simulate.Recording:
+    """Record the model, or those of its layers that stand for all. Raises NotRepeated where they do not."""
+    net = strategy.meta_model(cfg, decided.zero_stage, short and short.config)
+    marked = layers.decoder_layers(net) if short else ()
+    owners = Owners.of(net, marked)
     made = None
     if cfg.compile is Compilation.layers:
         made = (
@@ -372,8 +404,13 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
             on_gpu=on_gpu,
+            marked=marked,
         )
-        return replace(recording, graphs=applied.graphs())
+        recording = replace(recording, graphs=applied.graphs())
+    if short is None:
+        return recording
+    del net, marked, applied  # what they still hold is freed, and that is part of the record
+    return simulate.lengthened(recording, owners, short.repeats)
 
 
 @dataclass(frozen=True)
@@ -513,8 +550,13 @@ def estimate(
 
 
 def _uncounted(cfg: RunConfig) -> list[str]:
-    """Return what only the data, or torch's compiler, would tell."""
+    """Return what only the data, torch's compiler, or a measurement would tell."""
     found = []
+    if cfg.optim.states is not OptimStates.fp32:
+        found.append(
+            f"optim.states={cfg.optim.states}: a step of AdamW on the host takes as long as one of fp32 states, whose "
+            "rate is known; on a GPU it streams half the bytes"
+        )
     if cfg.compile is Compilation.layers:
         found.append(
             "compile=layers: operations, what they keep and their times are those of layers that are not compiled; a "
@@ -548,7 +590,7 @@ def _time(
         tokens=cfg.train.micro_batch_size * cfg.train.seq_len,
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
-        optimizer_bytes=optimizer_state.STREAMED_BYTES[decided.optimizer],
+        optimizer_bytes=optimizer_state.streamed_bytes(decided.optimizer, cfg.optim.states),
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
     )
 
@@ -611,6 +653,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "machine": planned.cfg.hardware.name,
         "world_size": planned.world_size,
         "optimizer": str(planned.strategy.optimizer),
+        "optimizer_states": str(ds_config.optimizer_states(planned.strategy.ds)),
         "verdict": str(plan.verdict),
         "fits": plan.fits,
         "decided_by": what_decides(plan),
@@ -642,6 +685,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "total_s": time.total_s,
         "tokens_per_s": time.tokens_per_s,
         "unknown_times": time.unknown,
+        "total_between_s": time.between,
         "assumptions": [*plan.assumptions, *time.assumptions],
-        "warnings": [planned.strategy.length_warning] if planned.strategy.length_warning else [],
+        "warnings": planned.strategy.warnings,
     }

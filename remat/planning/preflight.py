@@ -149,10 +149,11 @@ def saved_state_bytes(num_params: int, ds: Mapping[str, Any], moments_bytes: int
     `moments_bytes` are those of all ranks; None: AdamW's.
     """
     half = ds["bf16"]["enabled"] or ds["fp16"]["enabled"]
-    each = disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half)
+    states = ds_config.optimizer_states(ds)
+    each = disk_space.bytes_per_parameter(zero_stage=ds_config.zero_stage(ds), half=half, states=states)
     if moments_bytes is None:
         return num_params * each
-    return num_params * (each - disk_space.MOMENTS) + moments_bytes
+    return num_params * (each - disk_space.MOMENTS[states]) + moments_bytes
 
 
 def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:

@@ -13,6 +13,7 @@ import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class _Record:
     folder: Path
     cfg: RunConfig
     measured: dict[str, float]
+    on_gpu: bool
 
 
 def retune(run_dir: Path) -> Retuned:
@@ -71,17 +73,21 @@ def retune(run_dir: Path) -> Retuned:
     record = _read(run_dir)
     given = record.folder / budget.FILE
     as_it_was = _with_table(record.cfg, given)
-    known = Recordings()
-    planned = make_plan(as_it_was, recordings=known)
+    plan = partial(make_plan, recordings=Recordings(), on_gpu=record.on_gpu)
+    planned = plan(as_it_was)
     if planned.time.unknown:
+        remedy = "measure it by `remat calibrate`, and train with that hardware"
+        if not record.on_gpu:
+            names = ", ".join(GPU_RATES)
+            remedy = f"it ran on CPUs, so give rates of those (hardware.gpu_rates.{names}) and train again"
         raise ConfigError(
             f"{run_dir}: its seconds were not planned, for {', '.join(planned.time.unknown)} is not known on the "
-            "machine of the run: measure it by `remat calibrate`, and train with that hardware"
+            f"machine of the run: {remedy}"
         )
     rates = _corrected(planned, record.measured)
     hardware = _with_rates(record.cfg.hardware, rates)
-    before = make_plan(replace(as_it_was, hardware=hardware), recordings=known)
-    now = make_plan(replace(_with_table(record.cfg, None), hardware=hardware), recordings=known)
+    before = plan(replace(as_it_was, hardware=hardware))
+    now = plan(replace(_with_table(record.cfg, None), hardware=hardware))
     path = record.folder / FILE
     path.write_text(json.dumps(now.table, indent=2) + "\n")
     overrides = [budget.CHOICE, f"checkpointing.table={path}", *_words(rates)]
@@ -112,29 +118,30 @@ def _read(run_dir: Path) -> _Record:
     if not (folder / budget.FILE).is_file():
         raise ConfigError(f"{folder} has no {budget.FILE}: the run ended before its tables were chosen")
     plan = json.loads((folder / "plan.json").read_text())
-    if plan["device"] != "cuda":
-        raise ConfigError(
-            f"{run_dir}: it ran on CPUs, whose rates are not those of a GPU that tables are chosen for; give a run "
-            "on a GPU"
-        )
     words = shlex.split(plan["command"])
     own = HardwareConfig().__dataclass_fields__
     machine = [word for word in words if word.partition("=")[0].removeprefix("hardware.") in own]
     here = compose.from_command_line([command_line.override("resume", str(run_dir)), *machine]).run
-    return _Record(folder, replace(cfg, hardware=here.hardware), _measured(folder))
+    return _Record(folder, replace(cfg, hardware=here.hardware), _measured(folder), plan["device"] == "cuda")
 
 
 def _measured(folder: Path) -> dict[str, float]:
-    """Return the mean seconds of each phase: of the ledger, or of the rows so far without the first."""
-    ledger, rows = folder / "ledger.json", folder / "metrics.jsonl"
+    """Return the mean seconds of each phase: of the ledger, or the median of the rows so far without the first.
+
+    A launch that went on from a save for one step has a ledger without them.
+    """
+    ledger = folder / "ledger.json"
+    files = (place / "metrics.jsonl" for place in (folder, folder.parent))  # of all launches there is one
+    rows = next((file for file in files if file.is_file()), None)
     found: dict[str, float | None] = {}
-    if ledger.is_file():
-        found = {row["category"]: row["measured"] for row in json.loads(ledger.read_text())["rows"]}
-    elif rows.is_file():
+    if rows is not None:
         later = [json.loads(line) for line in rows.read_text().splitlines()][1:]
         for phase in PHASES:
             logged = [row[phase_s(phase)] for row in later if phase_s(phase) in row]
             found[phase] = statistics.median(logged) if logged else None
+    if ledger.is_file():
+        mean = {row["category"]: row["measured"] for row in json.loads(ledger.read_text())["rows"]}
+        found |= {phase: mean[phase] for phase in PHASES if mean.get(phase)}
     measured = {phase: seconds for phase in PHASES if (seconds := found.get(phase))}
     if len(measured) < len(PHASES):
         raise ConfigError(

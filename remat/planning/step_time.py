@@ -9,12 +9,23 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from remat.config.options import Precision
 from remat.config.units import GB
 from remat.machine.gpus import ADAM_BYTES, Machine
 from remat.planning.simulation.types import OpCost, Phase, Simulation, ZeroSettings
 
+# Slowest and fastest of the machines in conf/hardware, for rates that a machine with a known GPU does not state.
+RANGES = {
+    "pcie_h2d_gbs": (25.1, 375.0),
+    "pcie_d2h_gbs": (27.1, 297.0),
+    "gpu_link_gbs": (11.2, 720.0),
+    "nic_gbs": (170.0, 340.0),
+    "cpu_adam_gparams_s": (41.0 / ADAM_BYTES, 573.4 / ADAM_BYTES),  # of dram_gbs
+    "nvme_read_gbs": (7.45, 7.45),
+    "nvme_write_gbs": (6.9, 6.9),
+}
 TERA = 1e12
 TINY_S = 1e-12  # where no time is known
 STATE_BYTES = (
@@ -46,7 +57,8 @@ class StepTime:
     """Seconds of one optimizer step on each rank, by cause. They add up to `total_s`.
 
     `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing. `phases_s` is
-    the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer.
+    the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer. `between` is
+    the least and the most seconds of the step where rates are not known but RANGES has all of them.
     """
 
     compute_s: float
@@ -60,6 +72,7 @@ class StepTime:
     phases_s: Mapping[str, float]
     unknown: list[str]
     assumptions: list[str]
+    between: tuple[float, float] | None = None
 
     @property
     def total_s(self) -> float:
@@ -99,7 +112,48 @@ def step_time(
     kernel computes. `num_params` may include frozen ones. `optimizer_bytes` is what the optimizer
     reads and writes on a GPU for each trained parameter. Sources of the formulas stand with the terms.
     """
-    terms = _Terms(machine, zero, precision, num_params, num_trained)
+
+    def timed(rates: Machine) -> StepTime:
+        return _step_time(
+            simulation,
+            zero=zero,
+            terms=_Terms(rates, zero, precision, num_params, num_trained),
+            accumulation=accumulation,
+            moved_bytes=moved_bytes,
+            tokens=tokens,
+            attention_share=attention_share,
+            optimizer_on_nvme=optimizer_on_nvme,
+            params_on_nvme=params_on_nvme,
+            optimizer_bytes=optimizer_bytes,
+        )
+
+    made = timed(machine)
+    if not made.unknown or machine.gpu is None:
+        return made
+    missing = [name for name in RANGES if getattr(machine, name) is None]
+    slow, fast = (timed(_with_rates(machine, missing, end)) for end in (0, 1))
+    return made if slow.unknown else replace(made, between=(fast.total_s, slow.total_s))
+
+
+def _with_rates(machine: Machine, names: list[str], end: int) -> Machine:
+    """Return the machine with the slowest (0) or fastest (1) known rates of these names."""
+    values: dict[str, Any] = {name: RANGES[name][end] for name in names}
+    return replace(machine, **values)
+
+
+def _step_time(
+    simulation: Simulation,
+    *,
+    zero: ZeroSettings,
+    terms: _Terms,
+    accumulation: int,
+    moved_bytes: int,
+    tokens: int,
+    attention_share: float,
+    optimizer_on_nvme: bool,
+    params_on_nvme: bool,
+    optimizer_bytes: int,
+) -> StepTime:
     times = dict.fromkeys(Phase, 0.0)
     for op in simulation.ops:
         times[op.phase] += terms.op(op, attention_share)

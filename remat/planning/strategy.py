@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,10 @@ from remat.model import (
 from remat.model.packing import Packed
 from remat.parallel import tensor_parallel
 from remat.planning import model_states as states
+from remat.planning.simulation import repeat
+from remat.planning.simulation.repeat import Repeat
+
+NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes of modules
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Strategy:
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person must know before the run, and need not change."""
+        states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
+        return [text for text in (self.length_warning, states) if text]
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Return the model states of one rank, sharded over `data_ranks` ranks."""
@@ -163,6 +173,52 @@ def plain_model(cfg: RunConfig) -> Any:
 
 
 @dataclass(frozen=True)
+class Shortened:
+    """Some layers of a model. `config` describes a model of these alone, in which `repeats` stand for more."""
+
+    config: Any
+    layers: list[int]
+    repeats: list[Repeat]
+
+    def decisions(self, whole: Sequence[LayerDecision]) -> list[LayerDecision]:
+        """Return the decisions for these layers, given those for all of them."""
+        return [_moved(whole[layer], place - layer) for place, layer in enumerate(self.layers)]
+
+
+def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> Shortened | None:
+    """Return the layers of the model of `cfg` that do what all its layers do; None where no few do.
+
+    `reach` is how far layers may act on their neighbours, see planning/simulation/repeat.py.
+
+    Layers are taken to do the same if they consist of the same modules and get the same decision.
+    """
+    config = hf_model.shape_config(cfg.model)
+    text = config.get_text_config()
+    depth = getattr(text, "num_hidden_layers", 0)
+    if cfg.model.trust_remote_code or len(decisions) != depth or any(d.offload for d in decisions):
+        return None  # what is moved lies in blocks of many layers
+    fields = [value for value in vars(text).values() if isinstance(value, list) and len(value) == depth]
+    likes = _shape_of(cfg, config).likes
+    if len(likes) != depth:
+        return None
+    keys = [
+        (likes[i], _moved(decision, -i), tuple(repr(field[i]) for field in fields))
+        for i, decision in enumerate(decisions)
+    ]
+    chosen, repeats = repeat.shorten(keys, reach)
+    if not repeats:
+        return None
+    short = hf_model.with_layers(config, chosen)
+    if _shape_of(cfg, short, _kept_short).likes != [likes[layer] for layer in chosen]:
+        return None  # what a layer is follows from its place
+    return Shortened(short, chosen, repeats)
+
+
+def _moved(decision: LayerDecision, by: int) -> LayerDecision:
+    return replace(decision, first=decision.first + by, last=decision.last + by)
+
+
+@dataclass(frozen=True)
 class _Shape:
     """The model without storage, which a search for settings asks for hundreds of times. Nobody changes it.
 
@@ -189,13 +245,48 @@ class _Shape:
         return self._adapted_and_facts[1]
 
     @functools.cached_property
+    def likes(self) -> list[str]:
+        """What each layer consists of, in words that layers share that differ in their number alone."""
+        try:
+            return [
+                _consists_of(layer, number) for number, layer in enumerate(layers.decoder_layers(self.adapted))
+            ]
+        except ConfigError:
+            return []
+
+    @functools.cached_property
     def _adapted_and_facts(self) -> tuple[Any, hf_model.ModelFacts]:
         has_adapters = self.cfg.peft.method is not PeftMethod.none
         net = hf_model.skeleton(self.config, self.cfg.model) if has_adapters else self.plain
         return net, _facts(self.cfg, net)
 
 
-def _shape_of(cfg: RunConfig, config: Any) -> _Shape:
+def _consists_of(layer: Any, number: int) -> str:
+    """Return the modules of a layer with their plain attributes, and its parameters with their shapes.
+
+    Its own number in the names of modules is left out.
+    """
+    words = [
+        f"{name}: {type(module).__qualname__} {_plain_attributes(module)}"
+        for name, module in layer.named_modules()
+    ]
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    words += [f"{name}: {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors]
+    return "\n".join(words).replace(f".{number}.", ".N.")
+
+
+def _plain_attributes(module: Any) -> str:
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in NUMBERS_OF_LAYERS
+        and isinstance(value, (bool, int, float, str, tuple, list, dict, type(None)))
+        and not name.startswith("_")
+    }
+    return repr(sorted(found.items()))
+
+
+def _shape_of(cfg: RunConfig, config: Any, kept: Callable[[_Shape], _Shape] | None = None) -> _Shape:
     model = cfg.model
     key = (
         config.to_json_string(use_diff=False),
@@ -203,11 +294,16 @@ def _shape_of(cfg: RunConfig, config: Any) -> _Shape:
         str(model.path),
         str(model.trust_remote_code),
     )
-    return _kept(_Shape((*key, repr(cfg.peft)), config, cfg))
+    return (kept or _kept)(_Shape((*key, repr(cfg.peft)), config, cfg))
 
 
 @functools.lru_cache(maxsize=4)
 def _kept(shape: _Shape) -> _Shape:
+    return shape
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_short(shape: _Shape) -> _Shape:
     return shape
 
 
@@ -262,10 +358,13 @@ def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
     return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
 
-def meta_model(cfg: RunConfig, zero_stage: int) -> Any:
-    """Build the model on the meta device as it will be trained, with adapters, precision and quantisation."""
+def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
+    """Build the model on the meta device as it will be trained, with adapters, precision and quantisation.
+
+    `config` is its transformers config; None: that of `cfg`.
+    """
     dtype = hf_model.DTYPES[cfg.train.precision]
-    net: Any = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model)
+    net: Any = hf_model.skeleton(config or hf_model.shape_config(cfg.model), cfg.model)
     net = net.to(dtype).train()
     if cfg.peft.method is PeftMethod.qlora:
         flat = zero_stage == 3

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
-from remat.planning import choices, screening, search
 from remat.planning.plan import Planned, Recordings, make_plan
+from remat.planning.settings import choices, screening, search
 
 BASE = [
     "recipe=tiny_zero3_offload",

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError, ModelLoad
+from remat.config.units import GIB
+from remat.machine import gpus
 from remat.model.hf_model import Loaded, describe_loaded
 from remat.planning import strategy
 from remat.planning.loading import Loading, plan_loading
@@ -39,6 +41,26 @@ def test_reading_into_4_bit_shards_is_not_planned() -> None:
     decided = strategy.decide(asked, world_size=2, can_pin=True)
     assert decided.zero_stage == 3
     assert plan_loading(asked, decided, world_size=2, on_gpu=True) is None
+
+
+def test_below_zero_3_each_rank_reads_all_and_copies_what_is_trained(tmp_path: Path) -> None:
+    """ZeRO-2's flat buffer is made on the GPU beside the model, or on the host where the GPU lacks the room."""
+    file = make_model(tmp_path, **SIZE) / "model.safetensors"
+    weights = [weight.nbytes for weight in load_file(file).values()]
+    whole, fp32 = sum(weights), ("train.precision=fp32", "deepspeed.config=zero2")
+    found = planned(tmp_path, *fp32, on_gpu=True)
+    assert found is not None and found.way is ModelLoad.from_pretrained
+    assert found.read_bytes == found.read_bytes_of_all == whole
+    assert (found.host_peak_bytes, found.gpu_peak_bytes) == (max(weights), 2 * whole)
+    assert f"each rank reads all {whole / 1024:.1f} KiB (below ZeRO-3" in found.line()
+    room = (gpus.outside_torch_bytes(2) + 1.5 * whole) / GIB
+    tight = planned(tmp_path, *fp32, f"hardware.gpu_memory_gib={room}", on_gpu=True)
+    assert tight is not None
+    assert (tight.host_peak_bytes, tight.gpu_peak_bytes) == (2 * whole, whole + max(weights))
+    on_cpus = planned(tmp_path, *fp32, ranks=2)
+    assert on_cpus is not None and (on_cpus.host_peak_bytes, on_cpus.gpu_peak_bytes) == (2 * whole, 0)
+    adapters = planned(tmp_path, *fp32, "peft=lora", on_gpu=True)
+    assert adapters is not None and whole < adapters.gpu_peak_bytes < 2 * whole
 
 
 def test_each_rank_reads_its_own_part_of_the_files(tmp_path: Path) -> None:
@@ -83,7 +105,6 @@ def test_the_reason_is_told_where_rank_0_reads_all(tmp_path: Path) -> None:
 
 def test_nothing_is_planned_where_nothing_is_read_in_slices(tmp_path: Path) -> None:
     make_model(tmp_path, **SIZE)
-    assert planned(tmp_path, "deepspeed.config=zero2") is None
     random = compose.compose_run(["recipe=tiny_zero3_offload"]).run
     decided = strategy.decide(random, world_size=2, can_pin=False)
     assert plan_loading(random, decided, world_size=2, on_gpu=False) is None

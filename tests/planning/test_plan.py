@@ -12,8 +12,8 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.planning import search
 from remat.planning.plan import Planned, Recordings, make_plan, plan_as_json
+from remat.planning.settings import search
 from remat.planning.simulation.types import Category, Phase
 from remat.planning.sweep import is_timed
 

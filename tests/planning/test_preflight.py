@@ -396,3 +396,9 @@ def test_locked_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert memlock(0, 8 * 1024**2, "limited") == 8 * 1024**2
     assert memlock(1 << 14, 8 * 1024**2, "may lock") is None
     assert memlock(0, resource.RLIM_INFINITY, "unlimited") is None
+    root = fake_root(tmp_path / "rootless", version=2, limit="max", used=0, cache=0, capabilities=1 << 14)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * 1024**2, 8 * 1024**2))
+    (root / "proc/self/uid_map").write_text("         0          0 4294967295\n")
+    assert node.memlock_bytes(root) is None
+    (root / "proc/self/uid_map").write_text("         0       1000          1\n")
+    assert node.memlock_bytes(root) == 8 * 1024**2, "the capability is that of a user namespace"

@@ -6,7 +6,7 @@ import pytest
 
 from remat.config import compose
 from remat.planning.plan import Recordings
-from remat.planning.search import Search
+from remat.planning.settings.search import Search
 
 MOST = 1.03  # of the best planned time of a step
 NOT_FOR_SPEED = {  # made to compare, to try, or to leave GPU memory free; their files say so

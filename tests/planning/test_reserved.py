@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose
 from remat.config.units import GIB, MIB
-from remat.planning import launch_plan, search
+from remat.planning import launch_plan
 from remat.planning.plan import Planned, Recordings, Resource, Verdict, make_plan, plan_as_json
+from remat.planning.settings import search
 from remat.planning.simulation import reserved
 from remat.planning.simulation.reserved import Block, CachingAllocator
 from remat.planning.simulation.types import PEAKS

@@ -44,10 +44,11 @@ def write_run(tmp_path: Path, known: Recordings) -> Callable[..., Path]:
     ) -> Path:
         composed = compose.from_command_line(words)
         (tmp_path / "config.yaml").write_text(composed.yaml)
-        command = " ".join(["remat", "plan", *words, *MACHINE])
+        machine = MACHINE if device == "cuda" else MACHINE[:1]
+        command = " ".join(["remat", "plan", *words, *machine])
         (tmp_path / "plan.json").write_text(json.dumps({"device": device, "command": command}))
         if table:
-            chosen = make_plan(composed.run, recordings=known).table
+            chosen = make_plan(composed.run, recordings=known, on_gpu=device == "cuda").table
             (tmp_path / budget.FILE).write_text(json.dumps(chosen))
         if measured is not None:
             rows = [{"category": phase, "measured": seconds} for phase, seconds in measured.items()]
@@ -102,6 +103,21 @@ def test_a_run_that_has_not_ended_is_measured_by_its_rows(write_run: Callable[..
     assert retune.retune(run).measured == dict.fromkeys(retune.PHASES, 0.03)
 
 
+ON_CPU = [*WORDS[:1], *WORDS[2:3], *WORDS[4:-1], "deepspeed.config=zero2", "checkpointing.budget_gib=2"]
+RATES = {"matmul_tflops": 0.05, "attention_tflops": 0.03, "memory_gbs": 10.0, "launch_us": 5.0}
+
+
+def test_a_run_on_cpus_whose_rates_were_given_is_planned_by_measured_seconds(
+    write_run: Callable[..., Path],
+) -> None:
+    rates = [f"++hardware.gpu_rates.{name}={rate}" for name, rate in RATES.items()]
+    run = write_run({"forward": 2.0, "backward": 5.0, "optimizer": 0.1}, words=[*ON_CPU, *rates], device="cpu")
+    found = retune.retune(run)
+    for phase in ("forward", "backward"):
+        assert found.before.time.phases_s[phase] == pytest.approx(found.measured[phase], rel=0.2)
+        assert found.planned[phase] != pytest.approx(found.measured[phase], rel=0.2)
+
+
 PHASES_S = {"forward": 0.01, "backward": 0.03, "optimizer": 0.001}
 
 
@@ -113,7 +129,7 @@ def test_runs_that_cannot_be_used_are_refused_with_the_reason(write_run: Callabl
     full = [*WORDS[:-2], "checkpointing=full"]
     refuse("checkpointing=full has no table to choose again", write_run(PHASES_S, words=full, table=False))
     refuse("has no checkpointing_table.json", write_run(PHASES_S, table=False))
-    refuse("it ran on CPUs", write_run(PHASES_S, device="cpu"))
+    refuse("it ran on CPUs, so give rates of those", write_run(PHASES_S, words=ON_CPU, device="cpu"))
     refuse("no measured seconds of forward, backward, optimizer", write_run({}))
     fp32 = [*WORDS, "train.precision=fp32", "checkpointing.budget_gib=2"]
     refuse("its seconds were not planned", write_run(PHASES_S, words=fp32))

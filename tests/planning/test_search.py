@@ -16,11 +16,12 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
-from remat.planning import budget, choices, launch_plan, search
+from remat.planning import budget, launch_plan
 from remat.planning.plan import GPU_MEMORY, Recordings, make_plan, needed_bytes
 from remat.planning.preflight import DoesNotFit
-from remat.planning.screening import MAY_FIT_BELOW, SURELY_FITS_BELOW, Screen, with_shape
-from remat.planning.search import Search
+from remat.planning.settings import choices, search
+from remat.planning.settings.screening import MAY_FIT_BELOW, SURELY_FITS_BELOW, Screen, with_shape
+from remat.planning.settings.search import Search
 from tests.support import tiny
 
 BASE = [

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from remat.config import compose
 from remat.config.options import Precision
+from remat.machine import gpus
 from remat.machine.gpus import Machine
 from remat.planning.simulation.types import Moment, OpCost, Phase, Simulation, ZeroSettings
-from remat.planning.step_time import StepTime, seconds_by_bound, step_time
+from remat.planning.step_time import RANGES, StepTime, seconds_by_bound, step_time
 
 MACHINE = Machine(
     name="round",
@@ -192,6 +194,32 @@ def test_a_rate_that_is_not_known_is_named_and_a_faster_one_never_slows_a_step(r
     factor = 0.5 if rate == "launch_us" else 2.0
     faster = time_of(*ops, **case, machine=with_rate(rate, factor * getattr(MACHINE, rate)))
     assert faster.total_s <= known.total_s
+
+
+def test_rates_that_are_not_known_give_a_range() -> None:
+    """It holds the time of every machine between the slowest and the fastest, and is not there without a GPU."""
+    case: dict[str, Any] = {"zero": zero(2, 4), "num_trained": 10**9}
+    unknown = replace(with_rate("gpu_link_gbs", None), gpu="H100")
+    found = time_of(FORWARD, **case, machine=unknown)
+    slow, fast = (
+        time_of(FORWARD, **case, machine=with_rate("gpu_link_gbs", r)) for r in RANGES["gpu_link_gbs"]
+    )
+    assert found.unknown == ["gpu_link_gbs of round"]
+    assert found.between == (fast.total_s, slow.total_s)
+    assert found.total_s < fast.total_s < slow.total_s
+    assert time_of(FORWARD, **case).between is None  # all is known
+    assert time_of(FORWARD, **case, machine=replace(unknown, gpu=None)).between is None
+    assert time_of(FORWARD, **case, machine=replace(unknown, matmul_tflops=None)).between is None
+
+
+def test_the_ranges_are_those_of_the_shipped_machines() -> None:
+    found: dict[str, set[float]] = {name: set() for name in RANGES}
+    for name in compose.group_choices()["hardware"]:
+        shipped = gpus.machine(compose.compose_run([f"hardware={name}"]).run.hardware)
+        for rate, values in found.items():
+            if shipped.gpu and (value := getattr(shipped, rate)) is not None:
+                values.add(value)
+    assert {rate: (min(values), max(values)) for rate, values in found.items()} == RANGES
 
 
 def test_what_is_not_needed_is_not_missed() -> None:

@@ -1,0 +1,254 @@
+"""List single changes to a run that need other memory or time: the overrides, and the options they lead to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from remat.config import compose, ds_config
+from remat.config.options import (
+    ConfigError,
+    LossKind,
+    OptimName,
+    OptimStates,
+    PeftMethod,
+    Precision,
+    RunConfig,
+)
+
+SAVING_MOST = ("=full", "=offload")
+SHORTEST_SEQ_LEN = 256
+LONGEST_MICRO_BATCH = 65536  # tokens
+AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
+# What recomputes least comes first. Of policies that differ in how alone, one is here.
+POLICIES = (
+    "none", "budget", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
+    "full", "offload", "uniform", "sqrt",
+)  # fmt: skip
+# What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
+OUTDONE_BY_TABLES = (
+    "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
+)  # fmt: skip
+ZERO = "deepspeed.overrides.zero_optimization"
+
+
+class Kind(IntEnum):
+    """The cost of a change beside time. `same_training` leaves alone what is trained."""
+
+    same_training = 0
+    training = 1
+    machine = 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """One change to a run. Options with the same `axis` exclude each other.
+
+    `words` are overrides; `apply` makes the same change to a composed run.
+    """
+
+    axis: str
+    words: tuple[str, ...]
+    apply: Callable[[RunConfig], RunConfig]
+    kind: Kind = Kind.same_training
+
+
+def same_training(
+    args: Sequence[str], cfg: RunConfig, policies: Sequence[str] = POLICIES
+) -> dict[str, list[Option | None]]:
+    """Return the values of each axis that leave alone what is trained; None is the present value.
+
+    Micro-batches come smallest first, policies with the least recomputation first.
+    """
+    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg, policies))
+    return dict(zip(AXES, values, strict=True))
+
+
+def saving_most(axes: Mapping[str, list[Option | None]]) -> dict[str, list[Option | None]]:
+    """Return the values of the axes that need least memory, and the present policy."""
+    small = [o for o in axes["checkpointing"] if o is None or o.words[0].endswith(SAVING_MOST)]
+    return dict(axes) | {
+        "train.loss": axes["train.loss"][-1:],
+        "train.micro_batch_size": axes["train.micro_batch_size"][:1],
+        "checkpointing": small,
+    }
+
+
+def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
+    """Return the change to a run that recomputes and offloads nothing; None if it is such a run, or cannot be."""
+    words = ("checkpointing=none",)
+    with contextlib.suppress(ConfigError):
+        chosen = _composed(args, words).checkpointing
+        return (
+            None if chosen == cfg.checkpointing else Option("checkpointing", words, _Put(checkpointing=chosen))
+        )
+    return None
+
+
+def other_training(args: Sequence[str], cfg: RunConfig) -> list[list[Option]]:
+    """Return the changes to what is trained, an axis each, the smallest first."""
+    return [_seq_lens(cfg), _adapters(args, cfg)]
+
+
+def smaller_states(cfg: RunConfig) -> list[list[Option]]:
+    """Return the changes to smaller states of the optimizer, an axis each, the closest to fp32 states first."""
+    optim = cfg.optim
+    if optim.name is not OptimName.adamw or optim.states is not OptimStates.fp32:
+        return []
+    words = ("optim.name=adamw_8bit",)
+    found = [[Option("optim.name", words, _Put(optim__name=OptimName.adamw_8bit), Kind.training)]]
+    if cfg.train.precision is Precision.bf16:
+        found.append(
+            [
+                Option("optim.states", (f"optim.states={states}",), _Put(optim__states=states), Kind.training)
+                for states in (OptimStates.bf16_master, OptimStates.bf16)
+            ]
+        )
+    return found
+
+
+def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    """Return the machines of conf/hardware, smallest first; none where `args` describe the machine by its figures."""
+    if any(word.lstrip("+").startswith("hardware.") for word in args):
+        return []
+    found: list[tuple[tuple[float, float, float], Option]] = []
+    for name in compose.group_choices()["hardware"]:
+        words = (f"hardware={name}",)
+        machine = _composed(args, words).hardware
+        if machine.gpu_memory_gib is None or machine == cfg.hardware:
+            continue
+        gpus = (machine.gpus_per_node or 1) * machine.num_nodes
+        size = (gpus, machine.gpu_memory_gib, machine.host_memory_gib or 0.0)
+        found.append((size, Option("hardware", words, _Put(hardware=machine), Kind.machine)))
+    return [option for _, option in sorted(found, key=lambda entry: entry[0])]
+
+
+class _Put:
+    """Replacement of sections of a run; `train__seq_len` replaces one option of a section."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def __call__(self, cfg: RunConfig) -> RunConfig:
+        for name, value in self._values.items():
+            section, _, option = name.partition("__")
+            new = replace(getattr(cfg, section), **{option: value}) if option else value
+            cfg = replace(cfg, **{section: new})
+        return cfg
+
+
+def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
+    return compose.from_command_line([*args, *words]).run
+
+
+def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> list[Option | None]:
+    found: list[Option | None] = []
+    for name in policies:
+        words = (f"checkpointing={name}",)
+        try:
+            chosen = _composed(args, words).checkpointing
+        except ConfigError:  # `args` set an option that only the present policy reads
+            continue
+        same = chosen == cfg.checkpointing
+        found.append(None if same else Option("checkpointing", words, _Put(checkpointing=chosen)))
+    return found if None in found else [*found, None]
+
+
+def _losses(cfg: RunConfig) -> list[Option | None]:
+    if cfg.train.loss is LossKind.chunked:
+        return [None]
+    return [None, Option("train.loss", ("train.loss=chunked",), _Put(train__loss=LossKind.chunked))]
+
+
+def _micro_batches(cfg: RunConfig) -> list[Option | None]:
+    """Return the micro-batches of which the global batch, which stays, is a multiple."""
+    now, axis = cfg.train.micro_batch_size, "train.micro_batch_size"
+    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // cfg.train.tensor_parallel_size)
+    most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
+    return [
+        None if size == now else Option(axis, (f"{axis}={size}",), _Put(train__micro_batch_size=size))
+        for size in range(1, min(share, most) + 1)
+        if share % size == 0 or size == now
+    ]
+
+
+def _strategies(cfg: RunConfig) -> list[Option | None]:
+    names = sorted(path.stem for path in compose.DS_CONFIG_DIR.glob("*.json"))
+    others = [name for name in names if name != cfg.deepspeed.config]
+    return [
+        None,
+        *(
+            Option("deepspeed.config", (f"deepspeed.config={name}",), _Put(deepspeed__config=name))
+            for name in others
+        ),
+    ]
+
+
+def zero_sizes() -> list[Option]:
+    """Return changes to what ZeRO-3 keeps gathered, and to the rounding of pinned host memory.
+
+    They have no effect elsewhere.
+    """
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
+        ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
+    ]
+    return [Option(axis, tuple(_words(ZERO, values)), _ZeroSizes(values)) for axis, values in changes]
+
+
+def _words(prefix: str, values: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _words(f"{prefix}.{name}", value)
+        else:
+            found.append(f"{prefix}.{name}={str(value).lower()}")
+    return found
+
+
+class _ZeroSizes:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, cfg: RunConfig) -> RunConfig:
+        """Return `cfg` with the sizes replaced. Raises ConfigError where a value would have no effect."""
+        zero = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR).get("zero_optimization", {})
+        for name in self._values:
+            if name not in zero:
+                raise ConfigError(f"{ZERO}.{name} has no effect with deepspeed.config={cfg.deepspeed.config}")
+        merged = _merged(cfg.deepspeed.overrides, {"zero_optimization": self._values})
+        return replace(cfg, deepspeed=replace(cfg.deepspeed, overrides=merged))
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in changes.items():
+        result[name] = _merged(result.get(name) or {}, value) if isinstance(value, dict) else value
+    return result
+
+
+def _seq_lens(cfg: RunConfig) -> list[Option]:
+    """Return changes to half, a quarter and an eighth of the sequence length."""
+    lengths = [cfg.train.seq_len // part for part in (2, 4, 8)]
+    return [
+        Option("train.seq_len", (f"train.seq_len={n}",), _Put(train__seq_len=n), Kind.training)
+        for n in lengths
+        if n >= SHORTEST_SEQ_LEN
+    ]
+
+
+def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
+    """Return a change to each other method of conf/peft that trains adapters."""
+    found = []
+    for name in compose.group_choices()["peft"]:
+        words = (f"peft={name}",)
+        try:
+            chosen = _composed(args, words).peft
+        except ConfigError:
+            continue
+        if chosen.method not in (PeftMethod.none, cfg.peft.method):
+            found.append(Option("peft", words, _Put(peft=chosen), Kind.training))
+    return found

@@ -1,0 +1,219 @@
+"""Say of each well-known remedy what it would give a run that does not fit, or why it does not help.
+
+Each is looked at alone, on top of the settings of the run, by an estimate (settings/screening.py); where that is not
+enough, together with what saves most activations. None is taken.
+One more remedy is one more entry of REMEDIES.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat.config import compose, ds_config
+from remat.config.options import ConfigError, OptimStates, RunConfig
+from remat.config.units import GIB
+from remat.planning.plan import GPU_MEMORY, Planned, Recordings, Resource, needed_bytes
+from remat.planning.settings.screening import NO_ACTIVATIONS, Screen, with_shape
+
+SHRINKS_BELOW = 0.995  # of the bytes without it: what saves less does not help
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that is known to save memory. `words` returns its overrides for the run of a plan, None: has none."""
+
+    name: str
+    words: Callable[[Planned], Sequence[str] | None]
+    changes_training: bool = False
+    alone: bool = False  # else it is looked at with SAVING_MOST too, where it is not enough
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a remedy gives. `text` is a sentence; `missing_bytes` are those of each resource that stays too small."""
+
+    name: str
+    overrides: list[str]
+    changes_training: bool
+    fits: bool
+    text: str
+    missing_bytes: dict[str, int] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {
+            "name": self.name,
+            "overrides": self.overrides,
+            "changes_training": self.changes_training,
+            "fits": self.fits,
+            "text": self.text,
+            "missing_bytes": self.missing_bytes,
+        }
+
+
+def _optimizer_offload(planned: Planned) -> Sequence[str] | None:
+    if ds_config.optimizer_offload_device(planned.strategy.ds):
+        return None
+    return (
+        f"deepspeed.config={'zero3_offload_optimizer' if planned.strategy.zero_stage == 3 else 'zero2_offload'}",
+    )
+
+
+def _parameter_offload(planned: Planned) -> Sequence[str] | None:
+    return None if ds_config.param_offload_device(planned.strategy.ds) else ("deepspeed.config=zero3_offload",)
+
+
+def _nvme(planned: Planned) -> Sequence[str] | None:
+    if ds_config.optimizer_offload_device(planned.strategy.ds) == "nvme":
+        return None
+    folder = [] if planned.cfg.hardware.nvme_path else ["hardware.nvme_path=/local_nvme"]
+    return ("deepspeed.config=zero3_nvme", *folder)
+
+
+def _sharded(planned: Planned) -> str:
+    return f"deepspeed.config={'zero3' if planned.world_size > 1 else 'zero2'}"
+
+
+def _in_16_bit(planned: Planned) -> Sequence[str] | None:
+    return None if planned.cfg.optim.states is OptimStates.bf16 else ("optim.states=bf16",)
+
+
+def _in_8_bit(planned: Planned) -> Sequence[str]:
+    """Return the overrides for 8-bit states, which stay on the GPU."""
+    offloaded = ds_config.optimizer_offload_device(planned.strategy.ds) is not None
+    return ("optim.name=adamw_8bit", *([_sharded(planned)] if offloaded else []))
+
+
+def _twice_the_gpus(planned: Planned) -> Sequence[str]:
+    """Return the override that doubles the GPUs of a node up to eight, the nodes of a machine beyond."""
+    machine = planned.cfg.hardware
+    per_node = machine.gpus_per_node or 1
+    if per_node < 8:
+        return (f"hardware.gpus_per_node={2 * per_node}",)
+    return (f"hardware.num_nodes={2 * machine.num_nodes}",)
+
+
+SAVING_MOST = ("checkpointing=full", "train.micro_batch_size=1", "train.loss=chunked")
+REMEDIES = (
+    *(
+        Remedy(name, lambda _, word=word: (word,), alone=True)  # type: ignore[misc]
+        for name, word in zip(
+            ("activation checkpointing", "a smaller micro-batch", "chunked loss"), SAVING_MOST, strict=True
+        )
+    ),
+    Remedy("offload of the optimizer", _optimizer_offload),
+    Remedy("offload of parameters", _parameter_offload),
+    Remedy("NVMe", _nvme),
+    Remedy("more GPUs", _twice_the_gpus),
+    Remedy("16-bit optimizer states", _in_16_bit, changes_training=True),
+    Remedy("8-bit optimizer states", _in_8_bit, changes_training=True),
+    Remedy("LoRA", lambda planned: ("peft=lora", _sharded(planned)), changes_training=True),
+    Remedy("4-bit weights with LoRA", lambda planned: ("peft=qlora", _sharded(planned)), changes_training=True),
+)
+
+
+def look_at(
+    args: Sequence[str],
+    planned: Planned,
+    recordings: Recordings,
+    *,
+    until: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Found]:
+    """Return what each remedy gives the run of `args`, whose plan is `planned`.
+
+    `until` is the time.process_time() after which no more are looked at; the others say so.
+    """
+    screen, found = Screen(recordings), []
+    for number, remedy in enumerate(REMEDIES, start=1):
+        if time.process_time() < until:
+            found.append(_try(remedy, args, planned, screen))
+        else:
+            found.append(_say(remedy, [], "not looked at: the time for advice was up"))
+        progress(number, len(REMEDIES))
+    return found
+
+
+def _try(remedy: Remedy, args: Sequence[str], planned: Planned, screen: Screen) -> Found:
+    words = remedy.words(planned)
+    if words is None:
+        return _say(remedy, [], "the run has it already")
+    overrides = list(words)
+    try:
+        cfg = compose.from_command_line([*args, *overrides]).run
+        if _same(cfg, planned.cfg):
+            return _say(remedy, overrides, "the run has it already")
+        found = _judge(remedy, overrides, planned, screen.estimate(with_shape(cfg)))
+        return found if found.fits or remedy.alone else _try_with_savers(remedy, args, found, screen)
+    except ConfigError as error:
+        return _say(remedy, overrides, f"refused: {str(error).splitlines()[0]}")
+
+
+def _try_with_savers(remedy: Remedy, args: Sequence[str], found: Found, screen: Screen) -> Found:
+    """Return what a remedy that is not enough gives together with SAVING_MOST, or `found` where that cannot be."""
+    overrides = [*found.overrides, *SAVING_MOST]
+    try:
+        after = screen.estimate(with_shape(compose.from_command_line([*args, *overrides]).run))
+    except ConfigError:
+        return found
+    together = " ".join(SAVING_MOST)
+    short = _short(after)
+    if not short:
+        return _say(remedy, overrides, f"with {together} it {_fits(after)}", fits=True)
+    text = f"not enough, even with {together}: needs {_all_needs(short, after)}"
+    return _say(remedy, overrides, text, missing=_missing(short))
+
+
+def _same(one: RunConfig, other: RunConfig) -> bool:
+    sections = ("model", "train", "deepspeed", "checkpointing", "peft", "optim", "hardware")
+    return all(getattr(one, name) == getattr(other, name) for name in sections)
+
+
+def _judge(remedy: Remedy, overrides: list[str], before: Planned, after: Planned) -> Found:
+    """Return what the estimate `after` of the run with the remedy says."""
+    short = _short(after)
+    now, then = needed_bytes(before, GPU_MEMORY) / GIB, needed_bytes(after, GPU_MEMORY) / GIB
+    if not short:
+        return _say(remedy, overrides, _fits(after), fits=True)
+    needs, is_whole = _all_needs(short, after), after.simulation is not NO_ACTIVATIONS
+    if is_whole and then > SHRINKS_BELOW * now:
+        return _say(remedy, overrides, f"does not help: needs {needs}", missing=_missing(short))
+    gives = f"GPU memory {now:.1f} -> {then:.1f} GiB, " if is_whole else ""
+    return _say(remedy, overrides, f"not enough: {gives}needs {needs}", missing=_missing(short))
+
+
+def _short(planned: Planned) -> list[Resource]:
+    return [r for r in planned.plan.resources if not r.fits and r.found_bytes is not None]
+
+
+def _missing(short: Sequence[Resource]) -> dict[str, int]:
+    return {r.name: r.needed_bytes - (r.found_bytes or 0) for r in short}
+
+
+def _fits(after: Planned) -> str:
+    seconds = "" if after.time.unknown else f", step {after.time.total_s:.3g} s"
+    return f"fits: needs {needed_bytes(after, GPU_MEMORY) / GIB:.1f} GiB of each GPU{seconds}"
+
+
+def _all_needs(short: Sequence[Resource], after: Planned) -> str:
+    least = "at least " * (after.simulation is NO_ACTIVATIONS)
+    return ", ".join(f"{least}{_needs(r)}" for r in short)
+
+
+def _needs(resource: Resource) -> str:
+    found = (resource.found_bytes or 0) / GIB
+    return f"{resource.needed_bytes / GIB:.1f} GiB of {resource.name}, {found:.1f} are there"
+
+
+def _say(
+    remedy: Remedy,
+    overrides: list[str],
+    text: str,
+    *,
+    fits: bool = False,
+    missing: dict[str, int] | None = None,
+) -> Found:
+    return Found(remedy.name, overrides, remedy.changes_training, fits, text, missing or {})

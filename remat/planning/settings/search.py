@@ -1,0 +1,440 @@
+"""Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
+
+All of them train the same: the global batch stays. Settings are estimated on a few layers (settings/screening.py);
+what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
+run fit: the same training in less memory, other training, or a larger machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from remat.config import compose
+from remat.config.options import ConfigError, Policy, RunConfig
+from remat.config.units import format_size
+from remat.machine import gpus
+from remat.planning import budget
+from remat.planning.plan import (
+    GPU_MEMORY,
+    HOST_MEMORY,
+    Planned,
+    Recordings,
+    capacity_of,
+    make_plan,
+    needed_bytes,
+)
+from remat.planning.preflight import DoesNotFit
+from remat.planning.settings import choices, remedies
+from remat.planning.settings.choices import OUTDONE_BY_TABLES, Option
+from remat.planning.settings.screening import (
+    MAY_FIT_BELOW,
+    NO_ACTIVATIONS,
+    SURELY_FITS_BELOW,
+    Screen,
+    with_shape,
+)
+
+NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
+SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
+NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
+TRIED_FOR_CLOSEST = 3
+ADVICE_S = 20.0  # seconds of a core that advice may take: no other load of the machine changes what it says
+REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # of that time, until which each part of it looks
+Candidate = tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Overrides to add to a command line, and the plan of the run with them."""
+
+    overrides: list[str]
+    planned: Planned
+    changes_training: bool = False
+
+    @property
+    def cost(self) -> tuple[bool, float, int]:
+        """Return the sort key: complete step times first, the shortest first, then fewest bytes."""
+        return (*_time_of(self.planned), needed_bytes(self.planned, GPU_MEMORY))
+
+
+def why_not(cfg: RunConfig) -> str | None:
+    """Return why the settings of `cfg` cannot be compared on its machine; None where they can."""
+    if gpus.machine(cfg.hardware).matmul_tflops is None:
+        return "no GPU whose speed is known: name one by hardware=NAME, or measure this machine by `remat calibrate`"
+    if capacity_of(cfg.hardware).gpu_bytes is None:
+        return "the memory of its GPU is not known: set hardware.gpu_memory_gib"
+    return None
+
+
+def choose(
+    args: Sequence[str],
+    cfg: RunConfig,
+    limit: int,
+    recordings: Recordings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Setting]:
+    """Return up to `limit` settings for strategy=auto, the fastest first. What `args` set keeps its value.
+
+    Raises ConfigError where the machine is not known, DoesNotFit where nothing fits it.
+    """
+    if reason := why_not(cfg):
+        raise ConfigError(f"strategy=auto: {reason}")
+    search = Search(args, cfg, recordings, progress)
+    if found := search.fastest(limit, pinned=_set_by(args)):
+        return found
+    nearest = search.closest()
+    lacks = f"; the nearest, {' '.join(nearest.overrides)}, lacks {_missing(nearest)}" if nearest else ""
+    raise DoesNotFit(
+        f"strategy=auto: no ZeRO stage, offload, checkpointing and micro-batch fits {cfg.hardware.name}{lacks}. "
+        "`remat plan` without strategy=auto says what else would fit"
+    )
+
+
+def _set_by(args: Sequence[str]) -> set[str]:
+    """Return the axes of which the command line sets a value."""
+    given = {word.lstrip("+~").partition("=")[0] for word in args}
+    owners = {axis: axis.split(".")[0] if axis == "deepspeed.config" else axis for axis in choices.AXES}
+    return {axis for axis, owner in owners.items() if any(f"{name}.".startswith(f"{owner}.") for name in given)}
+
+
+def _missing(setting: Setting) -> str:
+    return ", ".join(f"{format_size(size)} of {name}" for name, size in missing_bytes(setting.planned).items())
+
+
+class Search:
+    """A search for other settings of the run that `args` ask for and `cfg` is.
+
+    `progress` is called with the number of settings looked at, and of all. `policies` and the present one are tried.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        cfg: RunConfig,
+        recordings: Recordings,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        policies: Sequence[str] = choices.POLICIES,
+    ) -> None:
+        self._args, self._recordings, self._progress = list(args), recordings, progress
+        self._cfg = with_shape(cfg)
+        self._axes = choices.same_training(self._args, self._cfg, policies)
+        self._keeping = choices.keep_everything(self._args, self._cfg)
+        self._screen = Screen(recordings)
+        self._estimates: dict[Candidate, Planned | None] = {}
+        self.look_until = self.plan_until = math.inf  # of time.process_time()
+        self.stopped = False  # because the time was up
+
+    @property
+    def _time_is_up(self) -> bool:
+        is_up = time.process_time() > self.look_until
+        self.stopped |= is_up
+        return is_up
+
+    def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
+        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+
+        Of tables there is one in all.
+
+        Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
+        first.
+        """
+        axes = self._axes | {name: [None] for name in pinned}
+        return self._best_of(list(self._look(axes)), limit)
+
+    def with_change(self, change: Option) -> Setting | None:
+        """Return the fastest setting that fits with `change`, of the policies that save most, at micro-batch 1."""
+        axes = choices.saving_most(self._axes)
+        return next(iter(self._best_of(list(self._look(axes, (change,))), 1)), None)
+
+    def _best_of(self, seen: Sequence[Candidate], limit: int) -> list[Setting]:
+        fits = [candidate for candidate in seen if self._excess(candidate) <= MAY_FIT_BELOW]
+        if not fits:
+            fits = [c for c in self._with_other_sizes(seen) if self._excess(c) <= MAY_FIT_BELOW]
+        return self._plan_best(sorted(fits, key=self._rank), limit)
+
+    def closest(self) -> Setting | None:
+        """Return the setting, of those looked at, that exceeds the machine by the smallest factor."""
+        known = [
+            c
+            for c, estimate in self._estimates.items()
+            if estimate and estimate.simulation is not NO_ACTIVATIONS
+        ]
+        nearest = sorted(known, key=self._excess)[:TRIED_FOR_CLOSEST]
+        return min(
+            (setting for c in nearest if (setting := self.plan(_words(c)))),
+            key=lambda setting: _excess(setting.planned),
+            default=None,
+        )
+
+    def plan(self, overrides: list[str]) -> Setting | None:
+        """Plan the run with `overrides`; None where that is refused."""
+        try:
+            cfg = compose.from_command_line([*self._args, *overrides]).run
+            return Setting(overrides, make_plan(cfg, recordings=self._recordings))
+        except ConfigError:
+            return None
+
+    def _look(self, axes: dict[str, list[Option | None]], given: Candidate = ()) -> Iterator[Candidate]:
+        """Estimate every setting that may be the fastest; yield those that are not refused."""
+        strategies, policies = axes["deepspeed.config"], axes["checkpointing"]
+        total, done, best_s = math.prod(len(values) for values in axes.values()), 0, math.inf
+        for loss in axes["train.loss"]:
+            known = _Known()
+            for micro_batch in axes["train.micro_batch_size"]:
+                fixed = (*given, *_changes(loss, micro_batch))
+                if self._time_is_up:
+                    self._progress(total, total)
+                    return
+                for least_s, strategy in self._by_least_time(fixed, strategies, known):
+                    keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
+                    all_fits = keeping is not None and _excess(keeping) <= 1 - budget.MARGIN
+                    has_tables = False
+                    for policy in policies:
+                        done += 1
+                        self._progress(done, total)
+                        if self._time_is_up or known.is_hopeless(strategy, policy, least_s, best_s):
+                            continue
+                        kind = _policy_of(policy)
+                        if (kind == Policy.budget and all_fits) or (has_tables and kind in OUTDONE_BY_TABLES):
+                            continue
+                        candidate = (*fixed, *_changes(strategy, policy))
+                        if (estimate := self._estimate(candidate)) is None:
+                            known.refuse(strategy, policy)
+                            continue
+                        known.add(strategy, policy, estimate, least_s)
+                        has_tables |= (
+                            kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
+                        )
+                        # Tables are made to fit: those of an estimate do, when all layers are planned.
+                        fits = kind == Policy.budget or _excess(estimate) <= SURELY_FITS_BELOW
+                        if fits and not estimate.time.unknown:
+                            best_s = min(best_s, estimate.time.total_s)
+                        yield candidate
+        self._progress(total, total)
+
+    def _by_least_time(
+        self, fixed: Candidate, strategies: Sequence[Option | None], known: _Known
+    ) -> list[tuple[float, Option | None]]:
+        """Return the strategies with the seconds of a step that recomputes nothing, the shortest first.
+
+        0 seconds where they are not known.
+        """
+        found = []
+        for strategy in strategies:
+            estimate = None
+            if not (self._time_is_up or known.states_do_not_fit(strategy)):
+                estimate = self._estimate((*fixed, *_changes(strategy, self._keeping)))
+            timed = estimate and estimate.simulation is not NO_ACTIVATIONS and not estimate.time.unknown
+            found.append((estimate.time.total_s if estimate and timed else 0.0, strategy))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _with_other_sizes(self, seen: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield the settings that nearly fit, with less gathered by ZeRO-3, with memory not pinned, and with both."""
+        sizes = choices.zero_sizes()
+        added = [combination for n in (1, 2) for combination in itertools.combinations(sizes, n)]
+        for candidate in seen:
+            if self._excess(candidate) <= NEARLY_FITS_BELOW and not self._time_is_up:
+                for more in added:
+                    if self._estimate((*candidate, *more)) is not None:
+                        yield (*candidate, *more)
+
+    def _plan_best(self, candidates: Sequence[Candidate], limit: int) -> list[Setting]:
+        found: list[Setting] = []
+        taken: set[tuple[str, ...]] = set()
+        for candidate in candidates:
+            kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            if budget.CHOICE in kind:  # one is enough: they take longest to plan
+                kind = (budget.CHOICE,)
+            if len(found) == limit:
+                break
+            if time.process_time() > self.plan_until:
+                self.stopped = True
+                break
+            if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
+                found.append(setting)
+                taken.add(kind)
+        return sorted(found, key=lambda setting: setting.cost)
+
+    def _rank(self, candidate: Candidate) -> tuple[float, ...]:
+        estimate = self._estimates[candidate]
+        assert estimate is not None
+        unknown, seconds = _time_of(estimate)
+        steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
+        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, GPU_MEMORY))
+
+    def _estimate(self, candidate: Candidate) -> Planned | None:
+        """Return the screened estimate of a candidate; None if it is refused."""
+        if candidate not in self._estimates:
+            cfg = self._cfg
+            try:
+                for option in candidate:
+                    cfg = option.apply(cfg)
+                self._estimates[candidate] = self._screen.estimate(cfg)
+            except ConfigError:
+                self._estimates[candidate] = None
+        return self._estimates[candidate]
+
+    def _excess(self, candidate: Candidate) -> float:
+        estimate = self._estimate(candidate)
+        return math.inf if estimate is None else _excess(estimate)
+
+
+class _Known:
+    """What settings tell of later ones with larger micro-batches, which need more memory and recompute as much."""
+
+    def __init__(self) -> None:
+        self._too_large: set[tuple[Option | None, ...]] = set()
+        self._slower: dict[
+            tuple[Option | None, Option | None], float
+        ] = {}  # than a step that recomputes nothing
+
+    def add(self, strategy: Option | None, policy: Option | None, estimate: Planned, least_s: float) -> None:
+        if estimate.simulation is NO_ACTIVATIONS:
+            self._too_large.add((strategy,))
+        elif _excess(estimate) > MAY_FIT_BELOW:
+            self._too_large.add((strategy, policy))
+        if least_s and estimate.simulation is not NO_ACTIVATIONS:
+            self._slower.setdefault((strategy, policy), estimate.time.total_s / least_s)
+
+    def refuse(self, strategy: Option | None, policy: Option | None) -> None:
+        self._too_large.add((strategy, policy))
+
+    def states_do_not_fit(self, strategy: Option | None) -> bool:
+        return (strategy,) in self._too_large
+
+    def is_hopeless(
+        self, strategy: Option | None, policy: Option | None, least_s: float, best_s: float
+    ) -> bool:
+        if self.states_do_not_fit(strategy) or (strategy, policy) in self._too_large:
+            return True
+        return least_s * self._slower.get((strategy, policy), 1.0) * (1 - SAME_TIME) > best_s
+
+
+def _policy_of(option: Option | None) -> str | None:
+    """Return the policy that an option of the axis changes to; None for the present one."""
+    return option.words[0].partition("=")[2] if option else None
+
+
+def _changes(*options: Option | None) -> Candidate:
+    return tuple(option for option in options if option is not None)
+
+
+def _time_of(planned: Planned) -> tuple[bool, float]:
+    return bool(planned.time.unknown), planned.time.total_s
+
+
+def _words(candidate: Candidate) -> list[str]:
+    return [word for option in candidate for word in option.words]
+
+
+def _excess(planned: Planned) -> float:
+    """Return bytes needed over bytes found, of the resource that is shortest."""
+    return max(
+        (r.needed_bytes / max(1, r.found_bytes) for r in planned.plan.resources if r.found_bytes is not None),
+        default=0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes to a run that does not fit.
+
+    All `changes` fit. If none of them keeps the machine, `closest` is the setting that lacks least on it. `remedies`
+    says of each well-known remedy what it gives. `stopped`: the time was up before all settings were looked at.
+    """
+
+    changes: list[Setting]
+    closest: Setting | None
+    remedies: list[remedies.Found] = field(default_factory=list)
+    stopped: bool = False
+
+
+def advise(
+    args: Sequence[str],
+    planned: Planned,
+    *,
+    limit: int = 3,
+    recordings: Recordings | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    limit_s: float = math.inf,
+) -> Advice:
+    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
+
+    After `limit_s` seconds of a core nothing more is begun.
+
+    The changes come in this order: up to `limit` that leave alone what is trained, the fastest first; where there are
+    none, smaller states of the optimizer, which train the same weights on another trajectory; then the smallest change
+    of the sequence length and of the adapters that would do, with what else it needs; then the smallest machine of
+    conf/hardware that holds the run unchanged.
+    """
+    if planned.plan.fits:
+        return Advice([], None)
+    began, known = time.process_time(), recordings or Recordings()
+    told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s)
+    search = Search(args, planned.cfg, known, progress)
+    search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
+    changes = search.fastest(limit)
+    search.look_until = began + CHANGES_SHARE * limit_s
+    smaller = [] if changes else choices.smaller_states(planned.cfg)
+    for axis in [*smaller, *choices.other_training(args, planned.cfg)]:
+        fitting = (found for option in axis if (found := search.with_change(option)))
+        changes += [replace(found, changes_training=True) for found in itertools.islice(fitting, 1)]
+    # The run itself where nothing else could be planned.
+    closest = None if changes else search.closest() or Setting([], planned)
+    moved = _machine(args, planned, search)
+    return Advice([*changes, *moved], closest, told, search.stopped)
+
+
+def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:
+    for option in choices.machines(args, planned.cfg):
+        if time.process_time() > search.plan_until:
+            search.stopped = True
+            break
+        found = search.plan(list(option.words))
+        if found and found.planned.plan.fits:
+            return [found]
+    return []
+
+
+def advice_as_json(advice: Advice) -> dict[str, Any]:
+    """Return the keys that a plan's JSON gets.
+
+    They are `advice`, a list; `closest`, null or an entry like those of the list; `remedies`, a list; and
+    `advice_stopped`: whether its time was up before all was looked at.
+    """
+    return {
+        "advice": [setting_as_json(change) for change in advice.changes],
+        "closest": setting_as_json(advice.closest) if advice.closest else None,
+        "remedies": [found.record() for found in advice.remedies],
+        "advice_stopped": advice.stopped,
+    }
+
+
+def setting_as_json(setting: Setting) -> dict[str, Any]:
+    """Return a setting as plain data: bytes of one GPU and of one node, seconds of a step.
+
+    `unknown_times` are not part of the seconds.
+    """
+    planned = setting.planned
+    return {
+        "overrides": setting.overrides,
+        "changes_training": setting.changes_training,
+        "fits": planned.plan.fits,
+        "step_time_s": planned.time.total_s,
+        "tokens_per_s": planned.time.tokens_per_s,
+        "unknown_times": planned.time.unknown,
+        "gpu_needed_bytes": needed_bytes(planned, GPU_MEMORY),
+        "host_needed_bytes": needed_bytes(planned, HOST_MEMORY),
+        "missing_bytes": missing_bytes(planned),
+    }
+
+
+def missing_bytes(planned: Planned) -> dict[str, int]:
+    """Return the bytes missing of each resource that is too small."""
+    return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}

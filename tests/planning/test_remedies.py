@@ -1,0 +1,104 @@
+"""Well-known remedies: what is said of each is what a plan of it says, and there is an end to looking."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from remat import cli
+from remat.config import compose, units
+from remat.planning.plan import HOST_MEMORY, Planned, Recordings, make_plan, needed_bytes
+from remat.planning.settings import remedies, search
+
+ONE_GPU = [
+    "recipe=tiny_zero3_offload",
+    "hardware=1x4090",
+    "model.architecture.num_hidden_layers=2",
+    "deepspeed.config=zero2",
+    "checkpointing=none",
+    "train.seq_len=4096",
+    "train.micro_batch_size=4",
+]
+NO_ACTIVATIONS = [*ONE_GPU, "hardware.gpu_memory_gib=0.9"]
+NO_HOST = [*ONE_GPU, "hardware.gpu_memory_gib=0.9", "hardware.host_memory_gib=2.51"]
+NAMES = [
+    "activation checkpointing", "a smaller micro-batch", "chunked loss", "offload of the optimizer",
+    "offload of parameters", "NVMe", "more GPUs", "16-bit optimizer states", "8-bit optimizer states", "LoRA",
+    "4-bit weights with LoRA",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known() -> Recordings:
+    return Recordings()
+
+
+def plan(args: list[str], known: Recordings) -> Planned:
+    return make_plan(compose.from_command_line(args).run, recordings=known)
+
+
+def look(args: list[str], known: Recordings, until: float = float("inf")) -> dict[str, remedies.Found]:
+    found = remedies.look_at(args, plan(args, known), known, until=until)
+    return {each.name: each for each in found}
+
+
+@pytest.fixture(scope="module")
+def found(known: Recordings) -> dict[str, remedies.Found]:
+    return look(NO_ACTIVATIONS, known)
+
+
+def test_every_remedy_is_named_and_those_that_fit_do_when_planned(
+    found: dict[str, remedies.Found], known: Recordings
+) -> None:
+    assert list(found) == NAMES
+    assert found["a smaller micro-batch"].fits and found["8-bit optimizer states"].fits
+    for each in found.values():
+        if each.fits:
+            assert plan([*NO_ACTIVATIONS, *each.overrides], known).plan.fits, each
+            assert not each.missing_bytes and "fits: needs" in each.text
+        else:
+            assert each.missing_bytes or each.text.startswith(("refused", "the run has it already")), each
+
+
+def test_trained_otherwise_is_said_of_those_alone_that_do(found: dict[str, remedies.Found]) -> None:
+    changing = {name for name, each in found.items() if each.changes_training}
+    assert changing == {"16-bit optimizer states", "8-bit optimizer states", "LoRA", "4-bit weights with LoRA"}
+
+
+def test_a_remedy_that_needs_what_is_not_there_says_how_much(known: Recordings) -> None:
+    found = look(NO_HOST, known)["offload of the optimizer"]
+    whole = plan([*NO_HOST, *found.overrides], known)
+    needed = needed_bytes(whole, HOST_MEMORY)
+    assert not found.fits and found.missing_bytes == {HOST_MEMORY: needed - int(2.51 * units.GIB)}
+    assert f"{needed / units.GIB:.1f} GiB of {HOST_MEMORY}, 2.5 are there" in found.text
+
+
+def test_what_a_run_has_and_what_cannot_be_is_said(known: Recordings) -> None:
+    own = ["model.architecture.num_hidden_layers=4", "checkpointing=interval", "checkpointing.interval=3"]
+    found = look([*NO_ACTIVATIONS, *own, "train.loss=chunked"], known)
+    assert found["chunked loss"].text == "the run has it already"
+    refused = found["activation checkpointing"]
+    assert refused.text.startswith("refused: checkpointing.interval is set") and not refused.fits
+
+
+def test_advice_ends_when_its_time_is_up(known: Recordings) -> None:
+    planned = plan(NO_ACTIVATIONS, known)
+    made = known.made
+    found = search.advise(NO_ACTIVATIONS, planned, recordings=known, limit_s=0.0)
+    assert found.stopped and known.made == made and found.changes == []
+    assert found.closest is not None and found.closest.overrides == []
+    assert {each.text for each in found.remedies} == {"not looked at: the time for advice was up"}
+    assert search.advice_as_json(found)["advice_stopped"] is True
+
+
+def test_a_switch_turns_advice_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("advice was asked for")
+
+    monkeypatch.setattr(search, "advise", refuse)
+    done = CliRunner().invoke(cli.app, ["plan", *NO_ACTIVATIONS, "--json", "--no-advice"])
+    assert done.exit_code == 3 and "looking" not in done.stderr
+    data = json.loads(done.stdout)
+    assert data["fits"] is False and data["advice"] == [] and data["remedies"] == []
