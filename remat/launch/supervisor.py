@@ -29,11 +29,12 @@ from pathlib import Path
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.launch import processes, rank_keeper, retreat
+from remat.launch import left_behind, processes, rank_keeper, retreat
 from remat.launch.arguments import LaunchWords
 from remat.machine.host_memory import host_memory, oom_kills
 
 TAIL_LINES = 30
+NEARLY_ALL = 0.9  # of host memory
 
 
 def say(text: str) -> None:
@@ -73,6 +74,11 @@ def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int,
     )
 
 
+def killed_for_memory(oom_kills: int | None, *, together_bytes: int, limit_bytes: int) -> bool:
+    """Whether the kernel killed a rank for memory: its count, or where that is not known, how full memory was."""
+    return together_bytes >= NEARLY_ALL * limit_bytes if oom_kills is None else oom_kills > 0
+
+
 def show_tail(rank: int, log: Path) -> None:
     """The end of a log that was not shown live."""
     if log.exists():
@@ -98,12 +104,16 @@ def launch(words: LaunchWords) -> int:
     log_dir, number = words.log_dir, 0
     while True:
         file = log_dir / f"retreat-{number + 1}.json"
-        file.unlink(missing_ok=True)
+        retreat.forget(file)
         told = {retreat.FILE: str(file), retreat.NUMBER: str(number)} if words.on_one_node else {}
-        code, was_stopped = _launch_once(words, told)
+        ended = _launch_once(words, told)
+        if ended.was_stopped or ended.code in (0, EXIT_STOPPED):
+            return ended.code
         asked = retreat.take(file)
-        if asked is None or was_stopped or code in (0, EXIT_STOPPED):
-            return code
+        if asked is None and ended.out_of_memory:
+            asked = retreat.after_kill(file, ended.out_of_memory, number, say)
+        if asked is None:
+            return ended.code
         number += 1
         say(f"starting the run again with less memory, {' '.join(asked.overrides)}: {asked.why}")
         words = replace(
@@ -111,8 +121,17 @@ def launch(words: LaunchWords) -> int:
         )
 
 
-def _launch_once(words: LaunchWords, more: dict[str, str]) -> tuple[int, bool]:
-    """Run one launch, `more` in the environment of its ranks; return its exit code and whether a signal stopped it.
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended: its exit code, whether a signal stopped it, and which rank the kernel killed for memory."""
+
+    code: int
+    was_stopped: bool = False
+    out_of_memory: str = ""
+
+
+def _launch_once(words: LaunchWords, more: dict[str, str]) -> Ended:
+    """Run one launch, `more` in the environment of its ranks; return how it ended.
 
     Raises ConfigError where its logs cannot be written.
     """
@@ -124,8 +143,11 @@ def _launch_once(words: LaunchWords, more: dict[str, str]) -> tuple[int, bool]:
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="remat-launch-")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        swapped = Path(folder) / "swapped"
+        stack.callback(left_behind.remove, swapped)
+        more = more | {left_behind.FILE: str(swapped)}
         supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more)
-        return supervisor.run(), supervisor.stop is not None
+        return Ended(supervisor.run(), supervisor.stop is not None, supervisor.out_of_memory)
 
 
 @dataclass
@@ -160,6 +182,7 @@ class _Supervisor:
         self.forced = False
         self.launcher_gone = False
         self.failed_first: _Rank | None = None
+        self.out_of_memory = ""  # which rank the kernel killed for it
         self.kills_before = oom_kills()
         self.socket_path = socket_path
         self.events = stack.enter_context(selectors.DefaultSelector())
@@ -375,18 +398,20 @@ class _Supervisor:
         if rank.code != -signal.SIGKILL:
             say(failure(rank.rank, rank.code or 0))
             return
-        others = sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
-        after = oom_kills()
+        together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
+        after, limit = oom_kills(), host_memory().limit_bytes
         known = after is not None and self.kills_before is not None
-        say(
-            killed(
-                rank.rank,
-                peak_bytes=rank.peak_rss_bytes,
-                together_bytes=rank.peak_rss_bytes + others,
-                limit_bytes=host_memory().limit_bytes,
-                oom_kills=(after or 0) - (self.kills_before or 0) if known else None,
-            )
+        kills = (after or 0) - (self.kills_before or 0) if known else None
+        text = killed(
+            rank.rank,
+            peak_bytes=rank.peak_rss_bytes,
+            together_bytes=together,
+            limit_bytes=limit,
+            oom_kills=kills,
         )
+        say(text)
+        if killed_for_memory(kills, together_bytes=together, limit_bytes=limit):
+            self.out_of_memory = text
 
 
 def as_exit_code(code: int) -> int:

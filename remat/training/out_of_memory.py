@@ -26,15 +26,14 @@ import torch
 import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import PLACE
-from remat.config.options import OnOutOfMemory
+from remat.config.options import OnOutOfMemory, RunConfig
 from remat.config.units import GIB, format_size
 from remat.launch import retreat
-from remat.launch.retreat import Retreat
+from remat.launch.retreat import Smaller
 from remat.machine import distributed
 from remat.machine.memory import host_memory
 from remat.planning.launch_plan import CHOSEN, LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
-from remat.report import run_dir
 
 ADVICE_S = 120  # the longest that advice may take
 NUM_ADVICE = 3
@@ -137,35 +136,42 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
     Of several ranks only the first to come here prints; the others wait for the end.
     """
     if not _is_first():
-        time.sleep(ADVICE_S + 30)  # the launcher ends all ranks when the printing one has left
+        time.sleep(
+            ADVICE_S + retreat.PLANNED_IN_S + 30
+        )  # the launcher ends all ranks when the printing one has left
         return exit_code
     _let_go(error)
     advice, command = ask(error)
     print(f"\nremat: {message(error, advice, command)}\n", file=sys.stderr, flush=True)
     planned = error.plan.planned
     if planned is not None and planned.cfg.on_out_of_memory is OnOutOfMemory.retreat:
-        said = _ask_for_retreat(error, advice, planned.cfg.most_retreats)
+        said = _ask_for_retreat(error, planned.cfg.most_retreats)
         print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
 
 
-def _ask_for_retreat(error: OutOfMemory, advice: list[dict[str, Any]], most: int) -> str:
+def prepare_for_kill(cfg: RunConfig, plan: LaunchPlan) -> None:
+    """Tell `remat launch` what to plan should the kernel kill a rank for memory, which cannot ask itself."""
+    if cfg.on_out_of_memory is OnOutOfMemory.retreat and plan.planned is not None:
+        retreat.prepare(_on_smaller(plan, "host", 0, cfg.most_retreats))
+
+
+def _ask_for_retreat(error: OutOfMemory, most: int) -> str:
     """Ask `remat launch` for the fastest setting that needs less and trains the same; return what follows, in words."""
-    done, folder = retreat.number(), error.plan.folder
-    if done >= most:
-        return f"no retreat: this run was started again {done} times already (most_retreats={most})"
-    fitting = (item["overrides"] for item in advice if item["fits"] and not item["changes_training"])
-    chosen = next((overrides for overrides in fitting if retreat.keeps_the_run(overrides)), None)
-    if chosen is None:
-        return "no retreat: the plan knows no checkpointing, loss and micro-batch that need less and train the same"
-    before = _chosen_by_plan(folder)
-    asked = Retreat([*before, *chosen], str(error), None if folder is None else str(folder))
-    if folder is not None:
-        row = {"time_unix_s": time.time(), "why": asked.why, "overrides": chosen}
-        with (folder / run_dir.RETREATS).open("a", encoding="utf-8") as record:
-            record.write(json.dumps(row) + "\n")
+    done = retreat.number()
+    if said := retreat.too_many(most, done):
+        return said
+    asked = retreat.choose(_on_smaller(error.plan, error.place, _missing_bytes(error), most), str(error))
+    if asked is None:
+        return retreat.NOTHING
     retreat.leave(asked)
-    return f"retreat {done + 1} of {most}: the run goes on with {' '.join(chosen)}"
+    return f"retreat {done + 1} of {most}: the run goes on with {' '.join(asked.overrides)}"
+
+
+def _on_smaller(plan: LaunchPlan, place: str, missing_bytes: int, most: int) -> Smaller:
+    folder = None if plan.folder is None else str(plan.folder)
+    words = _smaller(plan, place, missing_bytes)[2:]
+    return Smaller(plan.device, words, _chosen_by_plan(plan.folder), folder, most)
 
 
 def _chosen_by_plan(folder: Path | None) -> list[str]:
@@ -196,7 +202,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
     The advice is [] when the command fails.
     """
-    command = _smaller(error)
+    command = _smaller(error.plan, error.place, _missing_bytes(error))
     if error.plan.planned is None:
         return [], command
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
@@ -216,32 +222,35 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
         return [], command
 
 
-def _smaller(error: OutOfMemory) -> list[str]:
+def _missing_bytes(error: OutOfMemory) -> int:
+    free = error.measured.gpu_free_bytes if error.place == "GPU" else error.measured.available_bytes
+    return (error.measured.asked_bytes or 0) - (free or 0)
+
+
+def _smaller(plan: LaunchPlan, place: str, missing_bytes: int) -> list[str]:
     """Return the `remat plan` command for a smaller machine than the plan needs: by what was missing and a margin."""
-    planned = error.plan.planned
+    planned = plan.planned
     if planned is None:
-        return error.plan.command
-    option, needed = _needed(error)
+        return plan.command
+    option, needed = _needed(plan, place)
     whole = needed if option == "hardware.host_memory_gib" else planned.plan.peak_bytes
     at_most = needed - whole // 2  # the smallest target for which advice stays possible
-    free = error.measured.gpu_free_bytes if error.place == "GPU" else error.measured.available_bytes
-    missing = (error.measured.asked_bytes or 0) - (free or 0)
-    target = max(needed - max(missing, int(MARGIN * whole)), at_most)
-    kept = [word for word in error.plan.command if not word.startswith(f"{option}=")]
+    target = max(needed - max(missing_bytes, int(MARGIN * whole)), at_most)
+    kept = [word for word in plan.command if not word.startswith(f"{option}=")]
     return [*kept, f"{option}={target / GIB:.4f}"]
 
 
-def _needed(error: OutOfMemory) -> tuple[str, int]:
+def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
     """Return the option of the capacity that was too small, and what the plan needs of it.
 
     Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, as if it were a GPU's.
     """
-    planned = error.plan.planned
+    planned = plan.planned
     assert planned is not None
-    if error.plan.device == "cpu":
+    if plan.device == "cpu":
         peak = planned.plan.peak_bytes
         return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned.world_size)
-    if error.place == "GPU":
+    if place == "GPU":
         return "hardware.gpu_memory_gib", needed_bytes(planned, GPU_MEMORY)
     return "hardware.host_memory_gib", needed_bytes(planned, HOST_MEMORY)
 
@@ -252,7 +261,7 @@ def _table(error: OutOfMemory) -> list[str]:
     host = sum(planned.plan.host.values()) + sum(planned.plan.pinned.values()) if planned else None
     rows: list[tuple[str, int | None, int | None]] = []
     if measured.gpu_allocated_bytes is not None:
-        needed = _needed(error)[1] if planned and error.place == "GPU" else None
+        needed = _needed(error.plan, error.place)[1] if planned and error.place == "GPU" else None
         rows += [
             ("GPU, allocated", peak, measured.gpu_allocated_bytes),
             ("GPU, needed and reserved", needed, measured.gpu_reserved_bytes),

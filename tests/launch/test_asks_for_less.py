@@ -23,19 +23,6 @@ def test_a_run_that_nobody_would_start_again_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "keeps"),
-    [
-        (["checkpointing=full", "train.micro_batch_size=1"], True),
-        (["train.loss=chunked"], True),
-        (["deepspeed.config=zero3"], False),
-        (["train.seq_len=512"], False),
-    ],
-)
-def test_only_what_a_saved_state_fits_may_change(overrides: list[str], keeps: bool) -> None:
-    assert retreat.keeps_the_run(overrides) is keeps
-
-
-@pytest.mark.parametrize(
     ("before", "after"),
     [
         ([], ["checkpointing=full", "run_id=r1", "resume=auto_or_start"]),
@@ -54,19 +41,23 @@ def test_before_there_is_a_run_it_is_started_anew() -> None:
 
 
 class Launches:
-    """Stands for the launches of `supervisor.launch`: each ends with a code, and may ask for a retreat."""
+    """Stands for the launches of `supervisor.launch`: each ends with a code, and may ask for a retreat.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: tuple[int, bool, bool]) -> None:
+    A launch with 137 and "killed" had a rank killed for memory; what to plan for it was said before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: tuple[int, bool | str, bool]) -> None:
         self.ends, self.seen = list(ends), list[tuple[list[str], dict[str, str], Path]]()
         monkeypatch.setattr(supervisor, "_launch_once", self.once)
 
-    def once(self, words: arguments.LaunchWords, told: dict[str, str]) -> tuple[int, bool]:
+    def once(self, words: arguments.LaunchWords, told: dict[str, str]) -> supervisor.Ended:
         self.seen.append((words.words, told, words.log_dir))
         code, asks, stopped = self.ends[len(self.seen) - 1]
         words.log_dir.mkdir(parents=True, exist_ok=True)
-        if asks:
+        if asks is True:
             retreat.leave(Retreat(LESS, "out of GPU memory", "outputs/a/r1"), told)
-        return code, stopped
+        retreat.prepare(retreat.Smaller("cpu", ["recipe=a"], [], None, 2), told)
+        return supervisor.Ended(code, stopped, "rank 1 was killed" if asks == "killed" else "")
 
 
 WORDS = arguments.LaunchWords(["--num_gpus", "2"], "module", "remat.train", ["recipe=a"], Path(), 600.0)
@@ -94,6 +85,46 @@ def test_other_ends_are_ends(
     launches = Launches(monkeypatch, end)
     assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == end[0]
     assert len(launches.seen) == 1
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor has it planned, at most as often as the run allows."""
+    seen = []
+
+    def choose(run: retreat.Smaller, why: str) -> Retreat:
+        seen.append((run.words, why))
+        return Retreat(LESS, why, "outputs/a/r1")
+
+    monkeypatch.setattr(retreat, "choose", choose)
+    launches = Launches(monkeypatch, *[(137, "killed", False)] * 3)
+    assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 137
+    assert seen == [(["recipe=a"], "rank 1 was killed")] * 2 and len(launches.seen) == 3
+    assert launches.seen[1][0][-3:] == [*LESS, "run_id=r1", "resume=auto_or_start"]
+    said = "".join(capfd.readouterr())
+    assert said.count("starting the run again with less memory, checkpointing=full: rank 1 was killed") == 2
+    assert "no retreat: this run was started again 2 times already (most_retreats=2)" in said
+
+
+def test_a_killed_run_without_a_word_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It did not ask for retreats; what an earlier launch with the same log folder asked for is not read."""
+    file = tmp_path / "retreat-1.json"
+    retreat.prepare(retreat.Smaller("cpu", [], [], None, 3), {FILE: str(file)})
+    monkeypatch.setattr(supervisor, "_launch_once", lambda words, told: supervisor.Ended(137, False, "killed"))
+    assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 137
+
+
+@pytest.mark.parametrize(
+    ("oom_kills", "together_gib", "for_memory"),
+    [(1, 10, True), (0, 99, False), (None, 95, True), (None, 50, False)],
+)
+def test_a_kill_is_for_memory_where_the_kernel_counts_it_or_memory_was_full(
+    oom_kills: int | None, together_gib: int, for_memory: bool
+) -> None:
+    gib = 1 << 30
+    found = supervisor.killed_for_memory(oom_kills, together_bytes=together_gib * gib, limit_bytes=100 * gib)
+    assert found is for_memory
 
 
 def test_several_nodes_cannot_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
