@@ -26,6 +26,7 @@ def test_each_claim_has_one_experiment() -> None:
     assert all(f"seed_{claim.lower()}" in NAMES for claim in CLAIMS if claim != "D5") and "profiling" in NAMES
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_launch_of_each_point_on_a_cpu_is_short(name: str) -> None:
     """At most about ten launches: each costs 10 to 15 s beside its steps."""

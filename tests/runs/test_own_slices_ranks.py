@@ -115,7 +115,7 @@ def read_both(
     return [told for _, told, _ in own]
 
 
-@pytest.mark.sample(one_in=6)
+@pytest.mark.sample(one_in=10)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(small_models.ARCHITECTURES))

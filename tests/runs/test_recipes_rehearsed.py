@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from remat.config import compose, ds_config
 from remat.config.options import FileType, PeftMethod
 from remat.model import hf_model, small_copy
+from remat.planning import retune
 from tests.support import tiny
 from tests.support.launcher import deepspeed
 
@@ -23,7 +24,15 @@ pytestmark = pytest.mark.launch
 
 LAYERS = 2
 NOT_HERE = {"gpt2_medium_lab", "tiny_zero3_offload"}  # random weights and made-up data: launched by other tests
-BUDGET = "checkpointing.budget_gib=2"  # of host memory: a CPU has none of its own to fill
+BUDGET = [
+    "checkpointing.budget_gib=2",  # of host memory: a CPU has none of its own to fill
+    # some rates of a CPU, so that seconds are planned
+    "++hardware.gpu_rates.matmul_tflops=0.05",
+    "++hardware.gpu_rates.attention_tflops=0.03",
+    "++hardware.gpu_rates.memory_gbs=10",
+    "++hardware.gpu_rates.launch_us=5",
+    *(f"hardware.{link}_gbs=5" for link in ("pcie_h2d", "pcie_d2h", "gpu_link", "dram")),
+]
 
 
 def make_model(recipe: str, folder: Path) -> Path:
@@ -39,7 +48,7 @@ def make_model(recipe: str, folder: Path) -> Path:
 
 def words(recipe: str, folder: Path) -> list[str]:
     cfg = compose.compose_run([f"recipe={recipe}"]).run
-    more = [BUDGET] if cfg.checkpointing.policy == "budget" else []
+    more = BUDGET if cfg.checkpointing.policy == "budget" else []
     return [
         f"recipe={recipe}",
         "model=hf",
@@ -71,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sample(one_in=6)
+@pytest.mark.sample(one_in=9)
 @pytest.mark.parametrize("recipe", [name for name in compose.recipe_names() if name not in NOT_HERE])
 def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) -> None:
     asked = words(recipe, folder)
@@ -91,3 +100,20 @@ def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) ->
         assert (used.get(section) or {}).get("device") == (own.get(section) or {}).get("device")
     weights = "adapter_model" if cfg.peft.method is not PeftMethod.none else "model"
     assert list((run / "export").glob(f"{weights}*.safetensors"))
+    if cfg.checkpointing.policy == "budget":
+        assert_tables_can_be_chosen_again(run, asked)
+
+
+def assert_tables_can_be_chosen_again(run: Path, asked: list[str]) -> None:
+    """The ledger plans each phase, and the corrected rates plan what the run took."""
+    ledger = {row["category"]: row for row in json.loads((run / "ledger.json").read_text())["rows"]}
+    found = retune.retune(run)
+    for phase in retune.PHASES:
+        assert ledger[phase]["planned"] == pytest.approx(found.planned[phase], rel=0.01)
+        assert found.measured[phase] > 0
+    planned = [sum(seconds[phase] for phase in ("forward", "backward"))
+               for seconds in (found.planned, found.before.time.phases_s, found.measured)]  # fmt: skip
+    assert abs(planned[1] - planned[2]) < abs(planned[0] - planned[2])
+    plain = [word for word in asked if not word.startswith("checkpointing.budget_gib")]
+    again = compose.compose_run([*plain, *found.overrides]).run
+    assert again.checkpointing.table == str(found.path) and found.path.is_file()

@@ -201,7 +201,7 @@ def whole(two_ranks: RankPool, base: Path) -> list[dict[str, Any]]:
     return two_ranks.run(train, folder=base / "qwen2", hidden=True)
 
 
-@pytest.mark.sample(one_in=4)
+@pytest.mark.sample(one_in=8)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_trains_as_with_a_whole_base(
     name: str, two_ranks: RankPool, base: Path, whole: list[dict[str, Any]]

@@ -23,7 +23,7 @@ POLICIES = {
     "full": CheckpointingConfig(),
     "uniform": CheckpointingConfig(policy=Policy.uniform),
 }
-MICRO_BATCHES = 5  # gloo's own thread may hold a buffer a moment longer: the least of the last ones counts
+MICRO_BATCHES = 4  # gloo's own thread may hold a buffer a moment longer: the least of the last ones counts
 LEARNT = 2
 TOLERANCE = 0.01
 
@@ -113,7 +113,7 @@ def simulated(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMet
     return recording.under(ZeroSettings.of(rendered(stage, overlap), 2)).peak
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize(("stage", "overlap"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks: RankPool) -> None:
@@ -122,6 +122,7 @@ def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks
     assert found.total_bytes == pytest.approx(max(ranks), rel=TOLERANCE), found
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize(
     ("stage", "method"), [(2, PeftMethod.lora), (2, PeftMethod.qlora), (3, PeftMethod.qlora)]

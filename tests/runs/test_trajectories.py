@@ -67,6 +67,19 @@ OPTIMIZERS = {
     "lion_zero2_offload": [*LION, "deepspeed.config=zero2_offload"],
     "lion_zero3_offload": [*LION, "deepspeed.config=zero3_offload"],
 }
+STATES_16 = {  # 16-bit states: another trajectory, near the one of fp32 states
+    "bf16_states_zero2": ["optim.states=bf16", "deepspeed.config=zero2", "train.precision=bf16"],
+    "bf16_states_zero3_optimizer_parameters": [
+        "optim.states=bf16",
+        "deepspeed.config=zero3_offload",
+        "train.precision=bf16",
+    ],
+    "bf16_master_zero3_optimizer": [
+        "optim.states=bf16_master",
+        "deepspeed.config=zero3_offload_optimizer",
+        "train.precision=bf16",
+    ],
+}
 # Each strategy is among the others in fp32 or in bf16, and each way to accumulate.
 REST = {
     "zero0",
@@ -89,6 +102,7 @@ REST = {
     "lion_zero3_offload",
     "adafactor_zero0_bf16",
     "adamw_8bit_zero0",
+    "bf16_states_zero2",
 }
 TEXTS = "PACKED_TEXTS"  # stands for their path
 DOCUMENTS = ["data=jsonl", f"data.path={TEXTS}", "data.packing=documents", "train.seq_len=64"]
@@ -171,7 +185,8 @@ def launch(workshop: Path, runs: dict[str, list[str]], ranks: int) -> None:
 def two_rank_runs(request: pytest.FixtureRequest, workshop: Path, async_io: bool) -> Path:
     needed = chosen(request) | {"zero2", "zero2_profiled", "zero3_no_checkpointing"}
     strategies = {
-        name: packed(workshop, more) for name, more in (STRATEGIES | BF16 | PACKED | ROWS | OPTIMIZERS).items()
+        name: packed(workshop, more)
+        for name, more in (STRATEGIES | BF16 | STATES_16 | PACKED | ROWS | OPTIMIZERS).items()
     }
     strategies |= larger(workshop) if async_io else {}
     runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
@@ -337,6 +352,22 @@ def test_profiling_leaves_its_files_and_changes_nothing(two_rank_runs: Path) -> 
     assert labels == ["load", "engine", "forward", "backward", "step"]
 
 
+@pytest.mark.parametrize("name", cases(STATES_16, REST))
+def test_16_bit_states_are_proven_and_stay_near_the_plain_fp32_loop(
+    name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
+) -> None:
+    folder = two_rank_runs / name / "run"
+    losses = [row["loss/train"] for row in tiny.rows(folder)]
+    assert losses == pytest.approx([loss for loss, _ in reference], rel=2e-2)
+    moments = "fp32" if "master" in name else "bf16"
+    for rank in json.loads((folder / "proof.json").read_text())["placement_by_rank"]:
+        found = rank["optimizer_state"]["bytes_in"]
+        assert set(found["master weights"]) == {"bf16"} and set(found["moments"]) == {moments}
+        assert (
+            found["moments"][moments] == (4 if moments == "fp32" else 2) * rank["optimizer_state"]["elements"]
+        )
+
+
 @pytest.mark.parametrize("name", cases(BF16, REST))
 def test_bf16_stays_near_the_plain_fp32_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
@@ -361,7 +392,7 @@ def test_nvme_really_swaps_and_follows_host_offload(
     assert list((workshop / "nvme").iterdir()) == [], "swap files stayed behind"
 
 
-@pytest.mark.parametrize("name", cases([*STRATEGIES, *BF16, *OPTIMIZERS], REST))
+@pytest.mark.parametrize("name", cases([*STRATEGIES, *BF16, *STATES_16, *OPTIMIZERS], REST))
 def test_the_engine_holds_the_planned_model_states(name: str, two_rank_runs: Path) -> None:
     """Every storage of the engine's tensors, category by category; below stage 3 buckets live within a backward."""
     rows = json.loads((two_rank_runs / name / "run" / "ledger.json").read_text())["rows"]

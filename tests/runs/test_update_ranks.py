@@ -67,6 +67,7 @@ def measured(name: str, stage: int, precision: Precision, sub_group: int) -> dic
     return {"peak": live.peak_bytes, "total": sum(sizes), "largest": max(sizes), "ds": ds}
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(("name", "stage", "precision", "sub_group"), CASES)
 def test_an_update_adds_what_is_planned(
     name: str, stage: int, precision: Precision, sub_group: int, two_ranks: RankPool

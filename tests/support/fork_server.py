@@ -152,6 +152,7 @@ def preload() -> None:
     console.quiet_libraries(debug=False)
     import cpuinfo  # noqa: F401
     import deepspeed  # noqa: F401
+    import networkx  # noqa: F401
     import peft  # noqa: F401
     import setuptools  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401

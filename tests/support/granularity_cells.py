@@ -79,8 +79,12 @@ VARIANTS = {  # each has its mechanism in common with another mode
     "interval",
     "sqrt",
     "uniform, reentrant=false",
+    "block",
+    "layers {0: none, 1-2: uniform, 3: selective_ops}",
     "selective_ops, every_other_matmul",
+    "selective_modules, attention",
     "selective_modules, core_attention and norm",
+    "none + offload",
     "deepspeed, reentrant=false",
     "uniform + offload",
     "selective_linears + offload",
@@ -141,7 +145,7 @@ HARD_MODES = (
     "offload (full)",
 )
 IN_SAMPLE = {  # beside none: each mode where it is not refused
-    "shared K/V": ("uniform",),
+    "shared K/V": (),  # its keyword tensors are a harder case of it
     "shared K/V, keyword tensors": ("selective_ops, matmul",),
     "repeated layers, two stacks": ("offload (full)",),
     PACKED: ("full_reentrant", "deepspeed"),
@@ -198,7 +202,7 @@ def chosen(*, whole: bool, each: bool) -> list[tuple[str, str]]:
 
 def chosen_hard(*, whole: bool) -> list[tuple[str, str]]:
     """(architecture, mode) that run: usually each architecture with some modes."""
-    modes = {name: HARD_MODES if whole else ("none", *few) for name, few in IN_SAMPLE.items()}
+    modes = {name: HARD_MODES if whole else few and ("none", *few) for name, few in IN_SAMPLE.items()}
     return [(architecture, mode) for architecture in modes for mode in modes[architecture]]
 
 

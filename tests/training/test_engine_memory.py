@@ -18,6 +18,7 @@ def found(
     elements: int = SHARE,
     parameters_on: str = "cuda",
     state_on: dict[str, int] | None = None,
+    forms: tuple[str, str, str] = ("fp32", "fp32", "fp32"),
 ) -> dict[str, Any]:
     return {
         "parameters": {
@@ -31,13 +32,21 @@ def found(
             "elements": elements,
             "bytes_on": {"cuda": 4 * elements} if state_on is None else state_on,
             "pinned_bytes": 0,
+            "bytes_in": {
+                name: {form: 4 * elements}
+                for name, form in zip(("master weights", "master gradients", "moments"), forms, strict=True)
+            },
         },
     }
 
 
-def ds(stage: int = 3, optimizer: Any = None, param: Any = None) -> dict[str, Any]:
+def ds(stage: int = 3, optimizer: Any = None, param: Any = None, states: str = "fp32") -> dict[str, Any]:
     sections = {"offload_optimizer": optimizer, "offload_param": param}
-    return {"zero_optimization": {"stage": stage} | {k: v for k, v in sections.items() if v is not None}}
+    bf16 = {"bf16_master_weights_and_grads": states != "fp32", "bf16_optimizer_states": states == "bf16"}
+    return {
+        "bf16": bf16,
+        "zero_optimization": {"stage": stage} | {k: v for k, v in sections.items() if v is not None},
+    }
 
 
 def broken(report: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -62,6 +71,9 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parameters on nvme": (found(parameters_on="nvme"), ds(param=NVME)),
     "parameters on nvme, small ones on cpu": (found(parameters_on="cpu"), ds(param=NVME)),
     "paged state": (found(state_on={"cuda": 1000, "paged": 3000}), ds()),
+    "states in bf16": (found(forms=("bf16", "bf16", "bf16")), ds(states="bf16")),
+    "master weights in bf16": (found(forms=("bf16", "bf16", "fp32")), ds(states="bf16_master")),
+    "moments in 8 bits": (found(forms=("fp32", "fp32", "uint8")), ds()),
     "a device without bytes": (found(state_on={"cpu": 4000, "cuda": 0}), ds(optimizer=CPU)),
 }
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer.device=", "zero_optimization.offload_param.device="
@@ -101,6 +113,27 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"{PARAM}cpu",
     ),
     "parameters stayed, nvme": (found(), ds(param=NVME), f"{PARAM}nvme"),
+    "fp32 states": (found(), ds(states="bf16_master"), "master weights are in fp32, not in bf16"),
+    "16-bit states, not asked": (
+        found(forms=("bf16", "fp32", "fp32")),
+        ds(),
+        "optim.states=fp32 is not in effect: master weights are in bf16",
+    ),
+    "moments in fp32": (
+        found(forms=("bf16", "bf16", "fp32")),
+        ds(states="bf16"),
+        "optim.states=bf16 is not in effect: moments are in fp32, not in bf16",
+    ),
+    "moments in bf16": (
+        found(forms=("bf16", "bf16", "bf16")),
+        ds(states="bf16_master"),
+        "optim.states=bf16_master is not in effect: moments are in bf16, not in fp32",
+    ),
+    "gradients in fp32": (
+        found(forms=("bf16", "fp32", "bf16")),
+        ds(states="bf16"),
+        "master gradients are in fp32, not in bf16",
+    ),
     "parameters left": (found(parameters_on="cpu"), ds(), f"{PARAM}none"),
 }
 
@@ -113,10 +146,13 @@ def test_kept(name: str) -> None:
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken(name: str) -> None:
     report, config, text = BROKEN[name]
-    (problem,) = broken(report, config)
-    assert text in problem
+    problems = broken(report, config)
+    assert len(problems) == 1 + (name == "fp32 states")
+    assert text in problems[0]
 
 
 def test_in_one_line() -> None:
     text = "4 of 4 parameters sharded, this rank holds 2.0 KiB on cuda; optimizer state 3.9 KiB on cuda"
     assert engine_memory.describe_placement(found()) == text
+    forms = " (master weights in bf16, master gradients in bf16, moments in fp32)"
+    assert engine_memory.describe_placement(found(forms=("bf16", "bf16", "fp32"))) == text + forms
