@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from remat.planning.plan import Recordings
-    from remat.planning.search import Setting
+    from remat.planning.settings.search import Setting
     from remat.saving.exports.export import ExportResult, Form
 
 app = typer.Typer(
@@ -99,6 +99,12 @@ def plan_command(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say every assumption in full.")] = False,
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advice/--no-advice", help="Where it does not fit, look for what would, up to 20 s of a core."
+        ),
+    ] = True,
 ) -> None:
     """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
     not fit, 0 when it fits or is tight; where it is not sure to fit, the nearest changes that make it."""
@@ -115,21 +121,23 @@ def plan_command(
     fits = (
         _plan_several(ctx.args, as_json, plot, curve=curve)
         if several
-        else _plan_one(ctx.args, as_json, plot, explain=explain)
+        else _plan_one(ctx.args, as_json, plot, explain=explain, advise=advise)
     )
     if not fits:
         raise typer.Exit(3)
 
 
-def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: bool = False) -> bool:
+def _plan_one(
+    args: list[str], as_json: bool, plot: Path | None, *, explain: bool = False, advise: bool = True
+) -> bool:
     from remat.config import compose
 
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import search
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json
+        from remat.planning.settings import search
         from remat.report import plan
 
     known, console = Recordings(), _console()
@@ -139,13 +147,19 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: boo
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
-    if not planned.plan.fits:
-        print("looking for changes that make it fit ...", file=sys.stderr, flush=True)
-    found = search.advise(args, planned, recordings=known, progress=_count("settings looked at"))
+    looks = advise and not planned.plan.fits
+    found = search.Advice([], None)
+    if looks:
+        seconds = f"{search.ADVICE_S:g} s"
+        print(
+            f"looking up to {seconds} for what makes it fit (--no-advice: not) ...", file=sys.stderr, flush=True
+        )
+        counted = _count("settings looked at")
+        found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)
     if as_json:
         record = plan_as_json(planned) | {"loading": loading and loading.record()}
         print(json.dumps(record | search.advice_as_json(found), indent=2))
-    elif not planned.plan.fits:
+    elif looks:
         plan.show_advice(found, planned, console)
     if plot is not None:
         from remat.report import plan_charts
@@ -157,7 +171,7 @@ def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: boo
 def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list[str], RunConfig]:
     """Return the command line with the settings that strategy=auto chooses, and its run."""
     from remat.config import compose
-    from remat.planning import search
+    from remat.planning.settings import search
 
     if reason := search.why_not(run):
         print(f"strategy=auto: {reason}. Planned with the settings of the recipe", file=sys.stderr)
@@ -174,8 +188,8 @@ def _plan_best(args: list[str], as_json: bool) -> None:
     run = compose.from_command_line(args).run
     compose.check_plan(run)
     with without_garbage():
-        from remat.planning import search
         from remat.planning.plan import Recordings
+        from remat.planning.settings import search
         from remat.report import plan
     found = _settings(args, run, BEST_SHOWN, Recordings())
     if as_json:
@@ -186,7 +200,8 @@ def _plan_best(args: list[str], as_json: bool) -> None:
 
 def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) -> list[Setting]:
     """Return the fastest settings that fit; exit with code 3 where none does."""
-    from remat.planning import preflight, search
+    from remat.planning import preflight
+    from remat.planning.settings import search
 
     try:
         return search.choose(args, run, limit, known, _count("settings looked at"))

@@ -17,6 +17,7 @@ CONTEXT_BYTES = int(
     0.6 * GIB
 )  # CUDA context and loaded kernels, outside torch's allocator; 0.3-0.6 GiB is usual
 
+ALL_USERS = "4294967295"  # mapped to themselves: in the first user namespace
 CAP_IPC_LOCK = 14  # linux/capability.h: a process with this capability locks memory without limit
 
 
@@ -125,5 +126,8 @@ def memlock_bytes(root: Path) -> int | None:
     if soft == resource.RLIM_INFINITY:
         return None
     status = root / "proc/self/status"
+    spaces = root / "proc/self/uid_map"
+    if spaces.exists() and spaces.read_text().split() != ["0", "0", ALL_USERS]:
+        return soft  # capabilities of a user namespace, as of a rootless container, lift no limit of the system
     effective = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")]
     return None if effective and int(effective[0], 16) >> CAP_IPC_LOCK & 1 else soft

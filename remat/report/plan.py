@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from remat.activation_checkpointing import policy
-from remat.config.options import RunConfig
+from remat.config.options import OptimStates, RunConfig
 from remat.config.units import GIB
 from remat.planning.loading import Loading
 from remat.planning.plan import Plan, Planned, Resource, Verdict, needed_bytes, what_decides
 from remat.planning.retune import Retuned
-from remat.planning.search import Advice, Setting, missing_bytes
+from remat.planning.settings.search import Advice, Setting, missing_bytes
 from remat.planning.simulation.types import PEAKS
 from remat.planning.sweep import Point
 
@@ -38,7 +38,9 @@ def show(
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
     console.print(
         f"{plan.verdict}: {title or cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, "
-        f"trained by {planned.strategy.optimizer}",
+        f"trained by {planned.strategy.optimizer}"
+        + f" with optim.states={cfg.optim.states}"
+        * (cfg.optim.states is not OptimStates.fp32),
         style=f"bold {STYLES[plan.verdict]}",
     )
     for resource in plan.resources:
@@ -55,8 +57,8 @@ def show(
     if loading is not None:
         console.print(f"loading: {loading.line()}", highlight=False)
     _show_time(planned, console)
-    if planned.strategy.length_warning:
-        console.print(planned.strategy.length_warning, style="yellow")
+    for text in planned.strategy.warnings:
+        console.print(text, style="yellow")
     assumptions = [*plan.assumptions, *planned.time.assumptions]
     if explain:
         for text in assumptions:
@@ -165,6 +167,16 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
     if advice.closest is not None:
         console.print("  nothing found that fits on this machine; closest:", style="red")
         _show_change(advice.closest, planned, console)
+    if advice.stopped:
+        console.print("  (the time for advice was up: not every setting was looked at; --best looks at all)")
+    if advice.remedies:
+        console.print("well-known remedies, estimated one at a time; none is taken by itself", style="bold")
+    for remedy in advice.remedies:
+        marked = ", changes what is trained" * remedy.changes_training
+        style = "green" if remedy.fits else None
+        console.print(f"  {remedy.name}{marked}: {remedy.text}", style=style, soft_wrap=True)
+        if remedy.fits:
+            console.print(f"    {shlex.join(remedy.overrides)}", style="cyan", soft_wrap=True)
 
 
 def show_best(settings: Sequence[Setting], console: Console) -> None:
@@ -186,6 +198,8 @@ def _show_change(change: Setting, planned: Planned, console: Console) -> None:
     console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
     seconds = f"{time.total_s:.3g} s" if not time.unknown else "time not known"
+    if time.between:
+        seconds = f"{time.between[0]:.3g} to {time.between[1]:.3g} s"
     if before.tokens_per_s and time.tokens_per_s and not (time.unknown or before.unknown):
         seconds += f", {time.tokens_per_s:,.0f} tokens/s ({time.tokens_per_s / before.tokens_per_s - 1:+.0%})"
     missing = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(change.planned).items()]
@@ -264,7 +278,11 @@ def _show_time(planned: Planned, console: Console) -> None:
     """Print the seconds of an optimizer step by cause: a best case, with unknown terms named."""
     time = planned.time
     line = "step time: not known"
-    if time.tokens_per_s:
+    if time.between:
+        least, most = time.between
+        line = f"step time: {least:.3g} to {most:.3g} s, "
+        line += f"{time.tokens / most:,.0f} to {time.tokens / least:,.0f} tokens/s"
+    elif time.tokens_per_s:
         line = f"step time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
     rows = {
         "compute": time.compute_s,
@@ -276,5 +294,10 @@ def _show_time(planned: Planned, console: Console) -> None:
     }
     parts = [f"{name} {seconds:.3g} s" for name, seconds in rows.items() if seconds]
     console.print(line + f": {', '.join(parts)}" * bool(parts), highlight=False)
-    if time.unknown:
+    if time.between:
+        console.print(
+            "  not known, taken from the slowest to the fastest of the machines in conf/hardware: "
+            + ", ".join(time.unknown)
+        )
+    elif time.unknown:
         console.print(f"  what is not known counts nothing: {', '.join(time.unknown)}")

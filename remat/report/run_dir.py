@@ -19,12 +19,12 @@ from typing import Any
 
 from remat.config.options import ConfigError
 from remat.config.redact import redact
+from remat.launch import retreat
 from remat.machine import distributed
 from remat.machine.allocator import VARIABLES
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
-RETREATS = "retreats.jsonl"  # in the run directory: each time that it was started again with less memory
 EXIT_FAILED = 70
 
 
@@ -150,7 +150,7 @@ def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
 
 def retreats(run_dir: Path) -> list[dict[str, Any]]:
     """Return each time that a run was started again with less memory: `time_unix_s`, `why`, `overrides`."""
-    file = run_dir / RETREATS
+    file = run_dir / retreat.RECORD
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 

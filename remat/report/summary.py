@@ -11,7 +11,7 @@ import psutil
 
 from remat.activation_checkpointing import policy
 from remat.config import ds_config
-from remat.config.options import PeftMethod, RunConfig
+from remat.config.options import OptimStates, PeftMethod, RunConfig
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
@@ -70,7 +70,9 @@ def rows(run: Described) -> dict[str, str]:
     if cfg.peft.method is not PeftMethod.none:
         found["trained"] = adapters.describe_lora(cfg.peft, facts.num_trainable_params, facts.num_params)
     optim = cfg.optim
-    found["optimizer"] = str(optim.name)
+    found["optimizer"] = str(optim.name) + f", optim.states={optim.states}" * (
+        optim.states is not OptimStates.fp32
+    )
     found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
         optim.warmup_steps > 0
     )

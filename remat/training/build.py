@@ -5,6 +5,7 @@ A saved state to resume from is found and checked against the launch and its dat
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
 from remat.data.first_look import FirstLook, load_run_tokenizer, look_first
 from remat.data.streaming import FirstWindow, StreamedBatches
+from remat.launch import left_behind
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
@@ -54,7 +56,7 @@ from remat.report.console import Console
 from remat.report.loading import LoadingProgress
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
-from remat.saving import disk_space, load, nvme, reshard, shared_folder
+from remat.saving import disk_space, load, nvme, reshard, shared_folder, swap_room
 from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
@@ -90,6 +92,7 @@ def find_resume_point(
             zero_stage=strategy.zero_stage,
             precision=cfg.train.precision,
             optimizer=optim.kind_named(cfg.optim.name),
+            states=cfg.optim.states,
             also=also,
         )
         load.refuse_code(found.state)
@@ -149,6 +152,43 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     )
 
 
+def _in_folder(cfg: RunConfig, plan: LaunchPlan, folder: Path, world: World) -> LaunchPlan:
+    """Return `plan` with the run directory. What the run needs less memory by is told before a rank can be killed."""
+    plan = replace(plan, folder=folder)
+    if world.is_main:
+        out_of_memory.prepare_for_kill(cfg, plan)
+    return plan
+
+
+def _swap_folder(
+    run_dir: Path,
+    strategy: Strategy,
+    plan: LaunchPlan,
+    world: World,
+    undo: contextlib.ExitStack,
+    *,
+    force: bool,
+    say: Callable[[str], None],
+) -> Path | None:
+    """Return this node's new folder of swap files, None without NVMe; `undo` removes it. Collective.
+
+    Raises DoesNotFit on every rank when a node's disk has no room; what killed launches of the run left is gone by now.
+    """
+    folder = nvme.own_folder(strategy.ds, run_dir, world)
+    if folder is None:
+        return None
+    undo.callback(nvme.remove_folder, folder, world)
+    if world.local_rank == 0:
+        left_behind.name(folder)
+    needed = sum(item.bytes_per_node for item in plan.states if item.place == "nvme")
+    problem = None if force or world.local_rank else swap_room.too_little(folder, needed)
+    if found := [text for text in distributed.gather(problem) if text]:
+        raise DoesNotFit("\n".join(found))
+    ops.ensure("async_io", say)
+    swap_room.reserve_first(folder)
+    return folder
+
+
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Build everything up to the first step. Collective.
 
@@ -164,10 +204,12 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
         let_go=ownership.release,
     )
     watchdog.start()
+    undo = contextlib.ExitStack()
     try:
         with lost_peer.named(watchdog):
-            run = _build(cfg, yaml, words, console, watchdog, ownership)
+            run = _build(cfg, yaml, words, console, watchdog, ownership, undo)
     except BaseException:
+        undo.close()
         ownership.release()
         ownership.remove_unused()
         watchdog.close()
@@ -177,14 +219,20 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
 
 
 def _build(
-    cfg: RunConfig, yaml: str, words: Sequence[str], console: Console, watchdog: Watchdog, ownership: Ownership
+    cfg: RunConfig,
+    yaml: str,
+    words: Sequence[str],
+    console: Console,
+    watchdog: Watchdog,
+    ownership: Ownership,
+    undo: contextlib.ExitStack,
 ) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
     looked = _look_first(cfg) if distributed.rank_from_env() == 0 else None
     strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
-    if strategy.length_warning:
-        console.warning(strategy.length_warning)
+    for text in strategy.warnings:
+        console.warning(text)
     world, group = _join(cfg, strategy, watchdog)
     asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
     cfg, strategy = _with_format(asked.run, strategy, looked)
@@ -205,8 +253,8 @@ def _build(
         for line in same_launch.describe_changes(point.state, cfg) if world.is_main else ():
             console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
-    swap_folder = nvme.own_folder(strategy.ds, folder, world)
-    with out_of_memory.named("build", plan := replace(plan, folder=folder)):
+    swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
+    with out_of_memory.named("build", plan := _in_folder(cfg, plan, folder, world)):
         engine, applied, loaded = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
             group=group, resuming=point is not None,

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from remat.config import ds_config
+from remat.config.options import OptimStates
 from remat.config.units import format_size
 
 NVME, PAGED = "nvme", "paged"
 
 Held = dict[str, dict[str, int]]  # category -> kind of device (cpu, cuda) -> bytes
+MASTER, MASTER_GRADIENTS, MOMENTS = "master weights", "master gradients", "moments"
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DEPTH = 4  # of lists and dicts inside the optimizer's attributes
 RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on their way back to the GPU
 
@@ -117,7 +120,7 @@ def shard_placement(engine: Any) -> dict[str, Any]:
     """Return this rank's bytes by device kind (cpu, cuda, nvme, paged). Call it after a step was applied.
 
     `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped
-    tensors.
+    tensors. `bytes_in` are bytes by number format, of what is in memory.
     """
     parameters = list(engine.module.parameters())
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
@@ -137,6 +140,7 @@ def shard_placement(engine: Any) -> dict[str, Any]:
             "elements": sum(t.numel() for t in moments) + 2 * swapped,
             "bytes_on": _bytes_by_device(moments) | ({NVME: 2 * 4 * swapped} if swapped else {}),
             "pinned_bytes": sum(t.nbytes for t in moments if t.device.type == "cpu" and t.is_pinned()),
+            "bytes_in": {name: _bytes_by_format(tensors) for name, tensors in _states(engine, moments).items()},
         },
     }
 
@@ -182,19 +186,37 @@ def unmet_expectations(
                 f"zero_optimization.{section}.device={wanted or 'none'} is not in effect: bytes are on "
                 f"{dict(bytes_on)}"
             )
-    return problems
+    return problems + _other_formats(state["bytes_in"], ds_config.optimizer_states(ds))
+
+
+def _other_formats(bytes_in: Mapping[str, Mapping[str, int]], states: OptimStates) -> list[str]:
+    """Return which states are in another number format than optim.states promises.
+
+    The moments of an optimizer other than AdamW have formats of their own, and then the rest is in fp32.
+    """
+    wanted = dict.fromkeys((MASTER, MASTER_GRADIENTS), "fp32" if states is OptimStates.fp32 else "bf16")
+    if states is not OptimStates.fp32:
+        wanted[MOMENTS] = "bf16" if states is OptimStates.bf16 else "fp32"
+    return [
+        f"optim.states={states} is not in effect: {name} are in {', '.join(sorted(bytes_in[name])) or 'no memory'}, "
+        f"not in {form}"
+        for name, form in wanted.items()
+        if bytes_in[name].keys() - {form}
+        or (states is not OptimStates.fp32 and name == MOMENTS and not bytes_in[name])
+    ]
 
 
 def describe_placement(found: Mapping[str, Any]) -> str:
-    """Return the placement in words.
+    """Return the placement in words, and the number formats of the states where they are not all fp32.
 
     Example: `12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`.
     """
     parameters, state = found["parameters"], found["optimizer_state"]
+    forms = [f"{name} in {form}" for name, sizes in state["bytes_in"].items() for form in sorted(sizes)]
     return (
         f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
         f"{_places(parameters['bytes_on'])}; optimizer state {_places(state['bytes_on'])}"
-    )
+    ) + f" ({', '.join(forms)})" * any("bf16" in sizes for sizes in state["bytes_in"].values())
 
 
 def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
@@ -203,6 +225,21 @@ def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
     With Twin-Flow the first (1 - ratio) of the sub-groups are updated where the model computes.
     """
     return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
+
+
+def _states(engine: Any, moments: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each kind of state: master weights and their gradients are those of ZeRO."""
+    flat = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    masters = [t for name in flat for t in _tensors(getattr(engine.optimizer, name, []), DEPTH)]
+    gradients = [master.grad for master in masters if master.grad is not None]
+    return {MASTER: masters, MASTER_GRADIENTS: gradients, MOMENTS: moments}
+
+
+def _bytes_by_format(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[FORMATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))] += tensor.nbytes
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _is_moment(name: str, value: Any) -> bool:
@@ -231,6 +268,18 @@ def _swapped_numel(engine: Any) -> int:
     swappable = engine.optimizer._swappable_optimizer_subgroup
     sizes = engine.optimizer.fp16_partitioned_groups_flat_numel
     return sum(numel for index, numel in enumerate(sizes) if swappable(index))
+
+
+def swap_buffers_bytes(engine: Any) -> int:
+    """Return the bytes of this rank's buffers between host memory and NVMe."""
+    own = (getattr(p, "nvme_swapper", None) for p in engine.module.parameters())
+    of_weights = {id(found): found for found in own if found is not None}.values()
+    of_state = getattr(engine.optimizer, "optimizer_swapper", None)
+    buffers = [
+        b for swapper in of_weights for b in (swapper.buffers, swapper.partitioned_swap_buffer) if b is not None
+    ]
+    buffers += [] if of_state is None else of_state.swap_buffer_manager.all_buffers
+    return sum(buffer.nbytes for buffer in buffers)
 
 
 def _places(bytes_on: Mapping[str, int]) -> str:

@@ -27,6 +27,7 @@ from remat.config.units import GIB, MIB
 from remat.model.hf_model import describe_loaded
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.types import Category, Phase
+from remat.training import engine_memory
 from remat.training.proof import FirstStep
 from remat.training.run import Run
 
@@ -34,8 +35,10 @@ OFF_GPU = {  # the names of planning/model_states.py that a GPU never holds, by 
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,
     "paged moments": Category.optimizer_state,
+    "parameters too small to be swapped": Category.weights,
     "master parameters, moments, gradients": Category.optimizer_state,
 }
+UNTIL_UPDATE = "gradients of small weights"  # that wait for it in host memory, beside NVMe
 ON_GPU = "GPU, allocated at the peak"
 MICRO_BATCH = "peak of a micro-batch, on top of the model states"
 KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
@@ -179,6 +182,8 @@ def _states(run: Run, first: FirstStep) -> list[Row]:
     """
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:
+        if item.mlocked or item.name == UNTIL_UPDATE:
+            continue  # buffers have a row of their own; the others are gone when tensors are counted
         category = str((CATEGORY_OF | OFF_GPU).get(item.name, Category.buckets))
         place: str = "host" if item.place == "pinned" else item.place
         if place == "gpu" and run.world.device.type == "cpu":
@@ -279,6 +284,11 @@ def _host(run: Run) -> list[Row]:
         found.append(Row("pinned host memory", pinned, _most(run, HOST_PINNED_GIB), "bytes", how))
     on_nvme = sum(item.bytes_per_node for item in run.plan.states if item.place == "nvme")
     if run.swap_folder is not None:
+        locked = sum(item.bytes_per_rank for item in run.plan.states if item.mlocked)
+        buffers = engine_memory.swap_buffers_bytes(run.engine)
+        found.append(
+            Row("swap buffers in host memory", locked, buffers, "bytes", "of DeepSpeed's swappers, rank 0")
+        )
         how = "files in DeepSpeed's swap folder at the end, on the node of rank 0"
         found.append(Row("NVMe per node", on_nvme, _folder_bytes(run.swap_folder), "bytes", how))
     return found

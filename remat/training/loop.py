@@ -40,6 +40,7 @@ from remat.report.console import final_rows
 from remat.saving import nvme
 from remat.saving.exports import merge
 from remat.saving.manifest import SaveError
+from remat.saving.swap_room import SwapError
 from remat.training import ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
@@ -230,6 +231,7 @@ FAILURES = (
     TrainingFailed,
     PolicyNotApplied,
     SaveError,
+    SwapError,
     LostPeer,
 )  # what ends a run with exit 70, beside memory
 
