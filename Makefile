@@ -9,6 +9,7 @@ QUEUE = -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 QUICK := not slow_fault and not exhaustive
 STAMP := $(VENV)/ready
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE # else each of a thousand processes compiles torch, transformers and DeepSpeed again
 .PHONY: help setup demo test test-all test-faults lint types check docs benchmark lock clean
 
 help: ## list the targets
@@ -39,17 +40,21 @@ $(VENV)/async_io: $(VENV)/installed # for the tests of NVMe offload; without lib
 $(VENV)/test-ready: $(STAMP) $(VENV)/async_io
 	@touch $@
 
+$(VENV)/compiled: $(VENV)/installed # one process imports all that tests import, before three do at the same time
+	@$(BIN)/python -m pytest tests --collect-only -qq -p no:xdist -p no:cacheprovider >/dev/null 2>&1 || true # errors are told by the tests
+	@touch $@
+
 demo: $(STAMP) ## train a small real model on real text, resume it, report, export, sample
 	@./scripts/demo.sh
 
 test: $(VENV)/installed ## lint, types and the test suite: of exhaustive grids a sample
-	@$(MAKE) --no-print-directory -j 3 lint types $(VENV)/test-ready
+	@$(MAKE) --no-print-directory -j 3 lint types $(VENV)/compiled $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests $(QUEUE) -m "$(QUICK)" --durations 15 || { \
 	    echo "== what failed, once more, one by one: who passes now depends on load or order, which is a fault too"; \
 	    $(BIN)/python -m pytest tests -m "$(QUICK)" --last-failed --last-failed-no-failures none; }
 
 test-all: $(VENV)/installed ## the same with every case of every grid and every slow fault
-	@$(MAKE) --no-print-directory -j 3 lint types $(VENV)/test-ready
+	@$(MAKE) --no-print-directory -j 3 lint types $(VENV)/compiled $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests $(QUEUE) --durations 15
 
 test-faults: $(VENV)/test-ready ## every fault: stops, kills, hangs, also the slow ones; and the slow launches

@@ -141,11 +141,11 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
         )  # the launcher ends all ranks when the printing one has left
         return exit_code
     _let_go(error)
-    advice, command = ask(error)
+    goes_on, said = _ask_for_retreat(error)
+    # what goes on needs no advice, which is another search
+    advice, command = ([], asking(error)) if goes_on else ask(error)
     print(f"\nremat: {message(error, advice, command)}\n", file=sys.stderr, flush=True)
-    planned = error.plan.planned
-    if planned is not None and planned.cfg.on_out_of_memory is OnOutOfMemory.retreat:
-        said = _ask_for_retreat(error, planned.cfg.most_retreats)
+    if said:
         print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
 
@@ -156,16 +156,22 @@ def prepare_for_kill(cfg: RunConfig, plan: LaunchPlan) -> None:
         retreat.prepare(_on_smaller(plan, "host", 0, cfg.most_retreats))
 
 
-def _ask_for_retreat(error: OutOfMemory, most: int) -> str:
-    """Ask `remat launch` for the fastest setting that needs less and trains the same; return what follows, in words."""
-    done = retreat.number()
+def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
+    """Ask `remat launch` for the fastest setting that needs less and trains the same, if the run is to go on.
+
+    Return whether it goes on, and what follows in words.
+    """
+    planned = error.plan.planned
+    if planned is None or planned.cfg.on_out_of_memory is not OnOutOfMemory.retreat:
+        return False, ""
+    most, done = planned.cfg.most_retreats, retreat.number()
     if said := retreat.too_many(most, done):
-        return said
+        return False, said
     asked = retreat.choose(_on_smaller(error.plan, error.place, _missing_bytes(error), most), str(error))
     if asked is None:
-        return retreat.NOTHING
+        return False, retreat.NOTHING
     retreat.leave(asked)
-    return f"retreat {done + 1} of {most}: the run goes on with {' '.join(asked.overrides)}"
+    return True, f"retreat {done + 1} of {most}: the run goes on with {' '.join(asked.overrides)}"
 
 
 def _on_smaller(plan: LaunchPlan, place: str, missing_bytes: int, most: int) -> Smaller:
@@ -202,7 +208,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
     The advice is [] when the command fails.
     """
-    command = _smaller(error.plan, error.place, _missing_bytes(error))
+    command = asking(error)
     if error.plan.planned is None:
         return [], command
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
@@ -220,6 +226,11 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
         return found.get("advice") or closest, command
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
         return [], command
+
+
+def asking(error: OutOfMemory) -> list[str]:
+    """Return the `remat plan` command for a machine without what was missing."""
+    return _smaller(error.plan, error.place, _missing_bytes(error))
 
 
 def _missing_bytes(error: OutOfMemory) -> int:

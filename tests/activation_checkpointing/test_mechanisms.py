@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import tracemalloc
@@ -46,15 +47,16 @@ OTHERS = {
 }
 
 
-def choices() -> dict[str, CheckpointingConfig]:
-    """Every file of conf/checkpointing as it stands; only that nothing here is 1 MiB large."""
-    names = compose.group_choices()["checkpointing"]
-    small = "checkpointing.offload.min_bytes=0"
-    return {name: compose.compose_run([f"checkpointing={name}", small]).run.checkpointing for name in names}
-
-
-POLICIES = choices() | OTHERS
+POLICIES = [*compose.group_choices()["checkpointing"], *OTHERS]
 NEEDS_PROCESS_GROUP = {"deepspeed"}  # tests/activation_checkpointing/test_deepspeed_checkpointing.py
+
+
+@functools.cache
+def read(name: str) -> CheckpointingConfig:
+    """A file of conf/checkpointing as it stands, only that nothing here is 1 MiB large; or one of OTHERS."""
+    if name in OTHERS:
+        return OTHERS[name]
+    return compose.compose_run([f"checkpointing={name}", "checkpointing.offload.min_bytes=0"]).run.checkpointing
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,7 +69,7 @@ def family(request: pytest.FixtureRequest) -> tuple[Any, watched.Watched]:
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
 def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched]) -> None:
     net, kept = family
-    cfg = POLICIES[name]
+    cfg = read(name)
     result = watched.run(net, cfg)
     assert watched.differences(result, kept) == []
     assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
@@ -78,7 +80,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
 def test_many_steps_hold_memory_flat(name: str) -> None:
     """Nothing that a step made outlives it: no storage, and no more of Python's own memory than noise."""
-    cfg, layers = POLICIES[name], 3 if "ranges" in name else 2
+    cfg, layers = read(name), 3 if "ranges" in name else 2
     net = small_models.build("llama", num_hidden_layers=layers)
     applied = apply.apply(net, policy.decide_layers(cfg, layers), cfg)
     ids = torch.randint(0, 64, (2, 16))

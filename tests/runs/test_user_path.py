@@ -305,7 +305,7 @@ def test_a_model_too_large_is_refused_before_any_weight_with_exit_code_3(tmp_pat
 
 def test_running_out_of_memory_says_where_and_what_helps(workshop: Path) -> None:
     """Rank 1 alone, in the recomputation of the last layer: it tells, rank 0 keeps quiet, nobody hangs."""
-    done = deepspeed("3", *words(workshop, "too_much"), script="tests/support/fails_in.py")
+    done = deepspeed("3", *words(workshop, "too_much", *tiny.NO_CHOICE), script="tests/support/fails_in.py")
     assert done.code == 70, done.out[-3000:]
     assert done.out.count("out of host memory in recompute, layer 1 on rank 1") == 1, done.out[-3000:]
     assert re.search(r"host, of this rank +[\d.]+ MiB +[\d.]+ MiB", done.out)

@@ -23,6 +23,10 @@ from remat.data.tokenizer import load_tokenizer
 from remat.model import optimizer
 
 STEPS = 4
+NO_CHOICE = [
+    "train.micro_batch_size=1",
+    "train.loss=chunked",
+]  # the least: a search for less memory has fewer settings
 
 
 def make_model(folder: Path, **more: object) -> Path:

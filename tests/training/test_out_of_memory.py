@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from remat.activation_checkpointing.mechanisms.counters import Scope
-from remat.config.options import RunConfig
+from remat.config.options import OnOutOfMemory, RunConfig
 from remat.config.units import GIB
+from remat.launch import retreat
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import Resource
 from remat.planning.simulation.types import Moment, Phase
@@ -201,6 +203,34 @@ def test_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("RANK", "0")
     assert out_of_memory.tell(gpu_error(), 70) == 70
     assert "out of GPU memory in backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "chosen", "advised", "said"),
+    [
+        ("0", ["checkpointing=full"], False, "remat: retreat 1 of 2: the run goes on with checkpointing=full"),
+        ("0", None, True, "remat: no retreat: the plan knows no checkpointing, loss and micro-batch"),
+        ("2", ["checkpointing=full"], True, "remat: no retreat: this run was started again 2 times already"),
+    ],
+)
+def test_advice_is_for_a_run_that_does_not_go_on(
+    before: str, chosen: list[str] | None, advised: bool, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    asked: list[OutOfMemory] = []
+    monkeypatch.setattr(out_of_memory, "ask", lambda error: (asked.append(error) or [], COMMAND))
+    choice = None if chosen is None else retreat.Retreat(chosen, "out of memory")
+    monkeypatch.setattr(out_of_memory.retreat, "choose", lambda smaller, why: choice)
+    monkeypatch.setenv(retreat.FILE, str(tmp_path / "retreat.json"))
+    monkeypatch.setenv(retreat.NUMBER, before)
+    monkeypatch.setenv("RANK", "0")
+    error = gpu_error()
+    assert error.plan.planned is not None
+    error.plan.planned.cfg = RunConfig(on_out_of_memory=OnOutOfMemory.retreat, most_retreats=2)
+    assert out_of_memory.tell(error, 70) == 70
+    assert said in capsys.readouterr().err
+    assert bool(asked) is advised
+    assert (retreat.take(tmp_path / "retreat.json") is None) is advised
 
 
 def test_a_store_that_has_left_does_not_hide_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
