@@ -385,7 +385,9 @@ def test_every_choice_is_what_hydra_composes(recipe: str) -> None:
     for words in (*asked, ["checkpointing=offload", "peft=lora", "optim=adamw", "model=hf"]):
         quick = compose._with_values([*words, f"recipe={recipe}"])
         assert quick is not None
-        assert compose._finished(quick) == compose._finished(compose._loaded([*words, f"recipe={recipe}"])), words
+        assert compose._finished(quick) == compose._finished(compose._loaded([*words, f"recipe={recipe}"])), (
+            words
+        )
 
 
 def test_two_choices_of_a_group_are_left_to_hydra() -> None:
