@@ -65,6 +65,7 @@ def held(model_type: str, tied: bool, zero_stage: int) -> list[int]:
     return found
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi", "gpt_neox"])
