@@ -100,6 +100,8 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig
             return _difference(net, whole, model.attention) or (
                 _difference(net, packed, model.attention) if packed.apart else ""
             )
+    except ConfigError as error:
+        return str(error).removeprefix(f"{OPTION}={RANKS}: ").removesuffix(f"; use {OPTION}=1")
     except Exception as error:  # so can models that are not made for it
         return packing.first_line(error)
 
