@@ -26,7 +26,7 @@ from remat.config.options import (
     OptimStates,
     RunConfig,
 )
-from remat.config.units import GIB
+from remat.config.units import GIB, format_size
 from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import layers, loss, meta_kernels, optimizer_state
@@ -550,6 +550,12 @@ def estimate(
         on_gpu=on_gpu,
     )
     plan.assumptions.extend(_uncounted(cfg))
+    if (shared := cfg.train.sequence_parallel_size) > 1:
+        tokens, exchanged = sequence_parallel.tokens_of_rank(cfg.train), format_size(simulation.exchanged_bytes)
+        plan.assumptions.append(
+            f"each sequence is shared by {shared} ranks: a rank has {tokens} tokens of a micro-batch and gives "
+            f"{exchanged} in exchanges around attention, which waits for them"
+        )
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
@@ -596,6 +602,7 @@ def _time(
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
         optimizer_bytes=optimizer_state.streamed_bytes(decided.optimizer, cfg.optim.states),
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
+        sequence_ranks=cfg.train.sequence_parallel_size,
     )
 
 

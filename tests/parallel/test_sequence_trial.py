@@ -117,8 +117,5 @@ def test_the_model_and_the_registry_are_as_before() -> None:
     sequence.remove()
     assert list(ulysses.ALL_ATTENTION_FUNCTIONS) == known
     assert all(
-        a is b
-        for a, b in zip(
-            configs, [m.config for m in net.modules() if hasattr(m, "config")], strict=True
-        )
+        a is b for a, b in zip(configs, [m.config for m in net.modules() if hasattr(m, "config")], strict=True)
     )

@@ -76,9 +76,8 @@ class Cell:
 
     def words(self, workshop: Path) -> list[str]:
         """The overrides of the run; it lands in workshop/out/NAME/run."""
-        return [*_words(workshop, str(self), self), *ZERO[self.zero], *POLICIES[self.policy]] + [
-            f"train.sequence_parallel_size={self.ranks}"
-        ]
+        chosen = [*ZERO[self.zero], *POLICIES[self.policy], f"train.sequence_parallel_size={self.ranks}"]
+        return [*_words(workshop, str(self), self), *chosen]
 
     def alone(self, workshop: Path) -> list[str]:
         """The overrides of the same run on one rank, which keeps everything."""
