@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.config.options import (
     Attention,
     CheckpointingConfig,
@@ -23,11 +27,13 @@ from remat.config.options import (
 from remat.machine import distributed
 from remat.model import loss
 from remat.model.packing import Packed
-from remat.parallel import sequence_parallel
+from remat.parallel import sequence_parallel, sequence_trial
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import Simulation, ZeroSettings
-from tests.support import shared_sequences, small_models
+from remat.training import sequence_proof
+from tests.support import shared_sequences, small_models, tiny
+from tests.support.grids import cases
 from tests.support.pool import RankPool
 from tests.support.shared_sequences import Cell
 
@@ -92,6 +98,82 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
             torch.testing.assert_close(
                 found["weights"][name], weight, rtol=0, atol=WEIGHTS * float(weight.abs().max())
             )
+
+
+APART, SHARED = "train.sequence_parallel_size=1", "train.sequence_parallel_size=2"
+RESUMED = {  # the ranks that save after two steps, and those that go on
+    "shared_then_apart": ((2, SHARED), (2, APART)),
+    "apart_then_shared": ((2, APART), (2, SHARED)),
+    "one_then_shared": ((1, APART), (2, SHARED)),
+}
+
+
+@pytest.mark.parametrize("name", cases(RESUMED, {"shared_then_apart", "apart_then_shared"}))
+def test_a_state_is_resumed_by_ranks_that_share_sequences_otherwise(
+    name: str, workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
+) -> None:
+    """A held-out loss and the export at the end are those of the resumed run too."""
+    cell, ((before, first), (after, then)) = SAMPLE[0], RESUMED[name]
+    held_out = ["deepspeed.config=zero2", "data.eval_fraction=0.2", "save.export=true"]
+    words = [*cell.alone(workshop), *held_out, f"name={name}"]
+    ranks(before).run(shared_sequences.run, words=[*words, first, "train.stop_at=2"])
+    found = ranks(after).run(shared_sequences.run, words=[*words, then, "resume=auto"])[0]
+    (expected,) = ranks(1).run(shared_sequences.run, words=[*words, f"name={name}_alone", APART])
+    assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS)
+    assert found["evaluated"][-1:] == pytest.approx(expected["evaluated"][-1:], rel=LOSS)
+    exported = load_file(found["folder"] / "export" / "model.safetensors")
+    for weight_name, weight in expected["weights"].items():
+        atol = WEIGHTS * float(weight.abs().max())
+        torch.testing.assert_close(exported[weight_name], weight, rtol=0, atol=atol)
+
+
+def test_the_proof_says_who_shares(workshop: Path, ranks: Callable[[int], RankPool]) -> None:
+    """The runs of the sample leave them; a label that is lost, or another loss, ends a run."""
+    cell = SAMPLE[0]
+    folder = ranks(2).run(shared_sequences.run, words=[*cell.words(workshop), "name=proven"])[0]["folder"]
+    found = json.loads((folder / "proof.json").read_text())["shared_sequences"]
+    assert found["ranks"] == 2 and sum(found["trained_tokens_by_rank"]) == found["trained_tokens"] > 0
+    assert sequence_proof.compare(found) == []
+    lost = found | {"trained_tokens_by_rank": [1, 2]}
+    assert "the ranks' blocks have 3 trained tokens" in sequence_proof.compare(lost)[0]
+    other = found | {"loss_of_the_group": [value * 1.01 for value in found["loss_of_the_group"]]}
+    assert [text[:6] for text in sequence_proof.compare(other)] == ["rank 0", "rank 1"]
+
+
+def train_with_a_fault(words: list[str], fault: str) -> str:
+    """Train where a rank's block is not its own, or attention gets no mask; what ends the run."""
+    own, beside = SequenceParallel._own, SequenceParallel._beside
+
+    def neighbour(self: Any, whole: Any, device: Any = None) -> Any:
+        """Targets of the rank's block, moved by one."""
+        found = own(self, whole, device)
+        return found | {"targets": found["targets"].roll(1, 1)}
+
+    def nothing(self: Any, whole: Any, device: Any) -> Any:
+        return {"attention_mask": None} if not self._installed.whole else beside(self, whole, device)
+
+    patches = {"_own": neighbour} if fault == "targets" else {"_beside": nothing}
+    with (
+        mock.patch.multiple(SequenceParallel, **patches),
+        mock.patch.object(sequence_trial, "_try", lambda *_: ""),  # else it is found there
+    ):
+        try:
+            shared_sequences.run(words)
+        except PolicyNotApplied as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["targets", "mask"])
+def test_a_run_that_shares_wrongly_ends_before_its_first_step(
+    fault: str, workshop: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    cell = Cell("gemma3_text", "zero2", "none", "whole", "packed")
+    words = [*cell.words(workshop), f"name=wrong_{fault}"]
+    for text in ranks(2).run(train_with_a_fault, words=words, fault=fault):
+        assert "train.sequence_parallel_size=1 trains this model" in text
+    proof = json.loads((workshop / "out" / f"wrong_{fault}" / "run" / "proof.json").read_text())
+    assert proof["problems"] and not tiny.rows(workshop / "out" / f"wrong_{fault}" / "run")
 
 
 ROWS, SEQ, HEADS = 2, 64, 4

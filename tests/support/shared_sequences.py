@@ -119,7 +119,7 @@ def _words(workshop: Path, name: str, cell: Cell) -> list[str]:
     )
 
 
-def run(words: list[str], **changes: Any) -> dict[str, Any]:
+def run(words: list[str]) -> dict[str, Any]:
     """Train on this rank; what metrics.jsonl says of each step, and the trained weights. Collective."""
     composed = compose.compose_run(words)
     made = build.build(composed.run, composed.yaml, composed.words)
@@ -135,5 +135,7 @@ def run(words: list[str], **changes: Any) -> dict[str, Any]:
     return {
         "losses": [row["loss/train"] for row in rows],
         "norms": [row["optim/grad_norm"] for row in rows],
+        "evaluated": [row["loss/eval"] for row in tiny.rows(made.folder, "loss/eval")],
         "weights": found,
+        "folder": made.folder,
     }
