@@ -1,4 +1,5 @@
-"""How one model is divided over ranks beyond ZeRO: tensor parallelism.
+"""How one model or one sequence is divided over ranks beyond ZeRO.
 
-May import `config` and `machine`. There is one file, `tensor_parallel.py`.
+May import `config`, `machine`, `data` and `model`. Start with `tensor_parallel.py` for layers that ranks share, and with
+`sequence_parallel.py` for sequences: `ulysses.py` is their attention, `sequence_trial.py` says which models can.
 """

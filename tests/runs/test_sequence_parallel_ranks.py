@@ -50,8 +50,8 @@ CELLS = [
     cell if cell in SAMPLE else pytest.param(cell, marks=pytest.mark.exhaustive)
     for cell in shared_sequences.every_cell()
 ]
-LOSS, NORM = 1e-2, 1e-2
-WEIGHTS = 1e-5  # of the largest weight of a matrix
+LOSS, NORM = 5e-7, 5e-6  # relative: sums in another order, in float32
+WEIGHTS = 2e-4  # of the largest weight of a matrix: Adam makes rounding of small gradients larger
 
 
 @pytest.fixture(scope="module")
