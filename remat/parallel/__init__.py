@@ -1,5 +1,5 @@
 """How one model or one sequence is divided over ranks beyond ZeRO.
 
-May import `config`, `machine`, `data` and `model`. Start with `tensor_parallel.py` for layers that ranks share, and with
-`sequence_parallel.py` for sequences: `ulysses.py` is their attention, `sequence_trial.py` says which models can.
+May import `config`, `machine`, `data` and `model`. Layers that ranks share are in `tensor_parallel.py`. For sequences
+start with `sequence_parallel.py`: `ulysses.py` is their attention, `sequence_trial.py` says which models can.
 """
