@@ -86,10 +86,13 @@ class Cell:
 
 
 def every_cell() -> list[Cell]:
-    return [
-        Cell(*choices)
-        for choices in itertools.product(MODELS, ZERO, POLICIES, TRAINED, DATA, (2, 4))  # type: ignore[arg-type]
-    ]
+    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices."""
+    choices = (list(MODELS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
+    found = []
+    for place in itertools.product(*(range(len(names)) for names in choices)):
+        names = [names[at] for names, at in zip(choices, place, strict=True)]
+        found += [Cell(*names, ranks=ranks) for ranks in (2, 4) if ranks == 2 or sum(place) % 4 == 0]
+    return found
 
 
 def make_workshop(folder: Path) -> Path:
