@@ -326,7 +326,8 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
     with run.timer.phase("data"):
         batch = run.batches.next_step()
     if run.sequence is not None and first.shared_sequences is None:
-        first.shared_sequences = sequence_proof.prove(run, batch)
+        with out_of_memory.named("forward", run.plan):
+            first.shared_sequences = sequence_proof.prove(run, batch)
     run.profiler.step_begins()
     with out_of_memory.named(lambda: run.timer.last, run.plan):
         found = _forward_backward_update(run, first, batch, progress.step)
