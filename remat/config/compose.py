@@ -329,8 +329,11 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
     if sorted_words is None:
         return None
     chosen, values = sorted_words
+    groups = [word.partition("=")[0] for word in chosen]
+    if len(set(groups)) < len(groups):
+        return None
     try:
-        cfg = copy.deepcopy(_of_choices(tuple(chosen), _files()))
+        cfg = copy.deepcopy(_of_choices(tuple(sorted(chosen)), _files()))
     except Exception:  # as varied as in compose_run
         return None
     try:
@@ -398,8 +401,37 @@ def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_choices(chosen: tuple[str, ...], _: Files) -> DictConfig:
+def _of_choices(chosen: tuple[str, ...], files: Files) -> DictConfig:
+    """What Hydra composes of choices, each of another group: the others are put into what the recipe gives."""
+    recipe = tuple(word for word in chosen if word.startswith("recipe="))
+    cfg = copy.deepcopy(_of_recipe(recipe, files))
+    for word in chosen:
+        group, _, name = word.partition("=")
+        file = CONF_DIR / group / f"{name}.yaml"
+        if group != "recipe" and not file.exists():
+            return _loaded(chosen)
+        if group != "recipe":
+            cfg[group] = _section(group, file, str(cfg.hydra.runtime.choices.recipe), files)
+    return cfg
+
+
+@functools.lru_cache(maxsize=64)
+def _of_recipe(chosen: tuple[str, ...], _: Files) -> DictConfig:
     return _loaded(chosen)
+
+
+def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
+    """What `file` makes of a group, under what conf/train.yaml, your own defaults and the recipe set in it."""
+    stronger = (CONF_DIR / "train.yaml", CONF_DIR / "local/default.yaml", RECIPE_DIR / f"{recipe}.yaml")
+    contents = [content[group] for path in stronger if group in (content := _read(path, files))]
+    section = OmegaConf.merge(OmegaConf.structured(RunConfig)[group], _read(file, files), *contents)
+    assert isinstance(section, DictConfig)
+    return section
+
+
+@functools.lru_cache(maxsize=128)
+def _read(path: Path, _: Files) -> Any:
+    return OmegaConf.load(path) if path.exists() else {}
 
 
 def _files() -> Files:

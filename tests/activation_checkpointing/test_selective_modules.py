@@ -257,7 +257,8 @@ def steps(model_type: str, roles: list[str]) -> dict[str, Any]:
     return {"values": found, "again": again, "expected": [counts.expected for counts in applied.counts]}
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.sample(one_in=3)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2", "gpt2"])
 def test_under_zero3(two_ranks: RankPool, model_type: str) -> None:
     expected = two_ranks.run(steps, model_type=model_type, roles=[])
     for roles in (["mlp", "attention"], ["core_attention", "norm", "activation"]):

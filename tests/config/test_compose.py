@@ -375,6 +375,25 @@ def test_values_set_in_what_was_composed_before_are_what_hydra_composes(recipe: 
         assert compose._finished(quick) == compose._finished(compose._loaded(asked))
 
 
+@pytest.mark.parametrize("recipe", ["tiny_zero3_offload", "llama8b_qlora_1x24", "finetune"])
+def test_every_choice_is_what_hydra_composes(recipe: str) -> None:
+    """Put into what was composed before; of each group all files, and several groups at once."""
+    every = [f"{group}={name}" for group, names in compose.group_choices().items() for name in names]
+    asked = [[word] for word in every if not word.startswith("recipe=")]
+    assert len(asked) > 60
+    asked = asked[::3] if recipe == "tiny_zero3_offload" else asked[::20]
+    for words in (*asked, ["checkpointing=offload", "peft=lora", "optim=adamw", "model=hf"]):
+        quick = compose._with_values([*words, f"recipe={recipe}"])
+        assert quick is not None
+        assert compose._finished(quick) == compose._finished(compose._loaded([*words, f"recipe={recipe}"])), (
+            words
+        )
+
+
+def test_two_choices_of_a_group_are_left_to_hydra() -> None:
+    assert compose._with_values(["checkpointing=none", "checkpointing=full"]) is None
+
+
 def test_a_value_that_cannot_be_set_is_explained_as_after_hydra_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = [message(word) for word in WRONG_VALUES]
     monkeypatch.setattr(compose, "_with_values", lambda overrides: None)

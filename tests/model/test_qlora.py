@@ -201,7 +201,7 @@ def micro_batch(net: Any, cfg: CheckpointingConfig, device: torch.device) -> tup
     ("method", "family", "flat"),
     [
         pytest.param(PeftMethod.lora, "llama", False, marks=pytest.mark.exhaustive),
-        (PeftMethod.qlora, "llama", False),
+        pytest.param(PeftMethod.qlora, "llama", False, marks=pytest.mark.exhaustive),
         (PeftMethod.qlora, "llama", True),
         pytest.param(PeftMethod.qlora, "gpt2", False, marks=pytest.mark.exhaustive),
         pytest.param(PeftMethod.qlora, "gpt2", True, marks=pytest.mark.exhaustive),

@@ -22,6 +22,7 @@ BASE = [
     "checkpointing=none",
     "train.seq_len=4096",
     "train.micro_batch_size=4",
+    "train.loss=chunked",
 ]
 SMALL_GPU = [*BASE, "hardware.gpu_memory_gib=0.9"]
 NO_HOST = [*BASE, "hardware.host_memory_gib=0.5"]

@@ -158,15 +158,25 @@ def preload() -> None:
     import torch.utils.cpp_extension  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from remat.config import compose
     from remat.training import build, loop, out_of_memory  # noqa: F401
 
-    compose.compose_run(["recipe=tiny_zero3_offload"])  # Hydra finds its plugins and reads its grammar
+    compose_what_many_runs_choose()
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a fork would lose all but one")
     gc.collect()
     gc.freeze()  # collections in the forks would copy every page
+
+
+def compose_what_many_runs_choose() -> None:
+    """Hydra finds its plugins, reads its grammar, and composes the choices of tests/support/tiny.py, which are kept."""
+    from remat.config import compose
+    from remat.config.options import ConfigError
+
+    tiny = ["recipe=tiny_zero3_offload", "model=hf", "data=alpaca", "tracking=wandb_disabled"]
+    for choice in ["", *(f"checkpointing={name}" for name in compose.group_choices()["checkpointing"])]:
+        with contextlib.suppress(ConfigError):  # there is no model yet
+            compose.compose_run([*tiny, *filter(None, [choice])])
 
 
 def reap(*_: object) -> None:
