@@ -58,10 +58,14 @@ def values_of(
     can_pin: bool = True,
     largest_param: int | None = None,
 ) -> RunValues:
-    """Of `world_size` ranks, of which those that share their layers count as one. Raises ConfigError."""
-    shared_by = cfg.train.tensor_parallel_size
+    """Of `world_size` ranks, of which those that share layers or sequences count as one. Raises ConfigError."""
+    shared_by, sequences = cfg.train.tensor_parallel_size, world_size
+    if sequences is not None:
+        sequences = count_data_ranks(
+            cfg.train.sequence_parallel_size, sequences, option="train.sequence_parallel_size"
+        )
     return RunValues(
-        world_size=None if world_size is None else count_data_ranks(shared_by, world_size),
+        world_size=None if world_size is None else sequences and count_data_ranks(shared_by, sequences),
         micro_batch_size=cfg.train.micro_batch_size,
         global_batch_size=cfg.train.global_batch_size,
         gradient_clipping=cfg.optim.gradient_clipping,
@@ -75,11 +79,11 @@ def values_of(
     )
 
 
-def count_data_ranks(shared_by: int, world_size: int) -> int:
+def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:
     """Groups of ranks, each of which reads data of its own. Raises ConfigError when ranks are left over."""
     if world_size % shared_by:
         raise ConfigError(
-            f"train.tensor_parallel_size={shared_by}: {world_size} ranks do not divide into groups of {shared_by}; "
+            f"{option}={shared_by}: {world_size} ranks do not divide into groups of {shared_by}; "
             f"start a multiple of {shared_by}"
         )
     return world_size // shared_by

@@ -97,7 +97,7 @@ REFUSED: dict[str, str] = {
     "wandb": "Weights & Biases is set by tracking.wandb: delete the section",
     "tensor_parallel": "the run's is set by train.tensor_parallel_size: delete the section",
     "expert_parallel": _ONE_DIMENSION,
-    "sequence_parallel_size": _ONE_DIMENSION,
+    "sequence_parallel_size": "sequences are shared by train.sequence_parallel_size: delete the key",
     "use_data_before_expert_parallelism": _ONE_DIMENSION,
     "pipeline": _NO_EFFECT,
     "compile": _NO_EFFECT,

@@ -74,6 +74,9 @@ train.seed
     seed random_seed data_seed
 train.tensor_parallel_size
     tensor_parallel tp tp_size tensor_model_parallel_size
+train.sequence_parallel_size
+    sequence_parallel sp sp_size context_parallel cp cp_size context_parallel_size ulysses
+    ulysses_sequence_parallel_size sequence_parallel_degree
 model=hf model.path
     model_name_or_path model_name base_model model_id model_path pretrained_model
     pretrained_model_name_or_path checkpoint_path model.name model.id

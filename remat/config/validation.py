@@ -59,6 +59,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_states(cfg.optim, cfg.train),
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
+        *_sequence_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_compile(cfg),
         *_save(cfg.save, cfg.peft),
@@ -479,6 +480,35 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
         found.append(
             f"peft.method={cfg.peft.method} with train.tensor_parallel_size={size}: adapters are not split with their "
             "layers; use train.tensor_parallel_size=1"
+        )
+    return found
+
+
+def _sequence_parallel(cfg: RunConfig) -> list[str]:
+    """What a run whose sequences are shared between ranks cannot be combined with."""
+    size = cfg.train.sequence_parallel_size
+    if size <= 1:
+        return _at_least(1, train__sequence_parallel_size=size)
+    asked, found = f"train.sequence_parallel_size={size}", []
+    if cfg.train.tensor_parallel_size > 1:
+        found.append(
+            f"{asked} with train.tensor_parallel_size={cfg.train.tensor_parallel_size}: ranks share layers or "
+            "sequences, not both; set one of them to 1"
+        )
+    if cfg.compile is not Compilation.none:
+        found.append(
+            f"{asked} with compile={cfg.compile}: ranks exchange blocks inside of a layer, where a graph would break; "
+            "use compile=none"
+        )
+    if Policy.budget in {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}:
+        found.append(
+            f"{asked} with checkpointing=budget: a table does not know exchanges between ranks; use "
+            "checkpointing=selective_linears"
+        )
+    if cfg.train.neftune_alpha:
+        found.append(
+            f"{asked} with train.neftune_alpha={cfg.train.neftune_alpha:g}: the noise is scaled by the length that a "
+            "rank has, not by the sequence's; set train.neftune_alpha=0"
         )
     return found
 

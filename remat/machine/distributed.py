@@ -34,8 +34,9 @@ LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
 class World:
     """This process among all ranks: `rank` of `size`, `local_rank` of `local_size` on this node, and its device.
 
-    `tensor_parallel_size` consecutive ranks form a group. All ranks of a group read the same data, as group
-    `data_rank` of `data_size`.
+    `tensor_parallel_size` consecutive ranks share layers, or `sequence_parallel_size` share sequences. All ranks of
+    such a group read the same data, as group `data_rank` of `data_size`. ZeRO shards over `zero_size` ranks and
+    averages gradients over them: ranks that share sequences have gradients of their own.
     """
 
     rank: int
@@ -44,14 +45,23 @@ class World:
     local_size: int
     device: torch.device
     tensor_parallel_size: int = 1
+    sequence_parallel_size: int = 1
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.tensor_parallel_size
+        return self.data_rank_of(self.rank)
 
     @property
     def data_size(self) -> int:
+        return self.zero_size // self.sequence_parallel_size
+
+    @property
+    def zero_size(self) -> int:
         return self.size // self.tensor_parallel_size
+
+    def data_rank_of(self, rank: int) -> int:
+        """Return the group of ranks with the same data that `rank` is in."""
+        return rank // (self.tensor_parallel_size * self.sequence_parallel_size)
 
     @property
     def is_main(self) -> bool:

@@ -13,7 +13,7 @@ vocabulary of 5000).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def shifted(labels: Tensor) -> Tensor:
     """Move `labels` [batch, seq] left by one: target i is the token after i; the last position has no target."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the token that each position of `batch` is trained on, [batch, seq]; -100 where there is none."""
+    return batch["targets"] if "targets" in batch else shifted(batch["labels"])
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -82,10 +87,11 @@ class TokenLoss:
         """Return the sum of the token losses, a float32 scalar on the batch's device; no mean is taken here.
 
         `module` is what is called (the DeepSpeed engine or the model). `batch` has `input_ids` and `labels`, both
-        [batch, seq]; labels are unshifted, with -100 where nothing is trained.
+        [batch, seq]; labels are unshifted, with -100 where nothing is trained. A block of a sequence has `targets`,
+        labels that were shifted before it was cut.
         """
-        targets = shifted(batch["labels"])
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        targets = targets_of(batch)
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "targets")}
         if self.kind is LossKind.full:
             logits = module(**inputs, use_cache=False).logits
             return F.cross_entropy(

@@ -78,31 +78,27 @@ def given(packed: Packed, batch: Mapping[str, Any], net: Any) -> dict[str, Any]:
 def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return where documents end, for flash's varlen kernel; {} for other kernels.
 
-    Call it while the batch is still on the host: `max_length_q` is a number.
+    Call it while the batch is still on the host: `max_length_q` is a number. Values are not known on meta: there, one
+    document is assumed in each row, which costs flash's kernel most.
     """
     if attention is not Attention.flash_attention_2 or not packed.apart or "position_ids" not in batch:
         return {}
-    return varlen(batch["position_ids"])
+    if not batch["position_ids"].is_meta:
+        return varlen(batch["position_ids"])
+    rows, length = batch["position_ids"].shape
+    bounds = torch.empty(rows + 1, dtype=torch.int32, device="meta")
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
 
 
 def planned(
     packed: Packed, attention: Attention, net: Any
 ) -> Callable[[dict[str, Tensor]], dict[str, Any]] | None:
-    """Return a function that turns a micro-batch on meta into the inputs of `net`; None when it already is.
-
-    Values are not known on meta. So flash's kernel is assumed to have one document in each row, which costs it most.
-    """
+    """Return a function that turns a micro-batch on meta into the inputs of `net`; None when it already is."""
     if not packed.apart:
         return None
 
     def inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
-        found = given(packed, batch, net)
-        if attention is Attention.flash_attention_2:
-            rows, length = batch["input_ids"].shape
-            bounds = torch.empty(rows + 1, dtype=torch.int32, device="meta")
-            found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            found |= {"max_length_q": length, "max_length_k": length}
-        return found
+        return given(packed, batch, net) | ends(packed, attention, batch)
 
     return inputs
 
@@ -183,7 +179,7 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
     try:
         net = small_copy.build(config, skeleton, attention=on_a_cpu, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
-        return f"a small copy of it, to try it out, cannot be built ({_first_line(error)})"
+        return f"a small copy of it, to try it out, cannot be built ({first_line(error)})"
     problems = []
     for option in Way:
         problem = _problem(net, option, cfg.attention)
@@ -196,12 +192,12 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
 def _problem(net: Any, option: Way, attention: Attention) -> str | None:
     """Return what keeps `option` from working in `net`, or None when it works."""
     try:
-        with torch.no_grad(), _kernel_of(net, attention):
+        with torch.no_grad(), kernel_of(net, attention):
             return _difference(net, option, attention)
     except Exception as error:  # an unknown argument, or one of an unexpected shape
         if "position_ids" in str(error):
             return "it takes no position ids"
-        return f"tried on a small copy of it, it fails ({_first_line(error)})"
+        return f"tried on a small copy of it, it fails ({first_line(error)})"
 
 
 def _difference(net: Any, option: Way, attention: Attention) -> str | None:
@@ -238,7 +234,7 @@ def _difference(net: Any, option: Way, attention: Attention) -> str | None:
 
 
 @contextmanager
-def _kernel_of(net: Any, attention: Attention) -> Iterator[None]:
+def kernel_of(net: Any, attention: Attention) -> Iterator[None]:
     """Replace flash attention by one a CPU can compute.
 
     So a model that does not pass on the documents' ends is found out.
@@ -304,5 +300,5 @@ def _flash_on_a_cpu(
     return (weights @ values).transpose(0, 1).unflatten(0, (batch, length))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

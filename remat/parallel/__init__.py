@@ -1,4 +1,5 @@
-"""How one model is divided over ranks beyond ZeRO: tensor parallelism.
+"""How one model or one sequence is divided over ranks beyond ZeRO.
 
-May import `config` and `machine`. There is one file, `tensor_parallel.py`.
+May import `config`, `machine`, `data` and `model`. Layers that ranks share are in `tensor_parallel.py`. For sequences
+start with `sequence_parallel.py`: `ulysses.py` is their attention, `sequence_trial.py` says which models can.
 """

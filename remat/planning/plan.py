@@ -26,10 +26,11 @@ from remat.config.options import (
     OptimStates,
     RunConfig,
 )
-from remat.config.units import GIB
+from remat.config.units import GIB, format_size
 from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
-from remat.model import layers, loss, meta_kernels, optimizer_state, packing
+from remat.model import layers, loss, meta_kernels, optimizer_state
+from remat.parallel import sequence_parallel
 from remat.planning import budget, model_states, preflight, step_time, strategy
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
@@ -338,6 +339,7 @@ class Recordings:
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
             (decided.packed, cfg.compile),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
+            train.sequence_parallel_size,
         )
         key = repr(depends_on)
         if key not in self._found:
@@ -386,6 +388,7 @@ def _record_layers(
         )  # which runs layers as they are where operations are looked at, as here
         compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
+        given = undo.enter_context(sequence_parallel.planned(cfg.train, cfg.model, decided.packed, net))
         applied = apply.apply(
             net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META, compiled=made
         )
@@ -400,7 +403,8 @@ def _record_layers(
             stage_3=decided.zero_stage == 3,
             micro_batch_size=cfg.train.micro_batch_size,
             seq_len=cfg.train.seq_len,
-            given=packing.planned(decided.packed, cfg.model.attention, net),
+            given=given,
+            packed=decided.packed.apart,
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=on_gpu,
             on_gpu=on_gpu,
@@ -546,6 +550,12 @@ def estimate(
         on_gpu=on_gpu,
     )
     plan.assumptions.extend(_uncounted(cfg))
+    if (shared := cfg.train.sequence_parallel_size) > 1:
+        tokens, exchanged = sequence_parallel.tokens_of_rank(cfg.train), format_size(simulation.exchanged_bytes)
+        plan.assumptions.append(
+            f"each sequence is shared by {shared} ranks: a rank has {tokens} tokens of a micro-batch and gives "
+            f"{exchanged} in exchanges around attention, which waits for them"
+        )
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
@@ -587,11 +597,12 @@ def _time(
         num_trained=decided.facts.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
         moved_bytes=simulation.host_bytes,
-        tokens=cfg.train.micro_batch_size * cfg.train.seq_len,
+        tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
         optimizer_bytes=optimizer_state.streamed_bytes(decided.optimizer, cfg.optim.states),
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
+        sequence_ranks=cfg.train.sequence_parallel_size,
     )
 
 

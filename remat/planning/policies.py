@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from remat.config import compose, validation
 from remat.config.command_line import without_policy
 from remat.config.options import CheckpointingConfig, ConfigError, PeftMethod, RunConfig
 from remat.config.units import MIB
-from remat.model import hf_model, layers, meta_kernels, packing
+from remat.model import hf_model, layers, meta_kernels
+from remat.parallel import sequence_parallel
 from remat.planning import budget, strategy
 from remat.planning.simulation import simulate, zero3
 from remat.planning.simulation.zero3 import Event, Parameters
@@ -83,11 +85,17 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
     if budget.is_open(decided.decisions):
         raise ConfigError("it keeps what there is room for; see remat plan with checkpointing.budget_gib=GIB")
-    applied = apply.apply(
-        net, without_engine(decided.decisions), cfg.checkpointing, zero_stage=decided.zero_stage, device=META
-    )
-    watch, events = applied.watch(META), list[Event]()
-    try:
+    with ExitStack() as undo:
+        given = undo.enter_context(sequence_parallel.planned(cfg.train, cfg.model, decided.packed, net))
+        applied = apply.apply(
+            net,
+            without_engine(decided.decisions),
+            cfg.checkpointing,
+            zero_stage=decided.zero_stage,
+            device=META,
+        )
+        undo.callback(applied.remove)
+        watch, events = applied.watch(META), list[Event]()
         with (
             meta_kernels.explained(net),
             meta_kernels.as_in_a_run(decided.zero_stage, on_gpu=on_gpu(cfg), packed=decided.packed.apart),
@@ -100,13 +108,11 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
                 micro_batch_size=cfg.train.micro_batch_size,
                 seq_len=cfg.train.seq_len,
                 forward_done=watch.forward_done,
-                given=packing.planned(decided.packed, cfg.model.attention, net),
+                given=given,
             )
-    finally:
-        applied.remove()
     gathered = zero3.elements_without_reuse(Parameters.of(net), events)
     depth = len(layers.decoder_layers(net))
-    hidden = cfg.train.micro_batch_size * cfg.train.seq_len * hf_model.hidden_size(config)
+    hidden = sequence_parallel.tokens_of_rank(cfg.train) * hf_model.hidden_size(config)
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
     return PolicyRow(
         name,

@@ -104,13 +104,15 @@ def step_time(
     optimizer_on_nvme: bool = False,
     params_on_nvme: bool = False,
     optimizer_bytes: int = ADAM_BYTES,
+    sequence_ranks: int = 1,
 ) -> StepTime:
     """Return the time of an optimizer step of `accumulation` micro-batches like the simulated one.
 
     Each micro-batch has `tokens` tokens a rank. `moved_bytes` is what activation offload takes to the host in
     one micro-batch (and brings back). `attention_share` is the part of the counted square that the attention
     kernel computes. `num_params` may include frozen ones. `optimizer_bytes` is what the optimizer
-    reads and writes on a GPU for each trained parameter. Sources of the formulas stand with the terms.
+    reads and writes on a GPU for each trained parameter. `sequence_ranks` share each sequence. Sources of the
+    formulas stand with the terms.
     """
 
     def timed(rates: Machine) -> StepTime:
@@ -125,6 +127,7 @@ def step_time(
             optimizer_on_nvme=optimizer_on_nvme,
             params_on_nvme=params_on_nvme,
             optimizer_bytes=optimizer_bytes,
+            sequence_ranks=sequence_ranks,
         )
 
     made = timed(machine)
@@ -153,10 +156,15 @@ def _step_time(
     optimizer_on_nvme: bool,
     params_on_nvme: bool,
     optimizer_bytes: int,
+    sequence_ranks: int,
 ) -> StepTime:
-    times = dict.fromkeys(Phase, 0.0)
+    times, exchanges = dict.fromkeys(Phase, 0.0), dict.fromkeys(Phase, 0.0)
     for op in simulation.ops:
-        times[op.phase] += terms.op(op, attention_share)
+        if op.kind == "exchange":  # attention waits for it
+            exchanges[op.phase] += terms.exchange(op.bytes // 2, sequence_ranks)
+        else:
+            times[op.phase] += terms.op(op, attention_share)
+    exchanged = sum(exchanges.values())
     forward = times[Phase.forward]
     backward = times[Phase.recompute] + times[Phase.backward]
     early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
@@ -187,12 +195,13 @@ def _step_time(
         recompute_s=accumulation * times[Phase.recompute],
         pcie_s=accumulation * exposed_copies + terms.weights_back(),
         optimizer_s=optimizer,
-        collectives_s=accumulation * exposed_inside + boundary,
+        collectives_s=accumulation * (exposed_inside + exchanged) + boundary,
         nvme_s=nvme,
         tokens=tokens * accumulation * zero.world_size,
         phases_s={
-            "forward": accumulation * (forward + waits[0] + share * exposed_inside),
-            "backward": accumulation * (backward + waits[1] + (1 - share) * exposed_inside),
+            "forward": accumulation * (forward + exchanges[Phase.forward] + waits[0] + share * exposed_inside),
+            "backward": accumulation
+            * (backward + exchanged - exchanges[Phase.forward] + waits[1] + (1 - share) * exposed_inside),
             "optimizer": optimizer + terms.weights_back() + boundary + nvme,
         },
         hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
@@ -285,6 +294,15 @@ class _Terms:
         if self.zero.stage == 2:
             return gradients, gradients
         return 0.0, 2 * gradients  # an all-reduce is a reduce-scatter and an all-gather
+
+    def exchange(self, size: int, ranks: int) -> float:
+        """Return the time in which each of `ranks` ranks gives `size` bytes, of which an equal part stays.
+
+        Groups are consecutive ranks. Beyond a node all its GPUs send through its network at the same time.
+        """
+        beyond = max(0, ranks - self.per_node)
+        network = self._over(self.per_node * size * beyond / ranks, "nic_gbs", GB)
+        return max(network, self._over(size * (ranks - 1) / ranks, "gpu_link_gbs", GB))
 
     def copies(
         self, gathered_bytes: int, early: float, moved_bytes: int, forward: float, backward: float

@@ -37,7 +37,7 @@ from remat.model import (
     positions,
 )
 from remat.model.packing import Packed
-from remat.parallel import tensor_parallel
+from remat.parallel import sequence_parallel, sequence_trial, tensor_parallel
 from remat.planning import model_states as states
 from remat.planning.simulation import repeat
 from remat.planning.simulation.repeat import Repeat
@@ -138,7 +138,10 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
     tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
-    ds = tensor_parallel.rendered(rendered, shared_by)
+    sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
+    ds = sequence_parallel.rendered(
+        tensor_parallel.rendered(rendered, shared_by), cfg.train.sequence_parallel_size
+    )
     if cfg.model.load is ModelLoad.own_slices and (because := own_slices.refuse(cfg.model, ds)):
         raise ConfigError(own_slices.refusal(cfg.model, because))
     one_width = packed.form is not Packing.none
@@ -164,7 +167,10 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
 def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
     """Return `decided` with its blocks read as `cfg` asks, once the format of the data is known. Raises ConfigError."""
     config = hf_model.shape_config(cfg.model)
-    return replace(decided, packed=packing.decide(cfg, config, plain_model(cfg)))
+    plain = plain_model(cfg)
+    packed = packing.decide(cfg, config, plain)
+    sequence_trial.check(cfg.train, cfg.model, config, plain, packed)
+    return replace(decided, packed=packed)
 
 
 def plain_model(cfg: RunConfig) -> Any:
@@ -327,9 +333,7 @@ def _decisions(
         attention=cfg.model.attention,
         lora_dropout=cfg.peft.dropout if cfg.peft.method is not PeftMethod.none else 0.0,
         fields=skeleton.config.to_dict(),
-        activation_elements=cfg.train.micro_batch_size
-        * cfg.train.seq_len
-        * hf_model.hidden_size(skeleton.config),
+        activation_elements=sequence_parallel.tokens_of_rank(cfg.train) * hf_model.hidden_size(skeleton.config),
         element_bytes=hf_model.DTYPES[cfg.train.precision].itemsize,
         stacks=found.depths,
         layerdrop=layers.skipped_at_random(skeleton),

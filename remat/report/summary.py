@@ -59,7 +59,7 @@ def rows(run: Described) -> dict[str, str]:
         ),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
-        f"x {run.world.data_size} {'ranks' if run.world.tensor_parallel_size == 1 else 'groups of ranks'}",
+        f"x {run.world.data_size} {'ranks' if run.world.data_size == run.world.size else 'groups of ranks'}",
         "steps": f"{steps}, {'about ' * streamed}{_count(seen)} tokens, "
         + ("an epoch ends where the data does, which is not known before" if streamed else _epochs(epochs)),
         "plan": run.plan.line(),
@@ -156,6 +156,8 @@ def files(folder: Path) -> dict[str, str]:
 def _ranks(world: World) -> str:
     shared = world.tensor_parallel_size
     groups = "" if shared == 1 else f", each layer shared by {shared}"
+    if world.sequence_parallel_size > 1:
+        groups = f", each sequence shared by {world.sequence_parallel_size}"
     return f"{world.size} on {world.device.type}, {world.local_size} per node{groups}"
 
 

@@ -45,7 +45,9 @@ from remat.model import adapters, flops, hf_model, layers, loss, noise, own_slic
 from remat.model import optimizer as optim
 from remat.model.hf_model import Loaded
 from remat.model.own_slices import NotSliced
-from remat.parallel import tensor_parallel
+from remat.parallel import sequence_parallel, tensor_parallel
+from remat.parallel.sequence_parallel import SequenceParallel
+from remat.parallel.ulysses import RankGroup
 from remat.planning import launch_plan, preflight
 from remat.planning.budget import FILE as TABLE_FILE
 from remat.planning.launch_plan import LaunchPlan
@@ -233,7 +235,7 @@ def _build(
     strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
     for text in strategy.warnings:
         console.warning(text)
-    world, group = _join(cfg, strategy, watchdog)
+    world, group, sequence_group = _join(cfg, strategy, watchdog)
     asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
     cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
@@ -255,9 +257,9 @@ def _build(
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
     with out_of_memory.named("build", plan := _in_folder(cfg, plan, folder, world)):
-        engine, applied, loaded = _engine(
+        engine, applied, loaded, sequence = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
-            group=group, resuming=point is not None,
+            group=group, sequence_group=sequence_group, resuming=point is not None,
         )  # fmt: skip
     watchdog.enter("load")
     with out_of_memory.named("load", plan):
@@ -291,6 +293,7 @@ def _build(
         tokenizer=tokenizer,
         resumed=resumed,
         swap_folder=swap_folder,
+        sequence=sequence,
         loaded=loaded,
     )
     console.header(f"remat {cfg.name}", summary.rows(run))
@@ -405,7 +408,7 @@ def _begun_before(cfg: RunConfig) -> Path | None:
     return found
 
 
-def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None]:
+def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None, RankGroup | None]:
     """Join the ranks, after checking that they were started alike. Collective.
 
     A collective may wait longer than any deadline, because the watchdog's report says more.
@@ -414,8 +417,12 @@ def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
     watchdog.enter("build")
     longest_s = max(asdict(cfg.train.deadlines).values())
-    world = distributed.init(timeout_minutes=max(30.0, longest_s / 60 + 10))
-    return tensor_parallel.join(world, cfg.train.tensor_parallel_size)
+    timeout_minutes = max(30.0, longest_s / 60 + 10)
+    world = distributed.init(timeout_minutes=timeout_minutes)
+    world, shared = tensor_parallel.join(world, cfg.train.tensor_parallel_size)
+    sequences = cfg.train.sequence_parallel_size
+    world, group = sequence_parallel.join(world, sequences, timeout_minutes=timeout_minutes)
+    return world, shared, group
 
 
 def _say(text: str) -> None:
@@ -490,11 +497,13 @@ def _engine(
     snapshots: Snapshots,
     *,
     group: Any | None,
+    sequence_group: RankGroup | None,
     resuming: bool,
-) -> tuple[Any, Applied, list[Loaded]]:
+) -> tuple[Any, Applied, list[Loaded], SequenceParallel | None]:
     """Return the DeepSpeed engine around the model, with the checkpointing policy in place, and how it was loaded.
 
-    `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do.
+    `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do. `sequence_group` are
+    those that share sequences.
     """
     import deepspeed
 
@@ -509,6 +518,9 @@ def _engine(
     watchdog.enter("build")
     if cfg.compile is Compilation.layers:
         compiled.make_whole(layers.decoder_layers(net))
+    sequence = None
+    if sequence_group is not None:
+        sequence = SequenceParallel(net, sequence_group, strategy.packed, cfg.model.attention)
     applied = apply(
         net,
         strategy.decisions,
@@ -523,8 +535,8 @@ def _engine(
         engine, _, _, _ = deepspeed.initialize(
             model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
         )
-    rng.seed(cfg.train.seed + world.data_rank)  # dropout differs where the data does
-    return engine, applied, loaded
+    rng.seed(cfg.train.seed + world.rank // world.tensor_parallel_size)  # dropout differs where the tokens do
+    return engine, applied, loaded, sequence
 
 
 def _model(
@@ -726,7 +738,7 @@ def throughput_figures(cfg: RunConfig, context: int, warn: Callable[[str], None]
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}
     again = 0.0
-    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    tokens = sequence_parallel.tokens_of_rank(cfg.train)
     if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
         again = counted.output_layer
     gpu = gpus.find_gpu(torch.cuda.get_device_name())

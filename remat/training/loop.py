@@ -35,13 +35,14 @@ from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
 from remat.machine import distributed
 from remat.machine.peers import LostPeer
 from remat.model import optimizer
+from remat.model.loss import targets_of
 from remat.report import run_dir, summary
 from remat.report.console import final_rows
 from remat.saving import nvme
 from remat.saving.exports import merge
 from remat.saving.manifest import SaveError
 from remat.saving.swap_room import SwapError
-from remat.training import ledger, lost_peer, out_of_memory, proof, saves
+from remat.training import ledger, lost_peer, out_of_memory, proof, saves, sequence_proof
 from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
 
@@ -142,7 +143,7 @@ def _mean_loss(run: Run, step: int) -> float:
         run.stop.start()
         inputs = run.inputs(micro_batch)
         totals[0] += run.token_loss(run.engine, inputs)
-        totals[1] += (inputs["labels"][:, 1:] != NO_LOSS).sum()
+        totals[1] += (targets_of(inputs) != NO_LOSS).sum()
     run.stop.finish()
     run.engine.train()
     if run.world.size > 1:
@@ -184,7 +185,7 @@ def skipped(run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_no
             {
                 "rank": rank,
                 "micro_batch": index,
-                "sample_ids": ids[index, rank // run.world.tensor_parallel_size].tolist(),
+                "sample_ids": ids[index, run.world.data_rank_of(rank)].tolist(),
             }
             for rank, indices in enumerate(everyone)
             for index in indices
@@ -267,6 +268,8 @@ def train(run: Run) -> Outcome:
         run.batches.close()
         run.profiler.close()
         run.applied.remove()
+        if run.sequence is not None:
+            run.sequence.remove()
         nvme.remove_folder(run.swap_folder, run.world)
         run.ownership.release()
         run.watchdog.close()
@@ -322,6 +325,9 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
     run.watchdog.enter("step", progress.step + 1)
     with run.timer.phase("data"):
         batch = run.batches.next_step()
+    if run.sequence is not None and first.shared_sequences is None:
+        with out_of_memory.named("forward", run.plan):
+            first.shared_sequences = sequence_proof.prove(run, batch)
     run.profiler.step_begins()
     with out_of_memory.named(lambda: run.timer.last, run.plan):
         found = _forward_backward_update(run, first, batch, progress.step)
@@ -366,13 +372,13 @@ def start(run: Run) -> Progress:
 def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step: int) -> torch.Tensor:
     """Run one optimizer step; return this rank's summed loss of each micro-batch, on the device.
 
-    Each token of the global batch has the same weight. DeepSpeed averages gradients over the ranks that read
-    data of their own, so a rank's summed loss is multiplied by their number / trained tokens of the global
+    Each token of the global batch has the same weight. DeepSpeed averages gradients over the ranks that have
+    gradients of their own, so a rank's summed loss is multiplied by their number / trained tokens of the global
     batch. DeepSpeed's own division by the accumulation steps is switched off.
     """
     engine, timer = run.engine, run.timer
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
-    scale = run.world.data_size / max(1, batch.trained_tokens)
+    scale = run.world.zero_size / max(1, batch.trained_tokens)
     losses = []
     for micro_batch in batch.micro_batches:
         run.watchdog.enter("step", step + 1)

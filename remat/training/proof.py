@@ -37,6 +37,7 @@ class FirstStep:
     steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
+    shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: what sequence_proof found
     verified: bool = False
     micro_batches: int = 0  # in a row, since the launch or its last evaluation
 
@@ -137,7 +138,7 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     full = first.shape[0] * first.shape[1] >= largest
     broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
     broken += engine_memory.unmet_expectations(
-        where, run.strategy.ds, ranks=run.world.data_size, device_type=run.world.device.type
+        where, run.strategy.ds, ranks=run.world.zero_size, device_type=run.world.device.type
     )
     return found, broken
 
@@ -161,6 +162,7 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
         "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
         "run_again": asdict(first.replayed) if first.replayed else None,
         "placement_by_rank": [rank["placement"] for rank in found],
+        "shared_sequences": first.shared_sequences,
     }
 
 

@@ -19,6 +19,7 @@ from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
 from remat.model import loss, packing
 from remat.model.hf_model import Loaded
+from remat.parallel.sequence_parallel import SequenceParallel
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.strategy import Strategy
 from remat.report.console import Console
@@ -93,6 +94,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     resumed: dict[str, Any] | None
     swap_folder: Path | None
+    sequence: SequenceParallel | None  # what divides each sequence over ranks; None: nothing does
     loaded: list[Loaded]  # how each rank read pretrained weights; [] where none were read
     saves: Saves = field(default_factory=Saves)
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
@@ -118,8 +120,10 @@ class Run:
         return self.splits.key
 
     def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a micro-batch on the device, with what this model needs to keep its documents apart."""
+        """Return this rank's part of a micro-batch on the device, with what the model needs to keep documents apart."""
         packed, device = self.strategy.packed, self.world.device
+        if self.sequence is not None:
+            return self.sequence.inputs(micro_batch, device)
         ends = packing.ends(packed, self.cfg.model.attention, micro_batch)
         found = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -173,7 +173,7 @@ def test_flash_attention_is_told_where_documents_end(rows: int) -> None:
     assert ends["cu_seq_lens_q"].tolist() == documents
     assert ends["max_length_q"] == max(b - a for a, b in pairwise(documents))
     expected = second_documents(net, batch, packed)
-    with packing._kernel_of(net, Attention.flash_attention_2):
+    with packing.kernel_of(net, Attention.flash_attention_2):
         found, changed = (second_documents(net, given | ends, packed) for given in (batch, other))
         cut = [second_documents(net, given, packed)[0] for given in (batch, other)]
     assert small_models.same(found, changed)

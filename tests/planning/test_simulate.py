@@ -82,6 +82,7 @@ def recorded(
             micro_batch_size=ROWS,
             seq_len=seq_len,
             given=packing.planned(packed, Attention.sdpa, net),
+            packed=packed.apart,
             ignored=applied.offload.storages if applied.offload else tuple,
             workspaces=False,  # a CPU's kernels have others
             on_gpu=on_gpu,

@@ -287,3 +287,24 @@ def test_seconds_by_bound_are_the_compute_of_both_phases() -> None:
     parts = seconds_by_bound(simulation(FORWARD, BACKWARD, RECOMPUTE, copy), MACHINE)
     assert parts["forward"] == pytest.approx((0.01, LAUNCH))
     assert parts["backward"] == pytest.approx((0.03, 1e-3 + 3 * LAUNCH))
+
+
+EXCHANGE = OpCost("exchange", 0, 2 * 10**9, Phase.forward)  # a rank gives 1 GB and gets as much
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (4, 1e9 * 3 / 4 / 200e9),  # within a node, by the link of a GPU
+        (16, 8 * 1e9 * 8 / 16 / 50e9),  # half of what eight GPUs give leaves the node by its network
+    ],
+)
+def test_exchanges_are_waited_for_within_a_node_and_beyond(ranks: int, seconds: float) -> None:
+    machine = replace(MACHINE, gpus_per_node=8)
+    without, found = (
+        time_of(FORWARD, *more, zero=zero(0, 16), machine=machine, sequence_ranks=ranks)
+        for more in ([], [EXCHANGE])
+    )
+    assert found.collectives_s - without.collectives_s == pytest.approx(seconds)
+    assert found.phases_s["forward"] - without.phases_s["forward"] == pytest.approx(seconds)
+    assert found.compute_s == without.compute_s

@@ -37,6 +37,7 @@ STRATEGIES = {
     ],
     "zero3_no_checkpointing": ["deepspeed.config=zero3", "checkpointing=none"],
     "zero3_full_logits": ["deepspeed.config=zero3", "train.loss=full"],
+    "zero3_shared_sequences": ["deepspeed.config=zero3", "train.sequence_parallel_size=2"],
     "zero2_profiled": ["deepspeed.config=zero2", "profile=summary", "profile.trace=true", "profile.after=0"],
     "zero2_micro1": ["deepspeed.config=zero2", "train.micro_batch_size=1"],
     "zero3_micro1": ["deepspeed.config=zero3_offload", "train.micro_batch_size=1"],

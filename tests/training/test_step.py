@@ -40,7 +40,7 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
         saves=SimpleNamespace(flushed=True),
         cfg=SimpleNamespace(optim=None),
         steps=1,
-        world=SimpleNamespace(data_size=2, tensor_parallel_size=1),
+        world=SimpleNamespace(zero_size=2, tensor_parallel_size=1),
     )
     batch: Any = SimpleNamespace(
         trained_tokens=10, seen_tokens=24, micro_batches=[{"loss": 3.0}, {"loss": 8.0}]

@@ -172,7 +172,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     name = _Name(config._attn_implementation)
     own_file = inspect.unwrap(type(attention).forward).__globals__
     registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
-    interface = registry.get_interface(str(name), own_file.get("eager_attention_forward"))
+    interface = registry.get_interface(config._attn_implementation, own_file.get("eager_attention_forward"))
 
     def original(module: Any, *args: Any, **kwargs: Any) -> Any:
         copied, module.config = module.config, config

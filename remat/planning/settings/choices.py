@@ -166,7 +166,8 @@ def _losses(cfg: RunConfig) -> list[Option | None]:
 def _micro_batches(cfg: RunConfig) -> list[Option | None]:
     """Return the micro-batches of which the global batch, which stays, is a multiple."""
     now, axis = cfg.train.micro_batch_size, "train.micro_batch_size"
-    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // cfg.train.tensor_parallel_size)
+    shared_by = cfg.train.tensor_parallel_size * cfg.train.sequence_parallel_size
+    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
     most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
     return [
         None if size == now else Option(axis, (f"{axis}={size}",), _Put(train__micro_batch_size=size))

@@ -77,6 +77,7 @@ def run(
     micro_batch_size: int,
     seq_len: int,
     given: Given | None = None,
+    packed: bool = False,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
 ) -> Simulation:
@@ -85,7 +86,7 @@ def run(
     `loss(model, {"input_ids", "labels"})` is the scalar that is trained on. `around` is the context that
     surrounds a micro-batch of the run. `scope` says where the computation is. `ignored` names host memory.
     `workspaces` counts those of a GPU's kernels, see Timeline. `given` makes the model's inputs from a batch
-    whose "position_ids" restart; None: whole sequences.
+    with "position_ids", which restart where it is `packed`; None: the batch itself.
 
     Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of those: they are
     counted here, from moment to moment.
@@ -99,6 +100,7 @@ def run(
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,
         given=given,
+        packed=packed,
         ignored=ignored,
         workspaces=workspaces,
     )
@@ -115,6 +117,7 @@ def record(
     micro_batch_size: int,
     seq_len: int,
     given: Given | None = None,
+    packed: bool = False,
     ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     workspaces: bool = True,
     on_gpu: bool = True,
@@ -130,9 +133,7 @@ def record(
     batch: dict[str, Any] = _batch(micro_batch_size, seq_len, given)
     with ExitStack() as stack:
         stack.enter_context(explained(model))
-        stack.enter_context(
-            as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=given is not None)
-        )
+        stack.enter_context(as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=packed))
         if marked:
             stack.enter_context(timeline.layers_marked(marked))  # before ZeRO's own hooks
         if stage_3:

@@ -46,6 +46,8 @@ def op_cost(
     flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
     name = str(func)
     kind = "elementwise" if formula is None else "attention" if "attention" in name else "matmul"
+    if "all_to_all" in name:
+        kind = "exchange"
     return OpCost(kind, flops, sum(t.nbytes for t in given) + sum(t.nbytes for t in made), phase)
 
 

@@ -35,7 +35,7 @@ class Phase(StrEnum):
 class OpCost:
     """The cost of one operation: a multiply-add counts 2 FLOPs; `bytes` are read and written.
 
-    `kind` is matmul, attention or elementwise.
+    `kind` is matmul, attention, elementwise or exchange (blocks of sequences for heads, between ranks).
     """
 
     kind: str
@@ -90,6 +90,11 @@ class Simulation:
     gathered_bytes: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
     peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Return what a rank gives in exchanges with the ranks that share its sequences, its own part included."""
+        return sum(op.bytes // 2 for op in self.ops if op.kind == "exchange")
 
     @property
     def peak(self) -> Moment:

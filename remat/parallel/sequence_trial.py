@@ -1,0 +1,205 @@
+"""Find out before a run whether a model can share its sequences, and refuse it by name where it cannot.
+
+A small copy of the model is tried on a CPU: two threads stand for two ranks, and their logits must be those of the
+whole sequences. So a layer that mixes tokens outside of the attention interface (state spaces, convolutions, linear
+attention), a mask that is not passed on, or positions that count from a block's begin are found whatever they are
+called.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from remat.config.options import Attention, ConfigError, ModelConfig, Packing, TrainConfig
+from remat.model import packing, small_copy
+from remat.model.packing import Packed
+from remat.parallel.sequence_parallel import SequenceParallel
+from remat.parallel.ulysses import OPTION
+
+RANKS = 2
+SAME_WITHIN = 1e-4  # of the largest logit: fewer heads at a time round differently
+WAIT_S = 60.0
+KERNELS = (Attention.sdpa, Attention.eager, Attention.flash_attention_2)
+
+
+def check(
+    train: TrainConfig,
+    model: ModelConfig,
+    config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+    packed: Packed,
+) -> None:
+    """Raise one ConfigError with every reason why so many ranks cannot share the sequences of this model.
+
+    `skeleton` is the model of `config` without storage.
+    """
+    size = train.sequence_parallel_size
+    if size == 1:
+        return
+    found = _heads(size, config, skeleton)
+    if train.seq_len < size:
+        found.append(f"{OPTION}={size} with train.seq_len={train.seq_len}: a rank has no token; use {OPTION}=1")
+    if model.attention not in KERNELS:
+        found.append(
+            f"{OPTION}={size} with model.attention={model.attention}: its block mask is made for a rank's block alone; "
+            "use model.attention=sdpa"
+        )
+    elif problem := _try(config, skeleton, model, packed):
+        found.append(
+            f"{OPTION}={size}: {type(skeleton).__name__} cannot share its sequences: {problem}; use {OPTION}=1"
+        )
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _heads(size: int, config: PretrainedConfig, skeleton: PreTrainedModel) -> list[str]:
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if type(heads) is not int or heads % size == 0:
+        return []  # other numbers are compared in the first call of attention
+    return [
+        f"{OPTION}={size} does not divide num_attention_heads={heads} of {type(skeleton).__name__}: use a "
+        "size that does"
+    ]
+
+
+_ANSWERS: dict[tuple[str, str, bool, bool], str] = {}
+
+
+def _try(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
+    """Return what keeps a small copy of the model from sharing its sequences; empty when nothing does.
+
+    It is tried once per configuration.
+    """
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    key = (text, str(model.attention), model.trust_remote_code, packed.apart)
+    if key not in _ANSWERS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _ANSWERS[key] = _ask(config, skeleton, model, packed)
+    return _ANSWERS[key]
+
+
+def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
+    on_a_cpu = "eager" if model.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
+    try:
+        net: Any = small_copy.build(
+            config, skeleton, attention=on_a_cpu, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
+        return f"a small copy of it, to try it out, cannot be built ({packing.first_line(error)})"
+    try:
+        with torch.no_grad(), packing.kernel_of(net, model.attention):
+            whole = Packed(Packing.stream, "")
+            return _difference(net, whole, model.attention) or (
+                _difference(net, packed, model.attention) if packed.apart else ""
+            )
+    except ConfigError as error:
+        return str(error).removeprefix(f"{OPTION}={RANKS}: ").removesuffix(f"; use {OPTION}=1")
+    except Exception as error:  # so can models that are not made for it
+        return packing.first_line(error)
+
+
+def _difference(net: Any, packed: Packed, attention: Attention) -> str:
+    """Return how the logits of ranks differ from those of whole sequences; empty when they do not."""
+    batch = _batch(net, packed)
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    beside = packing.ends(packed, attention, inputs)
+    expected = net(**packing.given(packed, inputs, net), **beside, use_cache=False).logits
+    pieces, calls = _in_threads(net, batch, packed, attention)
+    if not calls:
+        return "its attention does not go through transformers' AttentionInterface"
+    found = torch.cat(pieces, dim=1)[:, : expected.shape[1]]
+    differs = float((found - expected).abs().max() / expected.abs().max())
+    if differs <= SAME_WITHIN:
+        return ""
+    what = "of packed documents " if packed.apart else ""
+    return (
+        f"the logits {what}are not those of whole sequences, but {differs:.1g} of the largest beside them: something "
+        "in it looks along the sequence, or at positions, by itself"
+    )
+
+
+def _batch(net: Any, packed: Packed) -> dict[str, Tensor]:
+    """Return two rows of two documents, of a length that does not divide by the ranks."""
+    lengths = torch.tensor(packing.LENGTHS)
+    shape = (len(lengths), int(lengths[0].sum()) - 1)
+    vocabulary = net.get_input_embeddings().weight.shape[0]
+    lowest = min(packing.LOWEST_ID, vocabulary // 2)
+    tokens = torch.randint(lowest, vocabulary, shape, generator=torch.Generator().manual_seed(1))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row])[:-1] for row in lengths.tolist()])
+    return {"input_ids": tokens, "labels": tokens} | ({"position_ids": positions} if packed.apart else {})
+
+
+class _ThreadGroup:
+    """Threads of this process in the place of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._here = threading.local()
+        self._meeting = threading.Barrier(size)
+        self._sent: list[Tensor | None] = [None] * size
+
+    @property
+    def rank(self) -> int:
+        return int(self._here.rank)
+
+    def enter(self, rank: int) -> None:
+        self._here.rank = rank
+
+    def leave(self) -> None:
+        """Let the others fail that wait for this thread."""
+        self._meeting.abort()
+
+    def exchange(self, blocks: Tensor) -> Tensor:
+        self._sent[self.rank] = blocks
+        self._meeting.wait(WAIT_S)
+        found = torch.stack([sent[self.rank] for sent in self._sent if sent is not None])
+        self._meeting.wait(WAIT_S)
+        return found
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self.exchange(value.expand(self.size, *value.shape)).sum(0)
+
+
+def _in_threads(
+    net: Any, batch: dict[str, Tensor], packed: Packed, attention: Attention
+) -> tuple[list[Tensor], int]:
+    """Return the logits of each rank's block, and how often attention was asked for."""
+    group = _ThreadGroup(RANKS)
+    sequence = SequenceParallel(net, group, packed, attention)
+    pieces: list[Tensor | None] = [None] * RANKS
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        group.enter(rank)
+        try:
+            with torch.no_grad():  # of each thread
+                inputs = sequence.inputs(batch, torch.device("cpu"))
+                del inputs["targets"]
+                pieces[rank] = net(**inputs, use_cache=False).logits
+        except Exception as error:  # raised below, in the thread that can report it
+            errors.append(error)
+            group.leave()
+
+    try:
+        _wait_for(run)
+    finally:
+        sequence.remove()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [piece for piece in pieces if piece is not None], sequence.calls
+
+
+def _wait_for(run: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,270 @@
+"""Ranks that share sequences train what one rank trains that has whole ones: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
+from remat.config.options import (
+    Attention,
+    CheckpointingConfig,
+    LossKind,
+    ModelConfig,
+    Packing,
+    Policy,
+    SelectiveOpsConfig,
+    TrainConfig,
+)
+from remat.machine import distributed
+from remat.model import loss
+from remat.model.packing import Packed
+from remat.parallel import sequence_parallel, sequence_trial
+from remat.parallel.sequence_parallel import SequenceParallel
+from remat.planning.simulation import simulate
+from remat.planning.simulation.types import Simulation, ZeroSettings
+from remat.training import sequence_proof
+from tests.support import shared_sequences, small_models, tiny
+from tests.support.grids import cases
+from tests.support.pool import RankPool
+from tests.support.shared_sequences import Cell
+
+pytestmark = pytest.mark.launch
+
+SAMPLE = [  # every choice once
+    Cell("llama", "zero1", "none", "whole", "plain"),
+    Cell("qwen3", "zero2", "full", "lora", "packed"),
+    Cell("mixtral", "zero3", "selective_linears", "whole", "packed"),
+    Cell("gemma3_text", "zero3_offload", "offload", "whole", "plain"),
+    Cell("gemma3_text", "zero2", "none", "lora", "packed"),
+]
+CELLS = [
+    cell if cell in SAMPLE else pytest.param(cell, marks=pytest.mark.exhaustive)
+    for cell in shared_sequences.every_cell()
+]
+LOSS, NORM = 5e-7, 5e-6  # relative: sums in another order, in float32
+WEIGHTS = 2e-4  # of the largest weight of a matrix: Adam makes rounding of small gradients larger
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_sequences.make_workshop(tmp_path_factory.mktemp("shared_sequences"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of their own: whole runs change more of a process than an engine does."""
+    pools: dict[int, RankPool] = {}
+
+    def of(size: int) -> RankPool:
+        return pools.setdefault(size, pools.get(size) or RankPool(size))
+
+    yield of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(workshop: Path, ranks: Callable[[int], RankPool]) -> Callable[[Cell], dict[str, Any]]:
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(cell: Cell) -> dict[str, Any]:
+        words = cell.alone(workshop)
+        if str(words) not in known:
+            (known[str(words)],) = ranks(1).run(shared_sequences.run, words=words)
+        return known[str(words)]
+
+    return of
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_ranks_that_share_sequences_train_what_one_rank_does(
+    cell: Cell, workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
+) -> None:
+    expected = alone(cell)
+    for found in ranks(cell.ranks).run(shared_sequences.run, words=cell.words(workshop)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=NORM)
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(
+                found["weights"][name], weight, rtol=0, atol=WEIGHTS * float(weight.abs().max())
+            )
+
+
+APART, SHARED = "train.sequence_parallel_size=1", "train.sequence_parallel_size=2"
+RESUMED = {  # the ranks that save after two steps, and those that go on
+    "shared_then_apart": ((2, SHARED), (2, APART)),
+    "apart_then_shared": ((2, APART), (2, SHARED)),
+    "one_then_shared": ((1, APART), (2, SHARED)),
+}
+
+
+@pytest.mark.parametrize("name", cases(RESUMED, {"shared_then_apart", "apart_then_shared"}))
+def test_a_state_is_resumed_by_ranks_that_share_sequences_otherwise(
+    name: str, workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
+) -> None:
+    """A held-out loss and the export at the end are those of the resumed run too."""
+    cell, ((before, first), (after, then)) = SAMPLE[0], RESUMED[name]
+    held_out = ["deepspeed.config=zero2", "data.eval_fraction=0.2", "save.export=true"]
+    words = [*cell.alone(workshop), *held_out, f"name={name}"]
+    ranks(before).run(shared_sequences.run, words=[*words, first, "train.stop_at=2"])
+    found = ranks(after).run(shared_sequences.run, words=[*words, then, "resume=auto"])[0]
+    (expected,) = ranks(1).run(shared_sequences.run, words=[*words, f"name={name}_alone", APART])
+    assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS)
+    assert found["evaluated"][-1:] == pytest.approx(expected["evaluated"][-1:], rel=LOSS)
+    exported = load_file(found["folder"] / "export" / "model.safetensors")
+    for weight_name, weight in expected["weights"].items():
+        atol = WEIGHTS * float(weight.abs().max())
+        torch.testing.assert_close(exported[weight_name], weight, rtol=0, atol=atol)
+
+
+def test_the_proof_says_who_shares(workshop: Path, ranks: Callable[[int], RankPool]) -> None:
+    """The runs of the sample leave them; a label that is lost, or another loss, ends a run."""
+    cell = SAMPLE[0]
+    folder = ranks(2).run(shared_sequences.run, words=[*cell.words(workshop), "name=proven"])[0]["folder"]
+    found = json.loads((folder / "proof.json").read_text())["shared_sequences"]
+    assert found["ranks"] == 2 and sum(found["trained_tokens_by_rank"]) == found["trained_tokens"] > 0
+    assert sequence_proof.compare(found) == []
+    lost = found | {"trained_tokens_by_rank": [1, 2]}
+    assert "the ranks' blocks have 3 trained tokens" in sequence_proof.compare(lost)[0]
+    other = found | {"loss_of_the_group": [value * 1.01 for value in found["loss_of_the_group"]]}
+    assert [text[:6] for text in sequence_proof.compare(other)] == ["rank 0", "rank 1"]
+
+
+def train_with_a_fault(words: list[str], fault: str) -> str:
+    """Train where a rank's block is not its own, or attention gets no mask; what ends the run."""
+    own, beside = SequenceParallel._own, SequenceParallel._beside
+
+    def neighbour(self: Any, whole: Any, device: Any = None) -> Any:
+        """Targets of the rank's block, moved by one."""
+        found = own(self, whole, device)
+        return found | {"targets": found["targets"].roll(1, 1)}
+
+    def nothing(self: Any, whole: Any, device: Any) -> Any:
+        return {"attention_mask": None} if not self._installed.whole else beside(self, whole, device)
+
+    patches = {"_own": neighbour} if fault == "targets" else {"_beside": nothing}
+    with (
+        mock.patch.multiple(SequenceParallel, **patches),
+        mock.patch.object(sequence_trial, "_try", lambda *_: ""),  # else it is found there
+    ):
+        try:
+            shared_sequences.run(words)
+        except PolicyNotApplied as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["targets", "mask"])
+def test_a_run_that_shares_wrongly_ends_before_its_first_step(
+    fault: str, workshop: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    cell = Cell("gemma3_text", "zero2", "none", "whole", "packed")
+    words = [*cell.words(workshop), f"name=wrong_{fault}"]
+    for text in ranks(2).run(train_with_a_fault, words=words, fault=fault):
+        assert "train.sequence_parallel_size=1 trains this model" in text
+    proof = json.loads((workshop / "out" / f"wrong_{fault}" / "run" / "proof.json").read_text())
+    assert proof["problems"] and not tiny.rows(workshop / "out" / f"wrong_{fault}" / "run")
+
+
+ROWS, SEQ, HEADS = 2, 64, 4
+POLICIES = {
+    "none": CheckpointingConfig(policy=Policy.none),
+    "full": CheckpointingConfig(),
+    "selective_linears": CheckpointingConfig(
+        policy=Policy.selective_ops,
+        selective_ops=SelectiveOpsConfig(save=["attention"], save_linears=["q", "k", "v"]),
+    ),
+    "attention_again": CheckpointingConfig(
+        policy=Policy.selective_modules, recompute_modules=["core_attention"]
+    ),
+}
+FAMILIES = ["llama", "qwen3", "gemma3_text"]
+PACKED = {"plain": Packed(Packing.stream, ""), "packed": Packed(Packing.documents, "")}
+PEAK = 0.02  # in models of 0.6 MB, of which a mask is 1 %
+CPU = torch.device("cpu")
+
+
+def model(family: str) -> Any:
+    return small_models.build(family, num_attention_heads=HEADS, num_key_value_heads=1)
+
+
+def counted(family: str, name: str, data: str) -> tuple[list[int], int]:
+    """What each layer keeps on this rank, and the peak of a micro-batch; two ranks share the sequence."""
+    _, group = sequence_parallel.join(distributed.current(), 2, timeout_minutes=5)
+    assert group is not None
+    net, cfg = model(family), POLICIES[name]
+    sequence = SequenceParallel(net, group, PACKED[data], Attention.sdpa)
+    decisions = policy.decide_layers(cfg, small_models.SIZES["num_hidden_layers"], zero_stage=0)
+    applied = apply.apply(net, decisions, cfg, zero_stage=0)
+    ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 60
+    positions = torch.cat([torch.arange(20), torch.arange(SEQ - 20)]).expand(ROWS, -1)
+    batch = {"input_ids": ids, "labels": ids} | ({"position_ids": positions} if data == "packed" else {})
+    watch, token_loss = applied.watch(CPU), loss.TokenLoss(net, LossKind.full)
+    with applied.micro_batch(), watch:
+        value = token_loss(net, sequence.inputs(batch, CPU))
+        watch.forward_done()
+        value.backward()
+        del value
+    applied.remove()
+    sequence.remove()
+    return [watch.kept_bytes.get(layer, 0) for layer in range(len(decisions))], watch.peak_bytes
+
+
+def planned(family: str, name: str, data: str, ranks: int) -> Simulation:
+    net, cfg = model(family).to("meta"), POLICIES[name]
+    train = TrainConfig(sequence_parallel_size=ranks)
+    given = sequence_parallel.planned(train, ModelConfig(), PACKED[data], net)
+    decisions = policy.decide_layers(cfg, small_models.SIZES["num_hidden_layers"], zero_stage=0)
+    with given as inputs:
+        applied = apply.apply(net, decisions, cfg, zero_stage=0, device=torch.device("meta"))
+        recording = simulate.record(
+            net,
+            loss=loss.TokenLoss(net, LossKind.full, verify=False),
+            scope=applied.scope,
+            around=applied.micro_batch(),
+            stage_3=False,
+            micro_batch_size=ROWS,
+            seq_len=SEQ,
+            given=inputs,
+            packed=data == "packed",
+            workspaces=False,
+            on_gpu=False,
+        )
+        applied.remove()
+    return recording.under(ZeroSettings(stage=0, world_size=1, reduce_bucket_size=0, overlap_comm=False))
+
+
+@pytest.mark.sample(one_in=4)
+@pytest.mark.parametrize("data", list(PACKED))
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_rank_keeps_is_what_was_planned(family: str, name: str, data: str, two_ranks: RankPool) -> None:
+    found = planned(family, name, data, 2)
+    for kept, peak in two_ranks.run(counted, family=family, name=name, data=data):
+        assert kept == found.kept_bytes
+        assert peak == pytest.approx(found.peak.total_bytes, rel=PEAK)
+
+
+def test_a_rank_keeps_its_share_of_the_sequence() -> None:
+    alone, shared = (planned("llama", "full", "plain", ranks) for ranks in (1, 2))
+    assert [2 * kept for kept in shared.kept_bytes] == alone.kept_bytes
+
+
+@pytest.mark.parametrize(("name", "passes"), [("none", 2), ("full", 3)])
+def test_exchanged_bytes_are_those_of_queries_keys_values_and_results(name: str, passes: int) -> None:
+    """Once in forward, once in backward, and once more where the layer runs again. Each rank gets a head of keys."""
+    layers, hidden = small_models.SIZES["num_hidden_layers"], small_models.SIZES["hidden_size"]
+    token = (
+        hidden + 2 * 2 * hidden // HEADS + hidden
+    ) * 4  # queries, two heads of keys and values, results; in fp32
+    assert planned("llama", name, "plain", 2).exchanged_bytes == passes * layers * ROWS * SEQ // 2 * token

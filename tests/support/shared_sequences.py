@@ -1,0 +1,144 @@
+"""Runs whose sequences may be shared between ranks, and what they come to: losses, gradient norms, weights."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from remat.config import compose
+from remat.training import build, loop
+from tests.support import tiny
+
+ZERO = {
+    "zero1": ["deepspeed.config=zero1"],
+    "zero2": ["deepspeed.config=zero2"],
+    "zero3": ["deepspeed.config=zero3"],
+    "zero3_offload": ["deepspeed.config=zero3_offload"],
+}
+POLICIES = {
+    "none": ["checkpointing=none"],
+    "full": ["checkpointing=full"],
+    "selective_linears": ["checkpointing=selective_linears"],
+    "offload": [
+        "checkpointing=offload",
+        "checkpointing.offload.min_bytes=1",
+        "checkpointing.offload.keep_last_layers=0",
+    ],
+}
+TRAINED = {"whole": [], "lora": ["peft=lora", "peft.r=4"]}
+LENGTH = 62  # does not divide by four ranks
+SIZES: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8, "num_key_value_heads": 1},  # fewer than ranks
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+}
+DATA = {"plain": "stream", "packed": "documents"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of the grid by its choices; `ranks` share each sequence."""
+
+    model: str
+    zero: str
+    policy: str
+    trained: str
+    data: str
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return "-".join((self.model, self.zero, self.policy, self.trained, self.data, str(self.ranks)))
+
+    def words(self, workshop: Path) -> list[str]:
+        """The overrides of the run; it lands in workshop/out/NAME/run."""
+        chosen = [*ZERO[self.zero], *POLICIES[self.policy], f"train.sequence_parallel_size={self.ranks}"]
+        return [*_words(workshop, str(self), self), *chosen]
+
+    def alone(self, workshop: Path) -> list[str]:
+        """The overrides of the same run on one rank, which keeps everything."""
+        name = f"{self.model}-{self.trained}-{self.data}"
+        return [*_words(workshop, name, self), "deepspeed.config=zero1", "checkpointing=none"]
+
+
+def every_cell() -> list[Cell]:
+    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices."""
+    choices = (list(MODELS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
+    found = []
+    for place in itertools.product(*(range(len(names)) for names in choices)):
+        names = [names[at] for names, at in zip(choices, place, strict=True)]
+        found += [Cell(*names, ranks=ranks) for ranks in (2, 4) if ranks == 2 or sum(place) % 4 == 0]
+    return found
+
+
+def make_workshop(folder: Path) -> Path:
+    """`folder` with a model of each kind and texts of very different lengths."""
+    for name, more in MODELS.items():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(name, **(SIZES | more))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    draw = random.Random(5)
+    texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 90))) for _ in range(120)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def _words(workshop: Path, name: str, cell: Cell) -> list[str]:
+    return tiny.overrides(
+        workshop / cell.model,
+        workshop / "texts.jsonl",
+        workshop / "out",
+        name,
+        "data=jsonl",
+        f"data.packing={DATA[cell.data]}",
+        f"train.seq_len={LENGTH}",
+        "train.steps=3",
+        "optim.eps=1e-4",  # a gradient that is rounding alone moves no weight
+        *TRAINED[cell.trained],
+    )
+
+
+def run(words: list[str]) -> dict[str, Any]:
+    """Train on this rank; what metrics.jsonl says of each step, and the trained weights. Collective."""
+    composed = compose.compose_run(words)
+    made = build.build(composed.run, composed.yaml, composed.words)
+    loop.train(made)
+    weights = {name: p for name, p in made.engine.module.named_parameters() if p.requires_grad}
+    gathered = contextlib.nullcontext()
+    if made.strategy.zero_stage == 3:
+        gathered = deepspeed.zero.GatheredParameters(list(weights.values()))
+    with gathered:
+        found = {name: p.detach().clone() for name, p in weights.items()}
+    made.engine.destroy()
+    rows = tiny.rows(made.folder)
+    return {
+        "losses": [row["loss/train"] for row in rows],
+        "norms": [row["optim/grad_norm"] for row in rows],
+        "evaluated": [row["loss/eval"] for row in tiny.rows(made.folder, "loss/eval")],
+        "weights": found,
+        "folder": made.folder,
+    }
