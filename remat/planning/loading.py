@@ -228,7 +228,9 @@ class _Matrix:
         constants = 4 * part // BLOCK
         copied = 2 * itemsize * part  # what was read, in the dtype of the products, and the part that it fills
         joined = (1 + ranks) * (part // 2 + constants) + ranks * constants + flat
-        return cls(flat, width * part, width * whole, max(copied, itemsize * part + part // 2 + constants, joined))
+        return cls(
+            flat, width * part, width * whole, max(copied, itemsize * part + part // 2 + constants, joined)
+        )
 
 
 def _time_s(cfg: RunConfig, size: int) -> float | None:
