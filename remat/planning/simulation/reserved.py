@@ -210,7 +210,8 @@ def replay(
             allocator.free(allocator.malloc(around.update_bytes))
         reached.append(allocator.reserved_bytes)
         micro_batch.close()
-    return Replayed(*reached[:4], most=allocator.peak_bytes)
+    states, forward, backward, step = reached[:4]
+    return Replayed(states, forward, backward, step, allocator.peak_bytes)
 
 
 class _MicroBatch:
