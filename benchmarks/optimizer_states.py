@@ -68,6 +68,7 @@ def measure(part: str, name: str, work: Path) -> None:
         return
     words = [*COMMON, f"output_dir={work}", f"name={folder_of(key)}", *STATES[name]]
     train([*words, *(FROM_SCRATCH if part == "from scratch" else [*GO_ON, *trained(work)])])
+    measured_by = environment("cpu")
     metrics = work / folder_of(key) / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["loss/train"] for row in rows if "loss/train" in row]
@@ -77,9 +78,12 @@ def measure(part: str, name: str, work: Path) -> None:
         "train_last_50": statistics.mean(losses[-LAST:]),
         "first": losses[0],
         "steps": len(losses),
+        **{name: measured_by[name] for name in ("commit", "date")},
     }
     result["words"] = {"common": COMMON, "from scratch": FROM_SCRATCH, "go on": GO_ON, "states": STATES}
-    result["environment"] = environment("cpu")
+    result["environment"] = {
+        name: value for name, value in measured_by.items() if name not in ("commit", "date")
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(key, result["losses"][key], flush=True)
 

@@ -89,7 +89,7 @@ POINTS = [
     _train("mfu", "llama-1b selective_ops", "deepspeed.config=zero2", "checkpointing=selective_ops"),
     _train("mfu", "llama2-7b, LoRA, full", "deepspeed.config=zero2", "checkpointing=full", "peft=lora",
            shape="llama2-7b", micro_batch=4),
-    *(_tests(name) for name in ("allocator", "offload", "policies", "resume", "runs", "tools",
+    *(_tests(name) for name in ("allocator", "reserved", "offload", "policies", "resume", "runs", "tools",
                                 "deepspeed_checkpointing")),
     Point("budget", "budgets beside the policies of peers", "script", ("benchmarks/budget.py", "--rounds", "5"),
           seconds=300, limit_s=560),

@@ -1,11 +1,13 @@
 """Plan how a run reads its weights: which rank reads how much, in what time, holding what meanwhile.
 
-At ZeRO-3 ranks read their own slices. Below it every rank reads the whole model, and ZeRO-1 and 2 then copy what is
-trained into one flat buffer. Reading into 4-bit weights (peft=qlora) is not planned here.
+At ZeRO-3 ranks read their own slices, or their rows of each matrix where it is quantised (peft=qlora). Below it every
+rank reads the whole model, and ZeRO-1 and 2 then copy what is trained into one flat buffer.
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
 from remat.config.units import format_size
 from remat.machine.gpus import outside_torch_bytes
-from remat.model import hf_model, own_slices
+from remat.model import adapters, hf_model, own_slices
+from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
-from remat.planning.plan import capacity_of
+from remat.planning.plan import CATEGORY_OF, capacity_of
+from remat.planning.simulation.types import Category
 from remat.planning.strategy import Strategy, plain_model
 
 GB = 1e9
@@ -41,6 +45,8 @@ class Loading:
     gpu_peak_bytes: int
     time_s: float | None
     files_seen: bool  # else they are taken to hold 16 bits a value, and to be of a kind that can be sliced
+    reading_host_bytes: int  # of host_peak_bytes, while weights are read
+    flat_bytes: int = 0  # the buffer of ZeRO-1 and 2 that what is trained is copied into
 
     def record(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -63,15 +69,17 @@ class Loading:
 
 
 def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
-    """Return how the pretrained weights of a run are read; None where nothing is, or 4-bit weights are made.
+    """Return how the pretrained weights of a run are read; None where nothing is.
 
     Looks at the headers of the files where model.path is a folder; a plan needs no file to be there, or whole.
     """
-    is_planned = cfg.model.init is ModelInit.pretrained and cfg.peft.method is not PeftMethod.qlora
-    if not is_planned:
+    if cfg.model.init is not ModelInit.pretrained:
         return None
     if decided.zero_stage < 3:
         return _plan_whole(cfg, decided, world_size=world_size, on_gpu=on_gpu)
+    quantised = cfg.peft.method is PeftMethod.qlora
+    if quantised and (found := _plan_4bit(cfg, decided, world_size=world_size, on_gpu=on_gpu)):
+        return found
     skeleton = plain_model(cfg)
     layout, because = _layout(cfg, decided, skeleton)
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
@@ -80,22 +88,25 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
     own = layout.read_bytes(0, world_size) if layout else ASSUMED_WIDTH * _shard(sizes, world_size)
     sliced = not because
     shard, largest = trained_width * _shard(sizes, world_size), trained_width * max(sizes)
+    if quantised:  # one matrix after another is gathered, once all are read in 16 bits
+        largest = max(largest, *(_whole_4bit(size, trained_width) for size in decided.held.quantised_weights))
     on_host = not on_gpu or ds_config.param_offload_device(decided.ds) == "cpu"
     # what is persistent stays on the GPU even where parameters are offloaded
     bounces = on_gpu or (layout is not None and layout.converts(hf_model.DTYPES[cfg.train.precision]))
     # from_pretrained gathers one weight after another, beside the copy that ZeRO-3 sends
     moved = (BOUNCE_BYTES if bounces else 0) if sliced else 2 * largest
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
-    rate = cfg.hardware.nvme_read_gbs
+    host = shard * on_host + moved * (sliced or not on_gpu)
     return Loading(
         way=ModelLoad.own_slices if sliced else ModelLoad.from_pretrained,
         because=because,
         read_bytes=own if sliced else whole,
         read_bytes_of_all=whole,
-        host_peak_bytes=shard * on_host + moved * (sliced or not on_gpu),
+        host_peak_bytes=host,
         gpu_peak_bytes=(shard * (not on_host) + largest * (1 if sliced else 2)) * on_gpu,
-        time_s=None if rate is None else (own * per_node if sliced else whole) / (rate * GB),
+        time_s=_time_s(cfg, own * per_node if sliced else whole),
         files_seen=layout is not None,
+        reading_host_bytes=host,
     )
 
 
@@ -112,17 +123,19 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     width = hf_model.DTYPES[cfg.train.precision].itemsize
     read = layout.model_bytes if layout else ASSUMED_WIDTH * sum(sizes)
     whole, largest = width * sum(sizes), width * max(sizes)
-    held = width * decided.held.num_params
+    held = _held_bytes(decided, world_size)
     flat = width * decided.held.num_trainable_params * (decided.zero_stage > 0)
+    bounce = max([largest, *(_whole_4bit(size, width) for size in decided.held.quantised_weights)])
     gpu_bytes = capacity_of(cfg.hardware).gpu_bytes
     has_room = gpu_bytes is None or gpu_bytes - outside_torch_bytes(world_size) - held >= flat
     onto_gpu = on_gpu and cfg.train.tensor_parallel_size == 1
     if on_gpu:
-        host = max(largest if onto_gpu else whole, 0 if has_room else 2 * flat)
-        gpu = held + max(largest if onto_gpu else 0, flat if has_room else 0)
+        reading = largest if onto_gpu else whole
+        host = max(reading, 0 if has_room else 2 * flat)
+        gpu = held + max(bounce if onto_gpu else 0, flat if has_room else 0)
     else:
-        host, gpu = max(whole + largest, held + flat), 0
-    rate = cfg.hardware.nvme_read_gbs
+        reading = (held if decided.held.quantised_weights else whole) + bounce
+        host, gpu = max(reading, held + flat), 0
     return Loading(
         way=ModelLoad.from_pretrained,
         because=WHOLE_MODEL,
@@ -130,9 +143,100 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
         read_bytes_of_all=read,
         host_peak_bytes=host,
         gpu_peak_bytes=gpu,
-        time_s=None if rate is None else read / (rate * GB),  # from the disk once: the others find it in memory
+        time_s=_time_s(cfg, read),  # from the disk once: the others find it in memory
         files_seen=layout is not None,
+        reading_host_bytes=reading,
+        flat_bytes=flat,
     )
+
+
+def _held_bytes(decided: Strategy, world_size: int) -> int:
+    """Return the weights that a rank holds below ZeRO-3, in the bits that it trains with."""
+    items = decided.model_states(data_ranks=world_size, ranks_per_node=1, can_pin=True)
+    return sum(item.bytes_per_rank for item in items if CATEGORY_OF.get(item.name) is Category.weights)
+
+
+def _whole_4bit(elements: int, width: int) -> int:
+    """Return the bytes while a whole matrix is quantised: itself, its 4 bits twice, and fp32 constants."""
+    from remat.model.four_bits.layout_4bit import BLOCK, flat_bytes
+
+    return width * elements + elements // 2 + 4 * elements // BLOCK + flat_bytes(elements)
+
+
+def _plan_4bit(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
+    """Return how ranks read straight into 4-bit shards (`load_4bit`); None where transformers must read.
+
+    Each matrix is read in parts, one of each rank; what is not quantised is read by rank 0, whose figures these are.
+    """
+    from remat.model.four_bits import load_4bit
+
+    dtype = hf_model.DTYPES[cfg.train.precision]
+    files: load_4bit.Files | None = None
+    with ExitStack() as stack:
+        model: Any = plain_model(cfg)
+        if Path(cfg.model.path or "").is_dir():
+            try:
+                model, files = load_4bit.look(cfg.model, hf_model.load_config(cfg.model), dtype, stack)
+            except (load_4bit.Elsewhere, ConfigError):  # a launch says why
+                return None
+        widths = {id(p): files.width_bytes(p) if files else ASSUMED_WIDTH for p in model.parameters()}
+    paths = adapters.paths_to_quantise(model, decoder_layers(model))
+    matrices = [_Matrix.of(model.get_submodule(path), widths, dtype.itemsize, world_size) for path in paths]
+    inside = {id(model.get_submodule(path).weight) for path in paths}
+    rest = [(p.numel(), widths[id(p)]) for p in model.parameters() if id(p) not in inside]
+    shard = sum(math.ceil(m.flat / world_size) for m in matrices)
+    shard += sum(dtype.itemsize * math.ceil(size / world_size) for size, _ in rest)
+    others = sum(size * width for size, width in rest)
+    own, of_all = sum(m.read for m in matrices), sum(m.read_of_all for m in matrices)
+    per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
+    on_host = not on_gpu or ds_config.param_offload_device(decided.ds) == "cpu"
+    held = max(m.read for m in matrices), max(size * width for size, width in rest)
+    moved = max(m.quantising for m in matrices), max(dtype.itemsize * size for size, _ in rest)
+    host = shard * on_host + (max(held) if on_gpu else max(map(sum, zip(held, moved, strict=True))))
+    return Loading(
+        way=ModelLoad.own_slices,
+        because="",
+        read_bytes=own + others,
+        read_bytes_of_all=of_all + others,
+        host_peak_bytes=host,
+        gpu_peak_bytes=(shard * (not on_host) + max(moved)) * on_gpu,
+        time_s=_time_s(cfg, min(own * per_node, of_all) + others),
+        files_seen=files is not None,
+        reading_host_bytes=host,
+    )
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Bytes of a matrix that is read into 4 bits: its flat parameter, what ranks read, and what quantising holds."""
+
+    flat: int
+    read: int  # by one rank
+    read_of_all: int
+    quantising: int
+
+    @classmethod
+    def of(cls, linear: Any, widths: dict[int, int], itemsize: int, ranks: int) -> _Matrix:
+        from remat.model.four_bits import load_4bit, sharded_4bit
+        from remat.model.four_bits.layout_4bit import BLOCK, flat_bytes
+
+        rows, columns = sharded_4bit.shape_of(linear)
+        whole, flat, width = rows * columns, flat_bytes(rows * columns), widths[id(linear.weight)]
+        if not load_4bit.is_read_in_parts(linear):
+            return cls(flat, width * whole, ranks * width * whole, _whole_4bit(whole, itemsize))
+        part = math.ceil(rows / ranks) * columns
+        constants = 4 * part // BLOCK
+        copied = 2 * itemsize * part  # what was read, in the dtype of the products, and the part that it fills
+        joined = (1 + ranks) * (part // 2 + constants) + ranks * constants + flat
+        return cls(
+            flat, width * part, width * whole, max(copied, itemsize * part + part // 2 + constants, joined)
+        )
+
+
+def _time_s(cfg: RunConfig, size: int) -> float | None:
+    """Return how long a node's disks take to read `size` bytes; None where their rate is not known."""
+    rate = cfg.hardware.nvme_read_gbs
+    return None if rate is None else size / (rate * GB)
 
 
 def _layout(cfg: RunConfig, decided: Strategy, skeleton: Any) -> tuple[Layout | None, str]:

@@ -37,7 +37,7 @@ from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
 from remat.planning.simulation.repeat import REACHES, NotRepeated, Owners
-from remat.planning.simulation.reserved import Around
+from remat.planning.simulation.reserved import Around, Replayed
 from remat.planning.simulation.types import PEAKS, Category, Moment, Phase, Simulation, ZeroSettings
 
 META = torch.device("meta")
@@ -47,6 +47,7 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measur
 # The least that gaps in torch's allocator are counted as, of the allocated peak: a replay knows no block that another
 # stream still uses when it is freed. Replays of the shipped recipes: 0.2 to 6.6 % with expandable segments.
 FRAGMENTATION = 0.06
+RESERVED_AFTER = ("states", "forward", "backward", "step")  # of the first step
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory per node"
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
     "parameters": Category.weights,
@@ -141,6 +142,7 @@ class Plan:
     reserved_bytes: int = 0
     outside_bytes: int = 0  # the CUDA context and NCCL
     reserved_by_segments: Mapping[str, int] = field(default_factory=dict)
+    reserved_after: Mapping[str, int] = field(default_factory=dict)  # by the end of RESERVED_AFTER
 
     @property
     def fits(self) -> bool:
@@ -225,13 +227,13 @@ def overhead_bytes(peak_bytes: int, world_size: int) -> int:
     return int(FRAGMENTATION * peak_bytes) + outside_torch_bytes(world_size)
 
 
-def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandable: bool) -> int:
+def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandable: bool) -> Replayed:
     """Return what torch's allocator reserves on each GPU of a plan, by a replay of `recording`."""
     decided = planned.strategy
     zero = ZeroSettings.of(decided.ds, planned.world_size)
     items = decided.model_states(data_ranks=planned.world_size, ranks_per_node=1, can_pin=True)
     found = recording.reserved_bytes(zero, _around(items, decided, zero), expandable=expandable)
-    return max(planned.plan.peak_bytes, found)
+    return replace(found, most=max(planned.plan.peak_bytes, found.most))
 
 
 def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
@@ -241,7 +243,8 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
     """
     plan = planned.plan
     expandable = planned.strategy.allocators.expandable_segments
-    reserved = reserved_bytes(planned, recording, expandable=expandable)
+    replayed = reserved_bytes(planned, recording, expandable=expandable)
+    reserved = replayed.most
     needed = max(plan.resources[0].needed_bytes, reserved + plan.outside_bytes)
     kind = "expandable" if expandable else "fixed"
     assumed = (
@@ -260,6 +263,7 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
             assumptions=[*plan.assumptions, assumed],
             reserved_bytes=reserved,
             reserved_by_segments={kind: reserved},
+            reserved_after={name: getattr(replayed, name) for name in RESERVED_AFTER},
         ),
     )
 
@@ -471,7 +475,7 @@ def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Plan
     if not on_gpu:
         return planned
     expandable = planned.strategy.allocators.expandable_segments
-    other = reserved_bytes(planned, known.get(planned.cfg, planned.strategy), expandable=not expandable)
+    other = reserved_bytes(planned, known.get(planned.cfg, planned.strategy), expandable=not expandable).most
     found = {**planned.plan.reserved_by_segments, "fixed" if expandable else "expandable": other}
     return replace(planned, plan=replace(planned.plan, reserved_by_segments=found))
 
@@ -672,6 +676,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "gpu_allocated_peak_bytes": plan.peak_bytes,
         "gpu_reserved_peak_bytes": plan.reserved_bytes,
         "gpu_reserved_by_segments_bytes": dict(plan.reserved_by_segments),
+        "gpu_reserved_after_bytes": dict(plan.reserved_after),
         "gpu_process_peak_bytes": plan.process_bytes,
         "peak": _moment_as_json(plan.peak),
         "peaks": {name: _moment_as_json(plan.peaks[name]) for name in PEAKS if name in plan.peaks},

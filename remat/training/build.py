@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.launch import left_behind
 from remat.machine import distributed, gpus, ops, peers, rng, versions
 from remat.machine.distributed import World
+from remat.machine.host_memory import HostPeak
 from remat.machine.memory import MemoryMonitor
 from remat.model import adapters, flops, hf_model, layers, loss, noise, own_slices, weight_files
 from remat.model import optimizer as optim
@@ -551,7 +553,7 @@ def _model(
 ) -> tuple[torch.nn.Module, list[Loaded]]:
     """Build the model of this rank, with LoRA adapters if any; under ZeRO-3 assert that its parameters are sharded.
 
-    Also returns how each rank read pretrained weights; [] when none were read, or straight into 4-bit shards.
+    Also returns how each rank read pretrained weights; [] when none were read.
     """
     told: list[Loaded] = []
     if cfg.peft.method is PeftMethod.qlora and strategy.zero_stage == 3:
@@ -619,15 +621,19 @@ def _sharded_4bit(
 
     adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
     dtype = hf_model.DTYPES[cfg.train.precision]
+    began = time.monotonic()
     try:
-        return load_4bit.load(
-            cfg.model,
-            hf_config,
-            dtype=dtype,
-            ds_config=strategy.ds,
-            device=world.device,
-            find_matrices=lambda net: adapters.paths_to_quantise(net, layers.decoder_layers(net)),
-        )
+        with HostPeak() as host:
+            net, read_bytes = load_4bit.load(
+                cfg.model,
+                hf_config,
+                dtype=dtype,
+                ds_config=strategy.ds,
+                device=world.device,
+                find_matrices=lambda net: adapters.paths_to_quantise(net, layers.decoder_layers(net)),
+            )
+        told.append(Loaded(ModelLoad.own_slices, "", read_bytes, time.monotonic() - began, host.peak_bytes))
+        return net
     except load_4bit.Elsewhere as reason:
         console.note(
             f"the model is read in 16 bits, each rank its part, and quantised after that: {reason}. Until then it "

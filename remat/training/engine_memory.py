@@ -270,6 +270,11 @@ def _swapped_numel(engine: Any) -> int:
     return sum(numel for index, numel in enumerate(sizes) if swappable(index))
 
 
+def flat_buffer_bytes(engine: Any) -> int:
+    """Return the bytes of the buffer that ZeRO-1 and 2 copied this rank's trained weights into; 0 at other stages."""
+    return sum(flat.nbytes for flat in getattr(engine.optimizer, "bit16_groups_flat", ()))
+
+
 def swap_buffers_bytes(engine: Any) -> int:
     """Return the bytes of this rank's buffers between host memory and NVMe."""
     own = (getattr(p, "nvme_swapper", None) for p in engine.module.parameters())

@@ -295,11 +295,12 @@ def _host(run: Run) -> list[Row]:
 
 
 def _loading(run: Run) -> list[Row]:
-    """Return the rows of reading pretrained weights at ZeRO-3."""
+    """Return the rows of reading pretrained weights, and of the flat buffer that ZeRO-1 and 2 copy them into."""
     planned, loaded = run.plan.loading, run.loaded
-    if not loaded or run.strategy.zero_stage < 3:
+    if not loaded:
         return []
     counted = [each.read_bytes for each in loaded if each.read_bytes is not None]
+    flat = engine_memory.flat_buffer_bytes(run.engine)
     return [
         Row(
             "weights read, all ranks together",
@@ -311,7 +312,7 @@ def _loading(run: Run) -> list[Row]:
         ),
         Row(
             "host memory while weights are read",
-            planned.host_peak_bytes if planned else None,
+            planned.reading_host_bytes if planned else None,
             max(each.peak_bytes for each in loaded),
             "bytes",
             "the most that a rank held beyond what it began with, imports of the architecture included, mapped files "
@@ -325,6 +326,18 @@ def _loading(run: Run) -> list[Row]:
             "s",
             "the model's creation included, slowest rank; planned is the disk's share, where its rate is known",
             AT_LEAST,
+        ),
+        *(
+            [
+                Row(
+                    "flat buffer of what is trained",
+                    planned.flat_bytes if planned else None,
+                    flat,
+                    "bytes",
+                    "of DeepSpeed's optimizer at stage 1 and 2, rank 0, padding included",
+                )
+            ]
+            * (flat > 0)
         ),
     ]
 

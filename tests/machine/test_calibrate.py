@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.machine import calibrate, gpus, ops
 from remat.machine.calibrate import Calibration, Sizes
+from remat.planning.plan import make_plan
 
 TINY = Sizes(adam_params=10_000, copy_bytes=1 << 20, file_bytes=1 << 20, seconds=0.01)
 
@@ -112,3 +114,31 @@ def test_a_missing_compiler_is_the_users_error(tmp_path: Path, monkeypatch: pyte
     result = CliRunner().invoke(cli.app, ["calibrate", "--out", str(tmp_path / "hardware" / "mine.yaml")])
     assert isinstance(result.exception, ConfigError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_measured_disk_decides_the_planned_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command that measures to the time of a plan: half the rate is twice the seconds of NVMe."""
+
+    def measured(speed: float, **_: object) -> Calibration:
+        found = Calibration()
+        for name in ("nvme_read_gbs", "nvme_write_gbs"):
+            found.put(name, 2.0 * speed, "by hand")
+        found.put("nvme_gib", 400.0, "free on the day")
+        return found
+
+    times = []
+    for name, speed in (("fast", 1.0), ("slow", 0.5)):
+        monkeypatch.setattr(calibrate, "measure", partial(measured, speed))
+        out = tmp_path / "hardware" / f"{name}.yaml"
+        done = CliRunner().invoke(cli.app, ["calibrate", "--out", str(out), "--nvme-path", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        words = ["--config-dir", str(tmp_path), "recipe=tiny_zero3_offload", f"hardware={name}"]
+        planned = make_plan(
+            compose.from_command_line([*words, "deepspeed.config=zero3_nvme"]).run, world_size=1
+        )
+        assert planned.cfg.hardware.nvme_path == str(tmp_path) and not set(planned.time.unknown) & {
+            "nvme_read_gbs",
+            "nvme_write_gbs",
+        }
+        times.append(planned.time.nvme_s)
+    assert times[0] > 0 and times[1] == pytest.approx(2 * times[0])

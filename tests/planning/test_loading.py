@@ -18,7 +18,7 @@ from remat.config.units import GIB
 from remat.machine import gpus
 from remat.model.hf_model import Loaded, describe_loaded
 from remat.planning import strategy
-from remat.planning.loading import Loading, plan_loading
+from remat.planning.loading import WHOLE_MODEL, Loading, plan_loading
 from remat.report.loading import LoadingProgress
 from remat.training import build, ledger
 from tests.support.tiny import make_model
@@ -35,12 +35,30 @@ def planned(folder: Path | str, *words: str, ranks: int = 2, on_gpu: bool = Fals
     )
 
 
-def test_reading_into_4_bit_shards_is_not_planned() -> None:
-    """It holds 4-bit shards and a matrix at a time, not the 16-bit shards that are planned here."""
+def test_reading_into_4_bit_shards_is_planned_with_the_shards_it_makes() -> None:
+    """70B on two cards: 4-bit shards on the host, a matrix at a time; rank 0 alone reads what stays in 16 bits."""
     asked = compose.compose_run(["recipe=llama70b_qlora_2x24"]).run
     decided = strategy.decide(asked, world_size=2, can_pin=True)
-    assert decided.zero_stage == 3
-    assert plan_loading(asked, decided, world_size=2, on_gpu=True) is None
+    found = plan_loading(asked, decided, world_size=2, on_gpu=True)
+    assert found is not None and found.way is ModelLoad.own_slices and not found.files_seen
+    matrices, rest = sum(decided.held.quantised_weights), 2 * 128256 * 8192 + 161 * 8192
+    assert found.read_bytes_of_all == 2 * (matrices + rest)
+    assert found.read_bytes == matrices + 2 * rest
+    shards = (0.516 * matrices + 2 * rest) / 2
+    assert shards < found.host_peak_bytes < 1.001 * shards + 2 * 128256 * 8192 + GIB // 8
+    assert found.gpu_peak_bytes == 2 * 128256 * 8192, "the embedding, before it is cut into shards"
+    assert found.time_s is not None and "each rank reads its own" in found.line()
+
+
+def test_4_bit_weights_below_zero_3_are_planned_in_the_bits_they_train_in(tmp_path: Path) -> None:
+    make_model(tmp_path, **SIZE)
+    both = [
+        planned(tmp_path, "train.precision=bf16", "deepspeed.config=zero2", f"peft={peft}", on_gpu=True)
+        for peft in ("lora", "qlora")
+    ]
+    assert both[0] and both[1] and both[1].because == WHOLE_MODEL
+    assert both[1].read_bytes == both[0].read_bytes and both[1].gpu_peak_bytes < both[0].gpu_peak_bytes
+    assert both[1].flat_bytes == both[0].flat_bytes > 0
 
 
 def test_below_zero_3_each_rank_reads_all_and_copies_what_is_trained(tmp_path: Path) -> None:
@@ -145,15 +163,14 @@ def test_the_command_tells_how_weights_are_read(tmp_path: Path) -> None:
 
 
 def run_of(loaded: list[Loaded], loading: Loading | None) -> Any:
-    return SimpleNamespace(
-        plan=SimpleNamespace(loading=loading), loaded=loaded, strategy=SimpleNamespace(zero_stage=3)
-    )
+    engine = SimpleNamespace(optimizer=SimpleNamespace())
+    return SimpleNamespace(plan=SimpleNamespace(loading=loading), loaded=loaded, engine=engine)
 
 
 def test_the_ledger_holds_the_plan_against_what_was_read() -> None:
     own = ModelLoad.own_slices
     loaded = [Loaded(own, "", 60, 2.0, 70), Loaded(own, "", 50, 3.0, 90)]
-    plan = Loading(own, "", 55, 110, 64, 0, 1.5, True)
+    plan = Loading(own, "", 55, 110, 64, 0, 1.5, True, 64)
     rows = {row.category: (row.planned, row.measured) for row in ledger._loading(run_of(loaded, plan))}
     assert rows == {
         "weights read, all ranks together": (110, 110),

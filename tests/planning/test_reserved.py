@@ -102,6 +102,9 @@ def test_a_replay_holds_what_the_plan_counts_and_frees_all_of_it(
     found = planned.plan.reserved_by_segments
     assert planned.plan.reserved_bytes == found["expandable"] and set(found) == {"expandable", "fixed"}
     assert planned.plan.peak_bytes <= found["expandable"] <= 1.3 * planned.plan.peak_bytes
+    after = list(planned.plan.reserved_after.values())
+    assert 0 < after[0] < after[1] < after[2] <= after[3] <= found["expandable"]
+    assert after[3] >= planned.plan.states_bytes, "moments are there from the first update"
 
 
 def test_a_users_allocator_is_what_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

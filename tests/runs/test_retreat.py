@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remat.launch import retreat
+from remat.machine import host_memory
 from remat.report import run_report
 from tests.support import tiny
 from tests.support.launcher import ROOT, deepspeed
+from tests.support.limited import GROUP, LIMIT
 from tests.support.supervised import supervised
 
 pytestmark = pytest.mark.launch
@@ -101,4 +106,50 @@ def test_a_limit_of_the_system_is_kept_by_the_second_launch(tmp_path: Path) -> N
     run = workshop / "out" / "limited" / "run"
     assert len(tiny.rows(run)) == tiny.STEPS
     assert len((run / "retreats.jsonl").read_text().splitlines()) == 1
+    assert json.loads((run / "proof.json").read_text())["policy"] != "none"
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of memory below the one of this process; skips where this user may make none."""
+    for base, path, _ in host_memory._memberships(Path("/")):
+        folder = base / path.lstrip("/") / f"remat-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if any((folder / name).exists() for name in LIMIT):
+            yield folder
+            empty(folder)
+            return
+        folder.rmdir()
+    pytest.skip("no control group of memory can be made here")
+
+
+def empty(folder: Path) -> None:
+    """Remove the group once the last process of it is reaped."""
+    deadline = time.monotonic() + 30
+    while (folder / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    folder.rmdir()
+
+
+@pytest.mark.slow_fault
+def test_a_rank_that_the_kernel_kills_is_followed_by_a_launch_with_less(
+    tmp_path: Path, memory_group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks share the limit of a control group; the kernel kills one at the first step after step 1."""
+    workshop = tiny.make_workshop(tmp_path)
+    model = tiny.make_model(tmp_path / "deep", num_hidden_layers=12)
+    monkeypatch.setenv(GROUP, str(memory_group))
+    words = tiny.words(
+        workshop, "killed", *RUN, "on_out_of_memory=retreat", f"model.path={model}", "train.seq_len=2048",
+        "train.global_batch_size=8", "train.micro_batch_size=4", "save.every=1",
+    )  # fmt: skip
+    with supervised(tmp_path, str(ROOT / "tests/support/limited.py"), *words) as launch:
+        (memory_group / "cgroup.procs").write_text(str(launch.process.pid))
+        assert launch.finish() == 0, launch.out[-6000:]
+    assert launch.out.count("starting the run again with less memory, ") == 1
+    run = workshop / "out" / "killed" / "run"
+    assert len(tiny.rows(run)) == tiny.STEPS
     assert json.loads((run / "proof.json").read_text())["policy"] != "none"

@@ -73,9 +73,7 @@ def build(folder: Path, ds: dict[str, Any], precision: Precision, *, hidden: boo
     if read_as == "4 bits":
         from remat.model.four_bits import load_4bit
 
-        net: Any = load_4bit.load(
-            cfg, config, dtype=dtype, ds_config=ds, device=CPU, find_matrices=find_matrices
-        )
+        net, _ = load_4bit.load(cfg, config, dtype=dtype, ds_config=ds, device=CPU, find_matrices=find_matrices)
     else:
         stage = 2 if hidden else 3
         net = hf_model.build(cfg, config, precision=precision, ds_config=ds, zero_stage=stage, seed=1)

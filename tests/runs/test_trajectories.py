@@ -326,7 +326,11 @@ def test_the_ledger_says_how_the_weights_were_read(two_rank_runs: Path, workshop
     assert rows["reading weights"]["measured"] > 0
     below = json.loads((two_rank_runs / "zero2" / "run" / "ledger.json").read_text())
     assert [(each["way"], each["because"]) for each in below["loaded"]] == [("from_pretrained", "")] * 2
-    assert "reading weights" not in {row["category"] for row in below["rows"]}
+    whole = {row["category"]: row for row in below["rows"]}
+    assert whole["weights read, all ranks together"]["planned"] == read["planned"]
+    flat = whole["flat buffer of what is trained"]
+    assert flat["measured"] == pytest.approx(flat["planned"], rel=0.01)
+    assert whole["host memory while weights are read"]["measured"] > 0
 
 
 @pytest.mark.parametrize("name", cases(SWITCHED, WITH_CPU_LION | REST))

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from remat.config.options import ModelConfig, ModelInit
 from remat.model.four_bits import sharded_4bit
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
+from remat.model.own_slices import DTYPES
 
 FILES = "model*.safetensors"
 Paths = Callable[[nn.Module], Sequence[str]]
@@ -45,23 +46,20 @@ def load(
     ds_config: dict[str, Any],
     device: torch.device,
     find_matrices: Paths,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, int]:
     """Build the model of `config` from the files of `cfg` with its decoder layers' matrices in 4-bit shards.
 
-    Quantises on `device`. Collective. Raises Elsewhere, on every rank, for what only transformers can read.
+    Returns it and the bytes that this rank read. Quantises on `device`. Collective. Raises Elsewhere, on every rank,
+    for what only transformers can read.
     """
     with contextlib.ExitStack() as stack:
         model: Any = None
         files: Files | None = None
         reason = ""
         try:
-            _refuse_options(cfg)
-            model = _create(cfg, config, dtype)
-            files = Files(_folder(cfg), model, stack)
+            model, files = look(cfg, config, dtype, stack)
         except Elsewhere as found:
             reason = str(found)
-        except (OSError, ValueError, SafetensorError) as error:  # transformers says it in full
-            reason = f"{type(error).__name__}: {error}"
         _agree(reason)
         assert files is not None
         _fill(model, files, find_matrices, dtype, ds_config, device)
@@ -70,7 +68,28 @@ def load(
         model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
     model.config.use_cache = False
     trained: PreTrainedModel = model.train()
-    return trained
+    return trained, files.read_bytes
+
+
+def look(
+    cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype, stack: contextlib.ExitStack
+) -> tuple[Any, Files]:
+    """Return the model without weights, and its files, open until `stack` is closed. Reads their headers alone.
+
+    Raises Elsewhere for what only transformers can read.
+    """
+    try:
+        _refuse_options(cfg)
+        model = _create(cfg, config, dtype)
+        return model, Files(_folder(cfg), model, stack)
+    except (OSError, ValueError, SafetensorError) as error:  # transformers says it in full
+        raise Elsewhere(f"{type(error).__name__}: {error}") from error
+
+
+def is_read_in_parts(linear: nn.Module) -> bool:
+    """Return whether each rank reads rows of its own: they are whole blocks, and not transposed in the file."""
+    weight: Any = linear.weight
+    return not isinstance(linear, Conv1D) and weight.shape[-1] % BLOCK == 0
 
 
 def _refuse_options(cfg: ModelConfig) -> None:
@@ -120,6 +139,7 @@ class Files:
             held |= dict.fromkeys(file.keys(), file)
         if not held:
             raise Elsewhere(f"{folder} has no {FILES}")
+        self.read_bytes = 0  # so far
         prefix = f"{model.base_model_prefix}."
         self._found: dict[int, tuple[Any, str]] = {}  # by the id of the weight, which may have two names
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
@@ -142,7 +162,12 @@ class Files:
         """Return the tensor of the file that is `value`, or these of its rows."""
         part = self._slice(value)
         found: torch.Tensor = part[rows] if rows is not None else part[:] if value.dim() else part[...]
+        self.read_bytes += found.nbytes
         return found
+
+    def width_bytes(self, value: torch.Tensor) -> int:
+        """Return the bytes of one number of `value` in its file."""
+        return DTYPES[self._slice(value).get_dtype()].itemsize
 
     def has(self, value: torch.Tensor) -> bool:
         return id(value) in self._found
@@ -195,7 +220,7 @@ def _quantise(files: Files, old: Any, layout: Layout, device: torch.device) -> t
     A matrix whose rows are no whole blocks, or that lies transposed in its file, is read and quantised by every rank.
     """
     rows, columns = layout.shape
-    if columns % BLOCK or isinstance(old, Conv1D):
+    if not is_read_in_parts(old):
         whole = files.read(old.weight).to(device, layout.dtype)
         return sharded_4bit.close(whole.T if isinstance(old, Conv1D) else whole, layout)
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -166,6 +166,20 @@ class Around:
     update_bytes: int
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """Bytes that torch has reserved by the end of a part of the first step, and the most of two steps.
+
+    `states` is when the engine is built. Nothing is given back between the parts, so each is at least the one before.
+    """
+
+    states: int
+    forward: int
+    backward: int
+    step: int
+    most: int
+
+
 def replay(
     trace: array[int],
     parts: Sequence[Part],
@@ -174,8 +188,9 @@ def replay(
     around: Around,
     *,
     expandable: bool,
-) -> int:
-    """Return the most bytes that torch reserves over two micro-batches and the updates after each.
+    backward_begins_at: int,
+) -> Replayed:
+    """Return the bytes that torch reserves over two micro-batches and the updates after each.
 
     `trace` is a Timeline's, of (allocation, bytes) pairs: bytes below 0 free it, and an allocation below 0 is the index
     of a part, less one, with its sign turned.
@@ -183,16 +198,20 @@ def replay(
     allocator = CachingAllocator(expandable=expandable)
     for size in around.states:
         allocator.malloc(size)
+    reached = [allocator.reserved_bytes]
     for first in (True, False):
         micro_batch = _MicroBatch(allocator, parts, parameters, zero)
-        micro_batch.run(trace)
+        reached.append(micro_batch.run(trace, backward_begins_at))
+        reached.append(allocator.reserved_bytes)
         if first:
             for size in around.from_update:
                 allocator.malloc(size)
         if around.update_bytes:
             allocator.free(allocator.malloc(around.update_bytes))
+        reached.append(allocator.reserved_bytes)
         micro_batch.close()
-    return allocator.peak_bytes
+    states, forward, backward, step = reached[:4]
+    return Replayed(states, forward, backward, step, allocator.peak_bytes)
 
 
 class _MicroBatch:
@@ -211,13 +230,15 @@ class _MicroBatch:
         self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._gathered.change_to)
         self._gathered.change_to(self._coordinator.bytes)
 
-    def run(self, trace: array[int]) -> None:
-        """Follow the trace. Gradients and buckets stay: the update needs them."""
-        allocator = self._allocator
+    def run(self, trace: array[int], backward_begins_at: int) -> int:
+        """Follow the trace. Gradients and buckets stay: the update needs them. Returns what forward has reserved."""
+        allocator, after_forward = self._allocator, 0
         live: dict[int, Block] = {}
         for place in range(0, len(trace), 2):
             name, size = trace[place], trace[place + 1]
             if name < 0:
+                if -1 - name >= backward_begins_at and not after_forward:
+                    after_forward = allocator.reserved_bytes
                 self._at(self._parts[-1 - name])
             elif size < 0:
                 allocator.free(live.pop(name))
@@ -227,6 +248,7 @@ class _MicroBatch:
         self._hold(self._gradients.kept_bytes, self._gradients.bucket_bytes)
         for block in live.values():
             allocator.free(block)
+        return after_forward or allocator.reserved_bytes
 
     def close(self) -> None:
         for held in (self._kept, self._bucket, self._gathered):

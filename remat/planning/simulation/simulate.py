@@ -55,11 +55,19 @@ class Recording:
         """Return the bytes from the start of the micro-batch to its end, on the rank that has the highest peak."""
         return self._peaks(zero).curve
 
-    def reserved_bytes(self, zero: ZeroSettings, around: reserved.Around, *, expandable: bool) -> int:
+    def reserved_bytes(
+        self, zero: ZeroSettings, around: reserved.Around, *, expandable: bool
+    ) -> reserved.Replayed:
         """Return what torch's allocator reserves on a GPU, see `reserved.replay`."""
         timeline = self.timeline
         return reserved.replay(
-            timeline.trace, timeline.parts, self.parameters, zero, around, expandable=expandable
+            timeline.trace,
+            timeline.parts,
+            self.parameters,
+            zero,
+            around,
+            expandable=expandable,
+            backward_begins_at=timeline.backward_begins_at,
         )
 
     def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
