@@ -425,7 +425,8 @@ def _first_token_at(encoding: Encoding, place: int) -> int | None:
         last = encoding.token_to_chars(len(encoding) - 1) if len(encoding) else None
         return len(encoding) if last and last[0] < last[1] <= place else None
     before = encoding.token_to_chars(token - 1) if token else (-1, 0)
-    is_clear = before and before[0] < before[1] and encoding.token_to_chars(token)[0] == place
+    here = encoding.token_to_chars(token)
+    is_clear = before and here and before[0] < before[1] and here[0] == place
     return token if is_clear else None
 
 
