@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class Row:
     known: bool = False
     before_update: bool = False
     least: float = 0.0
-    theirs: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -96,17 +95,11 @@ def plan_missing() -> None:
             RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def at_most(row: Row, planned: dict[str, float]) -> float:
-    """Return the upper end of the band: the plan's, and what the source's system holds on top, with the same gaps."""
-    theirs = sum(row.theirs.values()) * planned["reserved_at_most"] / planned["allocated"]
-    return planned[f"{row.kind}_at_most"] + theirs
-
-
 def verdict(row: Row, planned: dict[str, float]) -> str:
     """Say how far a plan of an allocated figure is off, or whether another figure is inside the band that it states."""
     if row.kind == "allocated":
         return f"{planned['allocated'] / row.gib - 1:+.1%}"
-    most = at_most(row, planned)
+    most = planned[f"{row.kind}_at_most"]
     if 0 < row.least <= most < row.gib:
         return f"inside if it means {row.least:.2f} GiB, else above, by {row.gib / most - 1:.1%}"
     if row.gib > most:
@@ -125,7 +118,7 @@ def table() -> str:
     ]
     for row in rows:
         planned, source = found[row.key], sources[row.source]
-        most = "" if row.kind == "allocated" else f"{at_most(row, planned):.2f}"
+        most = "" if row.kind == "allocated" else f"{planned[f'{row.kind}_at_most']:.2f}"
         why = "the setting is known" if row.known else row.note
         lines.append(
             f"| [{source['where']}]({source['url']}) | {row.what} | {row.gib:.2f} | {row.kind} "
@@ -135,13 +128,11 @@ def table() -> str:
     others = [row for row in rows if row.kind != "allocated"]
     verdicts = [verdict(row, found[row.key]) for row in others]
     inside, perhaps = verdicts.count("inside"), sum(each.startswith("inside if") for each in verdicts)
-    widened = sum(bool(row.theirs) for row in others)
     within = sum(error <= BAR for error in known)
     closing = (
         f"Where the setting is known, {within} of {len(known)} allocated figures are within {BAR:.0%}; the worst is "
-        f"{max(known):.1%} off. {inside} of {len(others)} reserved and device figures lie inside the band, {widened} "
-        "of these bands widened by what the source's system holds on top; "
-        f"{perhaps} more lie inside if their GB are 1e9 bytes."
+        f"{max(known):.1%} off. {inside} of {len(others)} reserved and device figures lie inside the band; "
+        f"{perhaps} do if their GB are 1e9 bytes."
     )
     return "\n".join([*lines, "", closing])
 

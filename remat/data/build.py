@@ -8,6 +8,7 @@ only what is missing.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -593,6 +594,7 @@ def _begin_worker(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: P
     """Make this process one that encodes: alone on its core, and gone when its parent is."""
     global _work
     _work = (cfg, tokenizer, folder)
+    gc.freeze()  # to look for garbage among the parent's objects would copy the memory of all of them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

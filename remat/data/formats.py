@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -375,26 +376,58 @@ def _tokens(rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, with_e
     encoded = tokenizer(
         [each.text for each in rendered],
         add_special_tokens=False,  # the template writes them
-        return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
     )
     special = np.array(sorted(_special_ids(tokenizer)))
     result = []
-    for (text, spans, left_out), ids, offsets in zip(
-        rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    for (text, spans, left_out), ids, encoding in zip(
+        rendered, encoded["input_ids"], encoded.encodings, strict=True
     ):
-        places, tokens = np.array(offsets).reshape(-1, 2), np.array(ids, dtype=np.int32)
+        tokens = np.array(ids, dtype=np.int32)
         if with_end:
-            mask = trained_mask(places, spans)
+            mask = mask_of(encoding, spans)
         else:
-            is_special = np.isin(tokens, special)
+            is_special, places = np.isin(tokens, special), _offsets(encoding)
             mask = np.zeros(len(tokens), dtype=bool)
             for span in spans:
                 mask |= without_end(trained_mask(places, [span]), is_special, places, text)
         result.append(Example(tokens, mask, left_out))
     return result
+
+
+def _offsets(encoding: Encoding) -> np.ndarray:
+    return np.array(encoding.offsets).reshape(-1, 2)
+
+
+def mask_of(encoding: Encoding, spans: Spans) -> np.ndarray:
+    """Return the `trained_mask` of a text's tokens, without the offsets of each where the ends of the spans suffice.
+
+    To make those of all tokens takes a quarter of the time of the encoding.
+    """
+    mask = np.zeros(len(encoding), dtype=bool)
+    for begin, end in spans:
+        first, behind = _first_token_at(encoding, begin), _first_token_at(encoding, end)
+        if first is None or behind is None:
+            return trained_mask(_offsets(encoding), spans)
+        mask[first:behind] = True
+    return mask
+
+
+def _first_token_at(encoding: Encoding, place: int) -> int | None:
+    """Return the first token that begins at character `place` or later; None where only all offsets tell.
+
+    They do where a token goes across it or a token beside it is reported as empty.
+    """
+    token = encoding.char_to_token(place)
+    if token is None:
+        last = encoding.token_to_chars(len(encoding) - 1) if len(encoding) else None
+        return len(encoding) if last and last[0] < last[1] <= place else None
+    before = encoding.token_to_chars(token - 1) if token else (-1, 0)
+    here = encoding.token_to_chars(token)
+    is_clear = before and here and before[0] < before[1] and here[0] == place
+    return token if is_clear else None
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -31,6 +31,7 @@ ROLES = {  # by the names of ShareGPT and its heirs
     "function_response": "tool",
 }
 ROLE_FIELDS, CONTENT_FIELDS = ("role", "from"), ("content", "value")
+READ_FIELDS = {*ROLE_FIELDS, *CONTENT_FIELDS, "weight", "function_call"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         raise ValueError(f"message {place} is from {role!r}, which is none of {', '.join(ROLES)}")
     content = _text_of(message.get(_first(message, CONTENT_FIELDS) or "content"), place)
     # Tables fill absent fields with null; templates ask whether a field is there.
-    left_out = (*ROLE_FIELDS, *CONTENT_FIELDS, "weight", "function_call")
-    kept = {name: value for name, value in message.items() if value is not None and name not in left_out}
+    kept = {name: value for name, value in message.items() if value is not None and name not in READ_FIELDS}
     if role == "function_call":
         kept["tool_calls"], content = _calls(content, place), ""
     elif message.get("function_call"):
@@ -97,7 +97,10 @@ def _message(message: Any, place: int) -> dict[str, Any]:
 def _first(message: Any, names: tuple[str, ...]) -> str | None:
     if not isinstance(message, dict):
         return None
-    return next((name for name in names if message.get(name) is not None), None)
+    for name in names:  # for each message twice: a generator takes three times as long
+        if message.get(name) is not None:
+            return name
+    return None
 
 
 def _text_of(content: Any, place: int) -> str | None:

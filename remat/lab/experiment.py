@@ -247,9 +247,11 @@ def slug(text: str) -> str:
 
 
 def merged(words: Sequence[str]) -> list[str]:
-    """Keep only the last argument of each option."""
-    last = {word.partition("=")[0]: word for word in words}
-    return [word for word in words if last[word.partition("=")[0]] is word]
+    """Keep only the last argument of each option; train.steps and train.epochs are one, the length of the run."""
+    options = [word.partition("=")[0] for word in words]
+    meant = ["length" if option in compose.LENGTHS else option for option in options]
+    last = dict(zip(meant, words, strict=True))
+    return [word for option, word in zip(meant, words, strict=True) if last[option] is word]
 
 
 def _label(words: Sequence[str]) -> str:

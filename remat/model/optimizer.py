@@ -261,6 +261,23 @@ def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[
         cpuinfo.get_cpu_info = whole
 
 
+@contextlib.contextmanager
+def muon_left_eager() -> Iterator[None]:
+    """Let DeepSpeed's engine import its Muon, which is not offered here, without torch's compiler.
+
+    The engine asks whether ZeRO supports the optimizer, and for that imports Muon's module, which compiles three
+    functions (runtime/zero/utils.py). That takes 0.8 s per rank, nearly all of it imports of torch's Inductor.
+    """
+    from deepspeed.runtime import compiler
+
+    whole = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        yield
+    finally:
+        compiler.compile = whole
+
+
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based) out of `total_steps`.
 

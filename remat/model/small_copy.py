@@ -146,15 +146,18 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _narrow(config: PretrainedConfig) -> None:
-    """Reduce to two groups of heads of the same size, or fewer where there are fewer, and the width they need."""
+    """Reduce to two groups of heads of the same size, or fewer where there are fewer, and the width they need.
+
+    The width of a head is rounded up to 8: torch's grouped product of experts takes rows of a multiple of 16 bytes.
+    """
     heads = next((size for name in HEADS if (size := _size(config, name))), None)
     width = next((size for name in WIDTHS if (size := _size(config, name))), None)
     if not heads or not width:
         return
     groups = next((size for name in KEY_VALUE_HEADS if (size := _size(config, name))), heads)
     few_groups = min(groups, 2)
-    few = few_groups * min(max(1, heads // groups), 2)
-    for names, was, now in ((HEADS, heads, few), (WIDTHS, width, few * (width // heads))):
+    few, each = few_groups * min(max(1, heads // groups), 2), 8 * math.ceil(width // heads / 8)
+    for names, was, now in ((HEADS, heads, few), (WIDTHS, width, few * each)):
         for name in names:
             if _size(config, name) == was:
                 setattr(config, name, now)

@@ -75,15 +75,21 @@ class Tracker:
                 "config": run_config,
             }
             self._wandb = _WandbThread({**redact(init), "dir": str(run_dir)}, warn)
-            self._wandb.start()
         if cfg.tensorboard:
             self._tensorboard = _TensorBoardThread(run_dir / TENSORBOARD, warn)
-            self._tensorboard.start()
 
     @property
     def wandb_run_id(self) -> str | None:
         """The W&B run to continue after a resume; None when W&B is disabled or on ranks other than 0."""
         return self._wandb.run_id if self._wandb else None
+
+    def begin(self) -> None:
+        """Open W&B and TensorBoard, after the first step, which would wait for seconds of their imports.
+
+        `finish` does it where no step was made. Rows of before are kept for them.
+        """
+        for view in filter(None, (self._wandb, self._tensorboard)):
+            view.begin()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append one row. Numbers that are not finite are written as "NaN", "Infinity", "-Infinity"."""
@@ -218,6 +224,11 @@ class _View(threading.Thread):
             self._rows.put_nowait(None)
         except queue.Full:
             self._give_up("it has not taken a row for too long")
+        self.begin()
+
+    def begin(self) -> None:
+        if self.ident is None and not self._failed:
+            self.start()
 
     def finish(self, exit_code: int) -> None:
         self.close(exit_code)
@@ -294,7 +305,7 @@ class _WandbThread(_View):
 
 
 class _TensorBoardThread(_View):
-    """Opens its file with the first row, so that a resume can first say which older events count no more."""
+    """A writer of events; before it begins, a resume may say which older events count no more."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         super().__init__("TensorBoard", "", warn)
@@ -304,11 +315,10 @@ class _TensorBoardThread(_View):
     def run(self) -> None:
         writer: Any = None
         try:
-            while (item := self._next()) is not None:
-                if writer is None:
-                    from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter
 
-                    writer = SummaryWriter(str(self._folder), purge_step=self.purge_step)
+            writer = SummaryWriter(str(self._folder), purge_step=self.purge_step)
+            while (item := self._next()) is not None:
                 step, metrics = item
                 for name, value in metrics.items():
                     writer.add_scalar(name, value, step)

@@ -533,7 +533,7 @@ def _engine(
         compiled=compiled.CompiledLayers() if cfg.compile is Compilation.layers else None,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
-    with optim.held_still(optimizer):
+    with optim.held_still(optimizer), optim.muon_left_eager():
         engine, _, _, _ = deepspeed.initialize(
             model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
         )

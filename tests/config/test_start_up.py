@@ -77,11 +77,22 @@ def ended(words):
     said, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
         try:
-            do = {"remat": lambda: cli.main(), "import": lambda: [*map(importlib.import_module, words[1:])] and 0}
+            do = {
+                "remat": lambda: cli.main(),
+                "import": lambda: [*map(importlib.import_module, words[1:])] and 0,
+                "check": lambda: is_supported(),
+            }
             code = do[words[0]]() if words[0] in do else train.main(words[1:])
         except SystemExit as leaving:
             code = leaving.code
     return [code or 0, said.getvalue(), told.getvalue(), list(sys.modules)]
+
+def is_supported():  # what DeepSpeed's engine asks first
+    from deepspeed.runtime.zero import utils
+    from remat.model import optimizer
+    utils.dist.get_rank = lambda: 1
+    with optimizer.muon_left_eager():
+        return utils.is_zero_supported_optimizer(None)
 
 subprocess.Popen = NothingStarts
 for sys.argv in json.load(sys.stdin):
@@ -156,10 +167,12 @@ def test_a_python_without_the_libraries_is_told_to_use_the_environment() -> None
 
 
 def test_a_plan_and_a_rank_import_no_library_that_they_do_not_need() -> None:
-    """peft and bitsandbytes cost three seconds of each rank's start, matplotlib one, networkx a third."""
-    lines = ["remat plan recipe=tiny_zero3_offload", "import remat.training.build remat.training.loop"]
-    plan, rank = run_each(lines).values()
-    assert plan[0] == rank[0] == 0, rank[2]
+    """peft and bitsandbytes cost three seconds of each start, matplotlib and torch's compiler one, networkx a third."""
+    lines = ["remat plan recipe=tiny_zero3_offload", "import remat.training.build remat.training.loop", "check"]
+    plan, rank, engine = run_each(lines).values()
+    assert plan[0] == rank[0] == engine[0] == 0, rank[2] + engine[2]
     heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes", "networkx"}
     assert "torch" in plan[3] and not {*plan[3]} & {"deepspeed", *heavy}
     assert not {*rank[3]} & heavy
+    muon = "deepspeed.runtime.zero.muon.original_muon"
+    assert muon in engine[3] and "torch._inductor.compile_fx" not in engine[3]

@@ -5,12 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.blocks import Blocks, RowWriter, TextWriter
-from remat.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, Example, encode
+from remat.data.formats import (
+    ALPACA_WITH_INPUT,
+    ALPACA_WITHOUT_INPUT,
+    Example,
+    encode,
+    mask_of,
+    trained_mask,
+)
 from remat.data.rows import BadRowLog, Document, content_of
 from remat.data.tokenizer import byte_tokenizer
 
@@ -132,6 +139,47 @@ def test_chat_spans_that_begin_and_end_with_spaces_or_wide_characters(trim_offse
     tokenizer = chat_tokenizer(ending_wide, trim_offsets)
     example = encode_one({"messages": CHAT[:3], "tools": None}, DataFormat.chat, tokenizer)
     assert trained_text(tokenizer, example) == "1 \U0001f600"
+
+
+MANY_WRITINGS = (
+    "<s>U: caf\u00e9 e\u0301 \ufb01ne \U0001f600\U0001f44d\n\n  a  b <s>A:\t\u4f60\u597d, hello hello\n"
+)
+WRITTEN_BY = {  # normalizer, pre-tokenizer, post-processor
+    "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+    "bytes, trimmed": (None, pre_tokenizers.ByteLevel(), processors.ByteLevel(trim_offsets=True)),
+    "composed bytes": (normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+    "metaspace": (None, pre_tokenizers.Metaspace(), None),
+    "prepended": (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
+        None,
+        None,
+    ),
+    "words": (
+        normalizers.BertNormalizer(strip_accents=True),
+        pre_tokenizers.BertPreTokenizer(),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN_BY)
+def test_the_ends_of_a_span_tell_the_same_tokens_as_all_offsets(kind: str) -> None:
+    tokenizer = Tokenizer(models.BPE(unk_token="?", byte_fallback=kind == "prepended"))
+    normalizer, splitter, processor = WRITTEN_BY[kind]
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    if splitter:
+        tokenizer.pre_tokenizer = splitter
+    if processor:
+        tokenizer.post_processor = processor
+    trainer = trainers.BpeTrainer(special_tokens=["?", "<s>"], vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator([MANY_WRITINGS] * 3, trainer)
+    encoding = tokenizer.encode(MANY_WRITINGS, add_special_tokens=False)
+    offsets, ends = np.array(encoding.offsets), range(len(MANY_WRITINGS) + 1)
+    found = [[(begin, end)] for begin in ends for end in ends[begin:]]
+    assert all((mask_of(encoding, spans) == trained_mask(offsets, spans)).all() for spans in found)
+    both = [(3, 9), (20, len(MANY_WRITINGS))]
+    assert (mask_of(encoding, both) == trained_mask(offsets, both)).all()
 
 
 def test_chat_without_markers_is_found_by_its_prefixes() -> None:

@@ -68,6 +68,21 @@ def test_words_with_commas_are_points_and_the_first_is_the_baseline() -> None:
     assert made.points[2].own == ("checkpointing=full", "train.seq_len=64")
 
 
+@pytest.mark.parametrize(
+    ("asked", "length"),
+    [((), (8, None)), (("train.epochs=0.5",), (None, 0.5)), (("train.epochs=2", "train.steps=4"), (4, None))],
+)
+def test_the_length_that_is_given_last_replaces_the_eight_steps(
+    asked: tuple[str, ...], length: tuple[int | None, float | None]
+) -> None:
+    found = experiment.written(
+        ["checkpointing=none,full", "recipe=llama1b_full_1x24", "data.path=x", *asked], "cpu"
+    )
+    for point in found.points:
+        train = compose.compose_run([*point.words]).run.train
+        assert (train.steps, train.epochs) == length
+
+
 def test_a_baseline_leaves_out_what_belongs_to_the_option() -> None:
     points = [
         ("plain", ["checkpointing=none"], []),

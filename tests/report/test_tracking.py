@@ -76,7 +76,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb | None) -> None:
     monkeypatch.setitem(sys.modules, "wandb", fake)
 
 
-def tracker(run_dir: Path, warnings: list[str] | None = None, **changes: Any) -> Tracker:
+def tracker(run_dir: Path, warnings: list[str] | None = None, *, begun: bool = True, **changes: Any) -> Tracker:
     arguments: dict[str, Any] = {
         "run_config": {"train": {"steps": 3}},
         "name": "tiny",
@@ -86,7 +86,10 @@ def tracker(run_dir: Path, warnings: list[str] | None = None, **changes: Any) ->
         "warn": (warnings if warnings is not None else []).append,
     }
     cfg = changes.pop("cfg", TrackingConfig(wandb=WandbMode.offline))
-    return Tracker(run_dir, cfg, **(arguments | changes))
+    made = Tracker(run_dir, cfg, **(arguments | changes))
+    if begun:
+        made.begin()
+    return made
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -189,6 +192,23 @@ def test_wandb_gets_the_same_numbers_and_the_mode_before_init(
     assert given["config"] == {"hub_token": "***", "lr": 1.0}
     assert (given["id"], given["resume"]) == (record.wandb_run_id, "allow")
     assert fake.settings["x_disable_stats"] and fake.settings["silent"] and fake.settings["console"] == "off"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_wandb_opens_after_the_first_step_or_at_the_end_and_gets_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    fake = FakeWandb()
+    install(monkeypatch, fake)
+    record = tracker(tmp_path, begun=False)
+    record.log(0, {"loss/eval": 5.0})
+    assert fake.calls == [] and "remat-W&B" not in {thread.name for thread in threading.enumerate()}
+    for _ in range(steps):
+        record.begin()
+        record.begin()
+    record.finish(0)
+    assert fake.calls == ["setup", "init", "log", "finish", "teardown"]
+    assert fake.rows == [(0, {"loss/eval": 5.0})]
 
 
 def test_wandb_run_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +364,9 @@ def test_tensorboard_gets_the_same_numbers_and_each_step_once(
         first.log(step, {"loss/train": float(step), "optim/lr": 0.1})
     first.log(20, {"loss/eval": 7.0})
     first.finish(0)
-    again = tracker(tmp_path, cfg=BOARD)
+    again = tracker(tmp_path, cfg=BOARD, begun=False)
     again.rewind(20)
+    again.begin()
     again.log(30, {"loss/train": 3.0})
     again.finish(0)
     assert board.folders == [str(tmp_path / "tensorboard")] * 2 and board.closed == 2

@@ -54,6 +54,7 @@ def words(recipe: str, folder: Path) -> list[str]:
         "model=hf",
         f"model.path={make_model(recipe, folder / recipe)}",
         "model.tokenizer=bytes",
+        f"model.attention={cfg.model.attention}",
         "hardware=this_machine",
         f"hardware.nvme_path={folder}/nvme",
         f"data.path={folder / ('texts.jsonl' if cfg.data.file_type is FileType.jsonl else 'rows.json')}",

@@ -126,6 +126,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
         SHARING | {"intermediate_size": [64] * 4, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
     ),
     "repeated layers, two stacks": ("hrm_text", {"num_layers_per_stack": 2, "num_hidden_layers": 12}),
+    "sinks and experts": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "sliding_window": 8,
+        },
+    ),
     "skipped layers": (
         "opt",
         {"num_hidden_layers": 4, "ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.3},
@@ -148,6 +158,7 @@ IN_SAMPLE = {  # beside none: each mode where it is not refused
     "shared K/V": (),  # its keyword tensors are a harder case of it
     "shared K/V, keyword tensors": ("selective_ops, matmul",),
     "repeated layers, two stacks": ("offload (full)",),
+    "sinks and experts": ("full",),
     PACKED: ("full_reentrant", "deepspeed"),
 }
 
@@ -179,6 +190,7 @@ def hard_words(workshop: Path, architecture: str, mode: str, strategy: str) -> l
         more += texts
     else:
         more += [f"model.path={workshop / folder_name(architecture)}", "train.loss=full"]
+        more += ["model.attention=eager"] * (ARCHITECTURES[architecture][0] == "gpt_oss")  # for its sinks
     return tiny.words(workshop, run_name(mode, f"{strategy}, {architecture}"), *more)
 
 
