@@ -36,6 +36,7 @@ PUBLISHED = {
     "gpt2_medium": (354_823_168, KERAS),
     "gpt2_large": (774_030_080, KERAS),
     "gpt2_xl": (1_557_611_200, KERAS),
+    "gpt_oss_20b": (20_914_757_184, KERAS),
     "gemma3_1b": (999_885_952, HUB),
     "gemma_2b": (2_506_172_416, KERAS),
     "gemma_7b": (8_537_680_896, KERAS),

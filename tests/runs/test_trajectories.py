@@ -131,7 +131,7 @@ ROWS = {
         "train.epochs=0.8",
     ],
 }
-STATES = ("weights", "gradients", "optimizer state", "communication buckets")
+STATES = ("weights in", "gradients in", "optimizer state in", "communication buckets in")
 LARGEST_PARAMETER = 258 * 32
 ONE_RANK = {
     "one_rank_micro4": ["deepspeed.config=zero2", "train.micro_batch_size=4"],
