@@ -301,7 +301,7 @@ def _loading(run: Run) -> list[Row]:
         return []
     counted = [each.read_bytes for each in loaded if each.read_bytes is not None]
     flat = engine_memory.flat_buffer_bytes(run.engine)
-    return [
+    rows = [
         Row(
             "weights read, all ranks together",
             planned.read_bytes_of_all if planned else None,
@@ -327,19 +327,18 @@ def _loading(run: Run) -> list[Row]:
             "the model's creation included, slowest rank; planned is the disk's share, where its rate is known",
             AT_LEAST,
         ),
-        *(
-            [
-                Row(
-                    "flat buffer of what is trained",
-                    planned.flat_bytes if planned else None,
-                    flat,
-                    "bytes",
-                    "of DeepSpeed's optimizer at stage 1 and 2, rank 0, padding included",
-                )
-            ]
-            * (flat > 0)
-        ),
     ]
+    if flat > 0:
+        rows.append(
+            Row(
+                "flat buffer of what is trained",
+                planned.flat_bytes if planned else None,
+                flat,
+                "bytes",
+                "of DeepSpeed's optimizer at stage 1 and 2, rank 0, padding included",
+            )
+        )
+    return rows
 
 
 def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
