@@ -59,7 +59,7 @@ def rows(run: Described) -> dict[str, str]:
         ),
         "loss": str(train.loss),
         "batch": f"{train.global_batch_size} blocks = {train.micro_batch_size} per rank x {accumulation} accumulated "
-        f"x {run.world.data_size} {'ranks' if run.world.data_size == run.world.size else 'groups of ranks'}",
+        f"x {_readers(run.world)}",
         "steps": f"{steps}, {'about ' * streamed}{_count(seen)} tokens, "
         + ("an epoch ends where the data does, which is not known before" if streamed else _epochs(epochs)),
         "plan": run.plan.line(),
@@ -159,6 +159,14 @@ def _ranks(world: World) -> str:
     if world.sequence_parallel_size > 1:
         groups = f", each sequence shared by {world.sequence_parallel_size}"
     return f"{world.size} on {world.device.type}, {world.local_size} per node{groups}"
+
+
+def _readers(world: World) -> str:
+    """Say how many read rows of their own: ranks, or groups of ranks that share layers or sequences."""
+    count = world.data_size
+    if count == world.size:
+        return f"{count} ranks"
+    return "1 group of ranks" if count == 1 else f"{count} groups of ranks"
 
 
 def _offload(ds: dict[str, Any]) -> str:
