@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
-from remat.model.flops import dequantised_bytes, flop_formula
+from remat.model.flops import dequantised_bytes, flop_formula, operands
 
 DEEPEST = 4  # containers of the model's own classes, one inside another
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
@@ -98,12 +98,12 @@ class OpTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in operands((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._made and storage._cdata not in self._outside:
                 self._outside[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in operands(result):
             self._track(tensor)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + dequantised_bytes(func, args))
         self._count(func, args, kwargs, result)
@@ -193,7 +193,7 @@ class OpTracer(TorchDispatchMode):
         if formula is not None:
             self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
-            for tensor in _tensors(args[0]):
+            for tensor in operands(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._gathered.add(tensor.untyped_storage()._cdata)
         elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
@@ -292,14 +292,3 @@ def _given_hidden_state(args: Any, kwargs: dict[str, Any]) -> torch.Tensor | Non
     """Return the hidden state: transformers' layers take it first, or by this name."""
     first = args[0] if args else kwargs.get("hidden_states")
     return next(tensors_in(first), None)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operation's arguments or result, at a fifth of the time of torch's pytrees."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]

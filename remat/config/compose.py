@@ -405,13 +405,12 @@ def _of_choices(chosen: tuple[str, ...], files: Files) -> DictConfig:
     """What Hydra composes of choices, each of another group: the others are put into what the recipe gives."""
     recipe = tuple(word for word in chosen if word.startswith("recipe="))
     cfg = copy.deepcopy(_of_recipe(recipe, files))
-    for word in chosen:
+    for word in (word for word in chosen if word not in recipe):
         group, _, name = word.partition("=")
         file = CONF_DIR / group / f"{name}.yaml"
-        if group != "recipe" and not file.exists():
+        if not file.exists():
             return _loaded(chosen)
-        if group != "recipe":
-            cfg[group] = _section(group, file, str(cfg.hydra.runtime.choices.recipe), files)
+        cfg[group] = _section(group, file, str(cfg.hydra.runtime.choices.recipe), files)
     return cfg
 
 

@@ -470,3 +470,14 @@ def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, fl
     if not grows or square < 0:  # a shorter sequence does not fill a whole chunk
         return second / long * seq_len, 0.0
     return max(0.0, first / short - square * short) * seq_len, square * seq_len**2
+
+
+def operands(values: Any) -> list[torch.Tensor]:
+    """Return the tensors of an operation's arguments or result, at a fifth of the time of torch's pytrees."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in operands(value)]

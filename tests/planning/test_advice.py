@@ -13,17 +13,9 @@ from remat.config import compose, units
 from remat.config.options import ConfigError
 from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.settings import choices, screening, search
+from tests.support import tiny
 
-BASE = [
-    "recipe=tiny_zero3_offload",
-    "hardware=1x4090",
-    "model.architecture.num_hidden_layers=2",
-    "deepspeed.config=zero2",
-    "checkpointing=none",
-    "train.seq_len=4096",
-    "train.micro_batch_size=4",
-    "train.loss=chunked",
-]
+BASE = [*tiny.ON_A_4090, "train.loss=chunked"]
 SMALL_GPU = [*BASE, "hardware.gpu_memory_gib=0.9"]
 NO_HOST = [*BASE, "hardware.host_memory_gib=0.5"]
 

@@ -11,18 +11,10 @@ from remat import cli
 from remat.config import compose, units
 from remat.planning.plan import HOST_MEMORY, Planned, Recordings, make_plan, needed_bytes
 from remat.planning.settings import remedies, search
+from tests.support import tiny
 
-ONE_GPU = [
-    "recipe=tiny_zero3_offload",
-    "hardware=1x4090",
-    "model.architecture.num_hidden_layers=2",
-    "deepspeed.config=zero2",
-    "checkpointing=none",
-    "train.seq_len=4096",
-    "train.micro_batch_size=4",
-]
-NO_ACTIVATIONS = [*ONE_GPU, "hardware.gpu_memory_gib=0.9"]
-NO_HOST = [*ONE_GPU, "hardware.gpu_memory_gib=0.9", "hardware.host_memory_gib=2.51"]
+NO_ACTIVATIONS = [*tiny.ON_A_4090, "hardware.gpu_memory_gib=0.9"]
+NO_HOST = [*tiny.ON_A_4090, "hardware.gpu_memory_gib=0.9", "hardware.host_memory_gib=2.51"]
 NAMES = [
     "activation checkpointing", "a smaller micro-batch", "chunked loss", "offload of the optimizer",
     "offload of parameters", "NVMe", "more GPUs", "16-bit optimizer states", "8-bit optimizer states", "LoRA",

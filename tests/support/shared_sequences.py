@@ -36,16 +36,7 @@ POLICIES = {
 }
 TRAINED = {"whole": [], "lora": ["peft=lora", "peft.r=4"]}
 LENGTH = 62  # does not divide by four ranks
-SIZES: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = tiny.SIZES | {"max_position_embeddings": 256}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8, "num_key_value_heads": 1},  # fewer than ranks

@@ -23,25 +23,32 @@ from remat.data.tokenizer import load_tokenizer
 from remat.model import optimizer
 
 STEPS = 4
-NO_CHOICE = [
-    "train.micro_batch_size=1",
-    "train.loss=chunked",
-]  # the least: a search for less memory has fewer settings
+SIZES: dict[str, Any] = {  # of a Llama with 60 k parameters
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+ON_A_4090 = [  # a plan that keeps all activations
+    "recipe=tiny_zero3_offload",
+    "hardware=1x4090",
+    "model.architecture.num_hidden_layers=2",
+    "deepspeed.config=zero2",
+    "checkpointing=none",
+    "train.seq_len=4096",
+    "train.micro_batch_size=4",
+]
+# The least of both: a search for less memory has fewer settings.
+NO_CHOICE = ["train.micro_batch_size=1", "train.loss=chunked"]
 
 
 def make_model(folder: Path, **more: object) -> Path:
     """A Llama with 60 k parameters, saved as safetensors."""
     torch.manual_seed(5)
-    sizes = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-    }
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(sizes | more))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(SIZES | more))).save_pretrained(folder)
     return folder
 
 
