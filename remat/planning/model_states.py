@@ -8,7 +8,7 @@ allocates it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
-PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
 FP32 = 4  # bytes
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
@@ -111,14 +110,6 @@ def update_bytes(
     if s.stage == 3:
         return flat * max(_sub_groups(s))
     return 0 if s.grad_width > s.width else flat * s.shard
-
-
-def by_place(items: Iterable[Item]) -> dict[Place, int]:
-    """Return the bytes per rank in each place; every place is a key."""
-    totals: dict[Place, int] = dict.fromkeys(PLACES, 0)
-    for item in items:
-        totals[item.place] += item.bytes_per_rank
-    return totals
 
 
 class _Sizes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,19 @@ from remat.config.options import AllocatorConfig, Precision
 from remat.machine import allocator
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.planning import model_states as states
-from remat.planning.model_states import Item, by_place, model_states
+from remat.planning.model_states import Item, model_states
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = {"num_params": 70_553_706_496, "largest_param": 128_256 * 8192}
 LLAMA_8B = {"num_params": 8_030_261_248, "largest_param": 128_256 * 4096}
+
+
+def by_place(items: Iterable[Item]) -> Counter[str]:
+    """Return the bytes per rank in each place."""
+    totals = Counter[str]()
+    for item in items:
+        totals[item.place] += item.bytes_per_rank
+    return totals
 
 
 def rendered(
