@@ -400,7 +400,11 @@ def _record_layers(
         recording = simulate.record(
             net,
             loss=loss.TokenLoss(
-                net, cfg.train.loss, verify=False, cross_entropy=meta_kernels.cross_entropy if on_gpu else None
+                net,
+                cfg.train.loss,
+                verify=False,
+                cross_entropy=meta_kernels.cross_entropy if on_gpu else None,
+                router_coef=decided.router_coef,
             ),
             scope=applied.scope,
             around=applied.micro_batch(),

@@ -282,7 +282,7 @@ def _build(
         folder=folder,
         ownership=ownership,
         engine=engine,
-        token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
+        token_loss=loss.TokenLoss(engine.module, cfg.train.loss, router_coef=strategy.router_coef),
         batches=ReadAhead(batches, world.device),
         splits=splits,
         padding_share=padding_share,
