@@ -73,7 +73,9 @@ class Composed:
     """The run, how it is written as the YAML that the run directory keeps, and the words that ask for it."""
 
     run: RunConfig
-    write_yaml: Callable[[], str]  # half of the time of composing: a search composes hundreds of runs, and reads none
+    write_yaml: Callable[
+        [], str
+    ]  # half of the time of composing: a search composes hundreds of runs, and reads none
     words: list[str] = field(default_factory=list)
 
     @property
@@ -242,9 +244,7 @@ def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
     return _finished(cfg)
 
 
-def _compose_resumed(
-    words: list[str], search: list[str], place: str
-) -> tuple[RunConfig, Callable[[], str]]:
+def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, Callable[[], str]]:
     """The configuration of the run at `place` with these words set in it, and how its YAML is written.
 
     A choice of a group replaces that section whole. Raises ConfigError for a run without a readable configuration, and
@@ -444,9 +444,15 @@ def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
     """What `file` makes of a group, under what conf/train.yaml, your own defaults and the recipe set in it."""
     stronger = (CONF_DIR / "train.yaml", CONF_DIR / "local/default.yaml", RECIPE_DIR / f"{recipe}.yaml")
     contents = [content[group] for path in stronger if group in (content := _read(path, files))]
-    section = OmegaConf.merge(OmegaConf.structured(RunConfig)[group], _read(file, files), *contents)
+    section = OmegaConf.merge(_schema()[group], _read(file, files), *contents)
     assert isinstance(section, DictConfig)
     return section
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """The options with their defaults; a merge copies them."""
+    return OmegaConf.structured(RunConfig)
 
 
 @functools.lru_cache(maxsize=128)
