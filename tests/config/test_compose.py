@@ -381,7 +381,7 @@ def test_every_choice_is_what_hydra_composes(recipe: str) -> None:
     every = [f"{group}={name}" for group, names in compose.group_choices().items() for name in names]
     asked = [[word] for word in every if not word.startswith("recipe=")]
     assert len(asked) > 60
-    asked = asked[::3] if recipe == "tiny_zero3_offload" else asked[::20]
+    asked = asked[::6] if recipe == "tiny_zero3_offload" else asked[1::20]
     for words in (*asked, ["checkpointing=offload", "peft=lora", "optim=adamw", "model=hf"]):
         quick = compose._with_values([*words, f"recipe={recipe}"])
         assert quick is not None
