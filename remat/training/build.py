@@ -238,7 +238,7 @@ def _build(
     for text in strategy.warnings:
         console.warning(text)
     world, group, sequence_group = _join(cfg, strategy, watchdog)
-    asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
+    asked, strategy, chosen = _with_settings(Composed(cfg, lambda: yaml, list(words)), strategy, world, console)
     cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
