@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,18 @@ import pytest
 from remat.saving import manifest
 from tests.support import tiny
 from tests.support.launcher import ROOT, deepspeed
-from tests.support.nodes import Nodes, Started, lacking, two_nodes
+from tests.support.nodes import Nodes, Started, lacking, two_nodes, until
 from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(lacking()), reason=str(lacking()))]
 TRAIN = str(ROOT / "train.py")
+ENDLESS = [
+    "train.steps=100000",
+    "optim.warmup_steps=0",
+    "save.every=2",
+    "save.keep=9",
+    "deepspeed.config=zero2",
+]
 SAVES = ["train.steps=4", "save.export=true", "save.at_end=true", "resume=auto_or_start"]
 
 
@@ -85,3 +93,21 @@ def test_nodes_whose_names_mean_themselves_find_each_other(tmp_path: Path) -> No
         started = [nodes.fork(node, str(script), port=port) for node in (1, 2)]
         assert ended(started) == [0, 0]
         assert all("['node1', 'node2'] eth0 4.0" in each.out for each in started)
+
+
+def test_a_link_that_is_cut_in_mid_step_is_found_in_seconds(tmp_path: Path, nodes: Nodes) -> None:
+    """Nothing closes a connection here: without the link between nodes both would wait for train.deadlines.step_s."""
+    workshop = tiny.make_workshop(tmp_path)
+    words = tiny.words(workshop, "cut", *ENDLESS, "train.deadlines.link_s=4")
+    started, run = on_two(nodes, *words), workshop / "out/cut/run"
+    until(lambda: (run / "saved/step-000004").is_dir(), lambda: started[0].out)
+    nodes.cut()
+    cut_at = time.monotonic()
+    assert ended(started) == [70, 70]
+    assert time.monotonic() - cut_at < 60
+    for each, other, rank in zip(started, ("node2", "node1"), (1, 0), strict=True):
+        said = f"no answer from {other} for 4 s (train.deadlines.link_s): that node (rank {rank} on {other}) is"
+        assert said in each.out and "Traceback" not in each.out
+    states = list((run / "saved").glob("step-*"))
+    assert states and all(manifest.verify(path) == [] for path in states)
+    nodes.until_empty()
