@@ -223,3 +223,16 @@ def until(true: Callable[[], bool], what: Callable[[], str]) -> None:
     while not true():
         assert time.monotonic() < end, what()
         time.sleep(0.05)
+
+
+def stand_in_for_ssh(nodes: Nodes, folder: Path) -> dict[str, str]:
+    """Environment with an `ssh` that goes to a node without a daemon: its last words are the host and the command."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = "\n".join(f"{NAMES[node - 1]}) into='{' '.join(nodes.inside(node))}';;" for node in (1, 2))
+    (folder / "ssh").write_text(
+        f'#!/bin/bash\nhost="${{@: -2:1}}"\ncase "$host" in\n{cases}\n'
+        f'*) echo "ssh: Could not resolve hostname $host" >&2; exit 255;;\nesac\n'
+        f'exec $into env -i HOME=/root PATH=/usr/bin:/bin bash -c "${{@: -1}}"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
