@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from remat.saving import manifest
 from tests.support import tiny
 from tests.support.launcher import ROOT, deepspeed
-from tests.support.nodes import Nodes, Started, lacking, two_nodes, until
+from tests.support.nodes import Nodes, Started, lacking, stand_in_for_ssh, two_nodes, until
 from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(lacking()), reason=str(lacking()))]
@@ -111,3 +113,138 @@ def test_a_link_that_is_cut_in_mid_step_is_found_in_seconds(tmp_path: Path, node
     states = list((run / "saved").glob("step-*"))
     assert states and all(manifest.verify(path) == [] for path in states)
     nodes.until_empty()
+
+
+def command(how: str, node: int, port: int, hosts: Path, logs: Path) -> list[str]:
+    """What starts one rank on `node` by hand."""
+    place = ["--node_rank", str(node - 1), "--master_addr", "node1", "--master_port", str(port)]
+    if how == "torchrun":
+        return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", *place, TRAIN]
+    by_hand = ["--hostfile", str(hosts), "--no_ssh", *place]
+    return (
+        ["deepspeed", *by_hand, TRAIN]
+        if how == "deepspeed"
+        else ["remat", "launch", "--log-dir", str(logs), *by_hand, TRAIN]
+    )
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    return tmp_path / "hosts"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["deepspeed", "torchrun", "remat launch"])
+def test_every_launcher_trains_two_nodes_as_one(tmp_path: Path, nodes: Nodes, hosts: Path, how: str) -> None:
+    """A launcher on each node, none over ssh."""
+    workshop, port = tiny.make_workshop(tmp_path), free_port()
+    assert deepspeed(*tiny.words(workshop, "one")).code == 0
+    words = tiny.words(workshop, "two")
+    lines = [command(how, node, port, hosts, tmp_path / "logs") for node in (1, 2)]
+    started = [nodes.start(node, *line, *words) for node, line in zip((1, 2), lines, strict=True)]
+    assert ended(started) == [0, 0]
+    assert history(workshop / "out/two/run") == history(workshop / "out/one/run")
+    nodes.until_empty()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not shutil.which("sshd", path="/usr/sbin"), reason="needs openssh-server (scripts/install_cluster.sh)"
+)
+@pytest.mark.parametrize("how", ["remat launch", "deepspeed"])
+def test_one_command_trains_both_nodes_over_real_ssh(tmp_path: Path, hosts: Path, how: str) -> None:
+    """DeepSpeed's goes over pdsh. Exit code, losses and nothing left, on either."""
+    if how == "deepspeed" and not shutil.which("pdsh"):
+        pytest.skip("needs pdsh (scripts/install_cluster.sh)")
+    workshop = tiny.make_workshop(tmp_path)
+    assert deepspeed(*tiny.words(workshop, "one")).code == 0
+    with two_nodes(tmp_path / "nodes", own_folders=[Path("/etc/ssh")]) as nodes:
+        serve_ssh(nodes)
+        line = ["deepspeed"] if how == "deepspeed" else ["remat", "launch", "--log-dir", str(tmp_path / "logs")]
+        env = {"PDSH_RCMD_TYPE": "ssh"}
+        started = nodes.start(1, *line, "--hostfile", str(hosts), TRAIN, *tiny.words(workshop, "two"), env=env)
+        assert ended([started]) == [0]
+        assert history(workshop / "out/two/run") == history(workshop / "out/one/run")
+        if how == "remat launch":
+            fails_over_ssh(nodes, hosts, workshop)
+
+
+def fails_over_ssh(nodes: Nodes, hosts: Path, workshop: Path) -> None:
+    """A killed rank of the other node is the cause that is told on the first, with its exit code."""
+    words = tiny.words(workshop, "killed", *ENDLESS)
+    started = nodes.start(
+        1, "remat", "launch", "--log-dir", str(workshop / "logs"), "--hostfile", str(hosts), TRAIN, *words
+    )
+    until(lambda: (workshop / "out/killed/run/saved/step-000002").is_dir(), lambda: started.out)
+    nodes.rank(2).kill()
+    assert ended([started]) == [137]
+    assert "first cause, on node2: rank 1 was killed (SIGKILL)" in started.out
+
+
+FAULTS = ["stop", "rank", "agent", "head", "link"]
+
+
+@pytest.mark.slow_fault
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_command_ends_both_nodes_whatever_happens(
+    tmp_path: Path, nodes: Nodes, hosts: Path, fault: str
+) -> None:
+    """SIGTERM to the command, kill -9 of a rank, of the other node's launcher, of the command; a cut link."""
+    workshop = tiny.make_workshop(tmp_path)
+    words = tiny.words(workshop, "run", *ENDLESS, "train.deadlines.link_s=8")
+    saved = workshop / "out/run/run/saved"
+    line = [
+        "remat",
+        "launch",
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--hostfile",
+        str(hosts),
+        "--grace-s",
+        "60",
+        TRAIN,
+    ]
+    started = nodes.start(1, *line, *words, env=stand_in_for_ssh(nodes, tmp_path / "bin"))
+    until(lambda: (saved / "step-000002").is_dir(), lambda: started.out)
+    head = next(p for p in nodes.processes(1, "launch --log-dir") if "node_agent" not in " ".join(p.cmdline()))
+    if fault == "stop":
+        head.terminate()
+    elif fault == "rank":
+        nodes.rank(2).kill()
+    elif fault == "agent":
+        nodes.processes(2, "remat.launch.node_agent")[0].kill()
+    elif fault == "head":
+        head.kill()
+    else:
+        nodes.cut()
+    expected = {"stop": (75,), "rank": (137,), "agent": (70, 137), "head": (-9, 137), "link": (70,)}[fault]
+    assert ended([started])[0] in expected
+    nodes.until_empty()
+    states = list(saved.glob("step-*"))
+    assert all(manifest.verify(path) == [] for path in states)
+    if fault == "stop":
+        assert "SIGTERM sent to 2 nodes" in started.out and "stopping after step" in started.out
+    if fault == "rank":
+        assert "first cause, on node2: rank 1 was killed (SIGKILL)" in started.out
+    if fault == "link":
+        assert "no answer from node" in started.out
+
+
+def serve_ssh(nodes: Nodes) -> None:
+    """A real sshd on each node, which lets this user in by a key; /etc/ssh is each node's own folder."""
+    first, second = (nodes.own(node, 0) for node in (1, 2))
+    key = first / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    (first / "authorized").write_text(key.with_suffix(".pub").read_text())
+    (first / "ssh_config").write_text(
+        "IdentityFile /etc/ssh/key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    )
+    (first / "sshd_config").write_text(
+        "HostKey /etc/ssh/key\nAuthorizedKeysFile /etc/ssh/authorized\nPermitRootLogin prohibit-password\n"
+        "PasswordAuthentication no\nUsePAM no\nStrictModes no\nPidFile none\n"
+    )
+    for path in first.iterdir():
+        shutil.copy2(path, second)
+    for node in (1, 2):
+        nodes.start(node, "sh", "-c", "mkdir -p /run/sshd && exec /usr/sbin/sshd -D -e")

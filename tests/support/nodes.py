@@ -168,6 +168,10 @@ class Nodes:
     def _output(self, node: int) -> Path:
         return Path(tempfile.mkstemp(prefix=f"{NAMES[node - 1]}-", suffix=".out", dir=self.folder)[1])
 
+    def own(self, node: int, number: int) -> Path:
+        """What the own folder of that `number` is on `node`, as seen from outside."""
+        return self.folder / f".{NAMES[node - 1]}" / f"own{number}"
+
     def cut(self) -> None:
         """Cut the link between the nodes: neither hears of the other any more, not even that it is gone."""
         self._run(*self.inside(2), "ip", "link", "set", "eth0", "down")
@@ -183,10 +187,15 @@ class Nodes:
                     found.append(process)
         return found
 
-    def until_empty(self) -> None:
-        """Wait until no process of a launch is left on either node."""
+    def rank(self, node: int) -> psutil.Process:
+        """The process that trains on `node`, started by a launcher."""
+        found = self.processes(node, "train.py --local_rank")
+        return next(process for process in found if "remat.launch" not in " ".join(process.cmdline()))
+
+    def until_empty(self, words: str = "") -> None:
+        """Wait until no process is left on either node, or none with `words` in its command line."""
         end = time.monotonic() + 60
-        while left := [p.cmdline() for node in (1, 2) for p in self.processes(node)]:
+        while left := [p.cmdline() for node in (1, 2) for p in self.processes(node, words)]:
             assert time.monotonic() < end, left
             time.sleep(0.1)
 
