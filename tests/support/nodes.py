@@ -27,7 +27,7 @@ from tests.support.launcher import ROOT, environment
 NAMES = ("node1", "node2")
 SPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 PR_SET_PDEATHSIG = 1
-DEADLINE_S = 240.0
+DEADLINE_S = 120.0
 INSIDE = """
 hostname "$NAME"; mount -t tmpfs -o size=512m shm /dev/shm
 for own in local=$LOCAL $OWN; do
@@ -60,6 +60,7 @@ class Started:
 
     output: Path
     wait: Callable[[float], int]
+    pid: int  # as seen from outside the nodes
 
     @property
     def out(self) -> str:
@@ -132,8 +133,8 @@ class Nodes:
         subprocess.run(command, check=True)
 
     def inside(self, node: int) -> list[str]:
-        """What to write before a command so that it runs on `node` (1 or 2)."""
-        return ["nsenter", "-t", str(self.pids[node - 1]), *SPACES, f"--wd={ROOT}"]
+        """What to write before a command so that it runs on `node` (1 or 2; 0 is this machine itself)."""
+        return [] if node == 0 else ["nsenter", "-t", str(self.pids[node - 1]), *SPACES, f"--wd={ROOT}"]
 
     def start(self, node: int, *command: str, env: Mapping[str, str] | None = None) -> Started:
         """Start a command on `node`."""
@@ -141,6 +142,7 @@ class Nodes:
         with output.open("wb") as out:
             process = subprocess.Popen(
                 [*self.inside(node), *command],
+                cwd=ROOT,
                 env=environment() | dict(env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -148,7 +150,7 @@ class Nodes:
                 start_new_session=True,
             )
         self._started.append(process)
-        return Started(output, process.wait)
+        return Started(output, process.wait, process.pid)
 
     def fork(self, node: int, *argv: str, port: int, nodes: int = 2) -> Started:
         """Start `deepspeed ARGV` with one rank on `node`, of `nodes`: a fork of what has imported everything."""
@@ -163,10 +165,10 @@ class Nodes:
         with output.open("wb") as out:
             forked = fork_server.ask(job, out.fileno())
         self._started.append(forked)
-        return Started(output, forked.answer)
+        return Started(output, forked.answer, forked.pid)
 
     def _output(self, node: int) -> Path:
-        return Path(tempfile.mkstemp(prefix=f"{NAMES[node - 1]}-", suffix=".out", dir=self.folder)[1])
+        return Path(tempfile.mkstemp(prefix=f"node{node}-", suffix=".out", dir=self.folder)[1])
 
     def own(self, node: int, number: int) -> Path:
         """What the own folder of that `number` is on `node`, as seen from outside."""
