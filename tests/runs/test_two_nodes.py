@@ -214,7 +214,7 @@ def test_one_command_ends_both_nodes_whatever_happens(
     elif fault == "rank":
         nodes.rank(2).kill()
     elif fault == "agent":
-        nodes.processes(2, "remat.launch.node_agent")[0].kill()
+        next(p for p in nodes.processes(2, "remat.launch.node_agent") if "nsenter" not in p.cmdline()[0]).kill()
     elif fault == "head":
         os.kill(started.pid, signal.SIGKILL)
     else:
@@ -249,3 +249,49 @@ def serve_ssh(nodes: Nodes) -> None:
         shutil.copy2(path, second)
     for node in (1, 2):
         nodes.start(node, "sh", "-c", "mkdir -p /run/sshd && exec /usr/sbin/sshd -D -e")
+
+
+@pytest.mark.slow_fault
+def test_a_folder_for_outputs_that_each_node_has_for_itself_is_refused(tmp_path: Path, nodes: Nodes) -> None:
+    """It trained up to the first save, which then lacked the other node's files."""
+    workshop = tiny.make_workshop(tmp_path)
+    words = tiny.words(workshop, "local", f"output_dir={nodes.local}", f"data.cache_dir={tmp_path}/cache")
+    started = on_two(nodes, *words)
+    assert ended(started) == [2, 2]
+    assert f"output_dir={nodes.local}: the folder must be shared by all nodes" in started[0].out
+    assert "on node2 (rank 1)" in started[0].out and "Traceback" not in started[0].out
+
+
+@pytest.mark.slow_fault
+def test_a_cache_on_each_nodes_own_disk_changes_nothing(tmp_path: Path, nodes: Nodes) -> None:
+    workshop = tiny.make_workshop(tmp_path)
+    assert deepspeed(*tiny.words(workshop, "one")).code == 0
+    assert ended(on_two(nodes, *tiny.words(workshop, "two", f"data.cache_dir={nodes.local}/cache"))) == [0, 0]
+    assert history(workshop / "out/two/run") == history(workshop / "out/one/run")
+    assert not (nodes.local / "cache").exists()  # it is on the nodes
+
+
+AN_HOUR_AHEAD = """
+import runpy, sys, time
+now = time.time
+time.time = lambda: now() + 3600
+sys.argv[0] = {train!r}
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow_fault
+def test_a_clock_an_hour_ahead_changes_nothing(tmp_path: Path, nodes: Nodes) -> None:
+    """Of the second node, for what Python reads; it saves, and another launch resumes."""
+    workshop = tiny.make_workshop(tmp_path)
+    script = tmp_path / "ahead.py"
+    script.write_text(AN_HOUR_AHEAD.format(train=TRAIN))
+    assert deepspeed(*tiny.words(workshop, "one")).code == 0
+    words = tiny.words(workshop, "two", *SAVES)
+    for stop, code in (("train.stop_at=2", 75), ("train.stop_at=0", 0)):
+        port = free_port()
+        started = [
+            nodes.fork(node, file, *words, stop, port=port) for node, file in ((1, TRAIN), (2, str(script)))
+        ]
+        assert ended(started) == [code, code]
+    assert history(workshop / "out/two/run") == history(workshop / "out/one/run")

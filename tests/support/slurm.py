@@ -17,7 +17,7 @@ ClusterName=test
 SlurmctldHost=node1
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/ctld.pid
