@@ -30,7 +30,7 @@ from typing import BinaryIO
 from remat.config.options import ConfigError
 from remat.launch import processes, rank_keeper
 from remat.launch.arguments import RUNNER_VALUES, LaunchWords
-from remat.launch.supervisor import say, short
+from remat.launch.supervisor import as_exit_code, say, short
 
 MARK = b"\x1e"  # around what an agent tells
 TOLD = re.compile(rb"\x1e(.*?)\x1e\n?")
@@ -246,7 +246,7 @@ class _Head:
         now = time.monotonic()
         for node in self.nodes:
             if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
-                node.code = code
+                node.code = as_exit_code(code)
                 self._node_ended(node)
         if now > self.kill_at:
             self.kill_at = NEVER
