@@ -40,6 +40,10 @@ $(VENV)/async_io: $(VENV)/installed # for the tests of NVMe offload; without lib
 $(VENV)/test-ready: $(STAMP) $(VENV)/async_io
 	@touch $@
 
+$(VENV)/cluster: $(VENV)/installed # ssh and SLURM for `make test-all`; without them their tests are skipped
+	@./scripts/install_cluster.sh
+	@touch $@
+
 $(VENV)/compiled: $(VENV)/installed # one process imports all that tests import, before three do at the same time
 	@$(BIN)/python -m pytest tests --collect-only -qq -p no:xdist -p no:cacheprovider >/dev/null 2>&1 || true # errors are told by the tests
 	@touch $@
@@ -53,7 +57,7 @@ test: $(VENV)/installed ## lint, types and the test suite: of exhaustive grids a
 	    echo "== what failed, once more, one by one: who passes now depends on load or order, which is a fault too"; \
 	    $(BIN)/python -m pytest tests -m "$(QUICK)" --last-failed --last-failed-no-failures none; }
 
-test-all: $(VENV)/installed ## the same with every case of every grid and every slow fault
+test-all: $(VENV)/installed $(VENV)/cluster ## the same with every case of every grid and every slow fault
 	@$(MAKE) --no-print-directory -j 3 lint types $(VENV)/compiled $(VENV)/test-ready
 	@$(BIN)/python -m pytest tests $(QUEUE) --durations 15
 

@@ -335,12 +335,12 @@ def launch(ctx: typer.Context) -> None:
     log. Options: --log-dir DIR, --grace-s SECONDS between a stop and force (600), and those of the deepspeed runner,
     such as --num_gpus N. Any other script, --module NAME or --no_python PROGRAM works too.
     """
-    from remat.launch import arguments, supervisor
+    from remat.launch import arguments, nodes, supervisor
 
     words = arguments.parse(ctx.args)
     if words.trains:
         _check_run(words.words, words.ranks)
-    raise typer.Exit(supervisor.launch(words))
+    raise typer.Exit(nodes.launch(words) if words.of_all_nodes else supervisor.launch(words))
 
 
 def _check_run(args: list[str], ranks: int | None) -> None:

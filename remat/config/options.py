@@ -333,6 +333,7 @@ class DeadlinesConfig:
     evaluate_s: float = 1800.0  # a micro-batch of an evaluation
     save_s: float = 7200.0  # writing a training checkpoint
     export_s: float = 7200.0  # writing the exported model
+    link_s: float = 20.0  # a node of several gives no answer to the node of rank 0; not less than 4
 
 
 @dataclass(kw_only=True)

@@ -39,6 +39,7 @@ from remat.config.options import (
 
 # bf16 has 8 bits of significand: above it, the product beta2 x moment can round back to the moment.
 LARGEST_BETA2_IN_BF16 = 1 - 2**-8
+LINK_S_LEAST = 4  # a kernel asks every second, and three times
 WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
 
 
@@ -159,6 +160,11 @@ def _train(train: TrainConfig) -> list[str]:
         train__router_aux_loss_coef=train.router_aux_loss_coef or 0.0,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
     )
+    if 0 < train.deadlines.link_s < LINK_S_LEAST:
+        found.append(
+            f"train.deadlines.link_s={train.deadlines.link_s:g} is too small: a lost packet must not end a run; "
+            f"give at least {LINK_S_LEAST}, or 0 for no watch on the network between nodes"
+        )
     found += stop_problems(train)
     if train.micro_batch_size > train.global_batch_size:
         found.append(

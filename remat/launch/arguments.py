@@ -52,10 +52,13 @@ class LaunchWords:
 
     @property
     def over_ssh(self) -> bool:
-        """Whether the runner starts ranks through other programs, maybe elsewhere: they are not ours to keep."""
-        if self.runner_has("--force_multi"):
-            return True
-        return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh")
+        """Whether the runner starts ranks through pdsh or MPI: they are not ours to keep."""
+        return self.runner_has("--force_multi", "--launcher")
+
+    @property
+    def of_all_nodes(self) -> bool:
+        """Whether this launch starts one on each node of a hostfile."""
+        return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh") and not self.over_ssh
 
     @property
     def on_one_node(self) -> bool:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,19 +95,21 @@ LAUNCHER_GONE_S = 30.0  # ... once a launcher was killed: they are well, and may
 LEAVING_S = 15.0  # what DeepSpeed's launchers get once all ranks have ended
 SAME_STOP_S = 1.0  # a sender that signals process and group (timeout, scancel) does not ask twice
 NEVER = float("inf")
+Tell = Callable[..., None]
 
 
-def launch(words: LaunchWords) -> int:
+def launch(words: LaunchWords, tell: Tell | None = None) -> int:
     """Run to the end; the exit code of the ranks, 128 + N when a signal ended them. Call it in the main thread.
 
-    Ranks that ran out of memory may ask for another launch with what needs less (remat.launch.retreat).
+    `tell` hears that the ranks of this node have begun, and which one failed first. Ranks that ran out of memory may
+    ask for another launch with what needs less (remat.launch.retreat).
     """
     log_dir, number = words.log_dir, 0
     while True:
         file = log_dir / f"retreat-{number + 1}.json"
         retreat.forget(file)
         told = {retreat.FILE: str(file), retreat.NUMBER: str(number)} if words.on_one_node else {}
-        ended = _launch_once(words, told)
+        ended = _launch_once(words, told, tell)
         if ended.was_stopped or ended.code in (0, EXIT_STOPPED):
             return ended.code
         asked = retreat.take(file)
@@ -130,7 +133,7 @@ class Ended:
     out_of_memory: str = ""
 
 
-def _launch_once(words: LaunchWords, more: dict[str, str]) -> Ended:
+def _launch_once(words: LaunchWords, more: dict[str, str], tell: Tell | None) -> Ended:
     """Run one launch, `more` in the environment of its ranks; return how it ended.
 
     Raises ConfigError where its logs cannot be written.
@@ -146,7 +149,7 @@ def _launch_once(words: LaunchWords, more: dict[str, str]) -> Ended:
         swapped = Path(folder) / "swapped"
         stack.callback(left_behind.remove, swapped)
         more = more | {left_behind.FILE: str(swapped)}
-        supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more)
+        supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more, tell)
         return Ended(supervisor.run(), supervisor.stop is not None, supervisor.out_of_memory)
 
 
@@ -170,9 +173,15 @@ class _Rank:
 
 class _Supervisor:
     def __init__(
-        self, words: LaunchWords, socket_path: Path, stack: contextlib.ExitStack, more: dict[str, str]
+        self,
+        words: LaunchWords,
+        socket_path: Path,
+        stack: contextlib.ExitStack,
+        more: dict[str, str],
+        tell: Tell | None,
     ) -> None:
         self.words = words
+        self.tell = tell  # None where no other node asks
         self.environment = more
         self.ranks: list[_Rank] = []
         self.local_size = 0
@@ -204,7 +213,7 @@ class _Supervisor:
             signal.signal(signum, lambda *_: None)
         process = self._start_runner()  # kept: a Popen that is let go may wait for its process
         self.runner = process.pid
-        if not self.words.over_ssh:
+        if not self.words.over_ssh and self.tell is None:
             say(f"every rank's output is kept in {short(self.words.log_dir)}/rank-N.log")
         while not self._over():
             for key, _ in self.events.select(max(0.0, min(1.0, self.kill_at - time.monotonic()))):
@@ -295,6 +304,8 @@ class _Supervisor:
                 rank.code, rank.at, rank.peak_rss_bytes = told["code"], told["at"], told["peak_rss_bytes"]
             else:
                 rank.rank, rank.pid, self.local_size = told["rank"], told["pid"], told["local_size"]
+                if self.tell and self._all_started():
+                    self.tell(began=self.local_size)
 
     def _check_state(self) -> None:
         """Decide what follows from what is known now."""
@@ -369,7 +380,7 @@ class _Supervisor:
             (r.rank for r in self.ranks if r.rank >= 0), default=-1
         ):  # that one was seen live
             show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
-        if code and not self.words.asks_help:
+        if code and not self.words.asks_help and self.tell is None:
             say(f"exit code {code}; logs in {short(self.words.log_dir)}")
         for signum in rank_keeper.STOP_SIGNALS:
             signal.signal(
@@ -395,9 +406,12 @@ class _Supervisor:
         return as_exit_code(self.runner_code or 0)
 
     def _report_failure(self, rank: _Rank) -> None:
-        if rank.code != -signal.SIGKILL:
-            say(failure(rank.rank, rank.code or 0))
-            return
+        text = self._why_killed(rank) if rank.code == -signal.SIGKILL else failure(rank.rank, rank.code or 0)
+        say(text)
+        if self.tell:
+            self.tell(failed=text, code=as_exit_code(rank.code or 0))
+
+    def _why_killed(self, rank: _Rank) -> str:
         together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
         after, limit = oom_kills(), host_memory().limit_bytes
         known = after is not None and self.kills_before is not None
@@ -409,9 +423,9 @@ class _Supervisor:
             limit_bytes=limit,
             oom_kills=kills,
         )
-        say(text)
         if killed_for_memory(kills, together_bytes=together, limit_bytes=limit):
             self.out_of_memory = text
+        return text
 
 
 def as_exit_code(code: int) -> int:

@@ -7,6 +7,9 @@ it the suspect.
 Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where
 the store does not answer, they report in the run directory, which a network file system may show a minute late.
 
+A node that no longer answers is found by a connection of each node to that of rank 0 (remat/launch/node_link.py),
+within train.deadlines.link_s.
+
 A rank past its own deadline waits for another rank that is behind it, is alive, and has time left. Nothing here
 waits for a disk or the store for ever: one that no longer answers is a common cause of a hang.
 """
@@ -27,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.options import DeadlinesConfig
-from remat.machine import peers
+from remat.launch.node_link import NodeLink
+from remat.machine import distributed, peers
 
 EXIT_FAILED = 70
 FOLDER = "hang"  # in the run directory
@@ -37,6 +41,7 @@ FOLDER_S = 30.0  # between two looks at the folder, where the store does not ans
 BEAT_S = 10.0  # between two messages of a live rank that say where it is
 LOST_S = 30.0  # how long this rank may take to end by itself once another found a rank lost
 REPORTS_S = 10.0  # how long other ranks may take to report too
+HEARD_S = 3 * LISTEN_S  # time for the other ranks to hear that a node does not answer
 FIRST_SPEAKS_S = 5.0  # a launcher ends all ranks once one has left, so the others wait for the one that prints
 
 
@@ -79,10 +84,15 @@ class Watchdog(threading.Thread):
         self._marks += 1
 
     def meet(self, found: peers.Peers | None) -> None:
-        """Let the ranks tell each other where they are from now on."""
+        """Let the ranks tell each other where they are from now on, and watch the links between nodes."""
         self._peers = found
-        if found is not None:
-            self._beat(found)
+        if found is None:
+            return
+        self._beat(found)
+        several = distributed.local_size_from_env() < distributed.world_size_from_env()
+        if several and distributed.local_rank_from_env() == 0 and self._deadlines.link_s:
+            host, silent_s = os.environ["MASTER_ADDR"], self._deadlines.link_s
+            NodeLink(found, host, silent_s, on_break=self._link_broke, say=_say).start()
 
     @property
     def place(self) -> tuple[str, int]:
@@ -139,18 +149,55 @@ class Watchdog(threading.Thread):
         call = found.get("call")
         if call and call["why"] == "hang":
             self._asked.set()
+        elif call and call["why"] == "cut":
+            self._leave_now((found.get("lost") or ["a node is gone"])[0])
         elif call and self._lost_at == 0.0:
             found.put_own("alive", self._mark)
             self._lost_at = time.monotonic()
         elif call and time.monotonic() - self._lost_at > LOST_S:
-            print(
-                f"\nremat: rank {self._rank} ends: {found.get('lost') or 'a rank is gone'}\n",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(EXIT_FAILED)
+            self._leave_now((found.get("lost") or ["a rank is gone"])[0])
         if 0 < self._deadline_s() <= self._waited_s + 3 * BEAT_S:
             self._look_at_others(found)
+
+    def _link_broke(self, rank: int, cut: bool) -> None:
+        """End this rank, and all that it can reach, when the node of `rank` does not answer.
+
+        Where only its process ended, the collectives are given LOST_S to fail by themselves: they tell more.
+        """
+        found = self._peers
+        if self._closed.is_set() or found is None:
+            return
+        ranks = range(rank, min(rank + distributed.local_size_from_env(), found.size))
+        if cut:
+            text = (
+                f"no answer from {found.hosts[rank]} for {self._deadlines.link_s:g} s (train.deadlines.link_s): that "
+                f"node ({found.named(ranks)}) is down, or its network"
+            )
+        else:
+            text = f"{found.named([rank])} is gone"
+        if self._rank == 0:
+            self._tell_of_loss(found, text, ranks, cut=cut)
+        if not cut and self._closed.wait(LOST_S):
+            return
+        self._leave_now(text)
+
+    def _tell_of_loss(self, found: peers.Peers, text: str, ranks: range, *, cut: bool) -> None:
+        if cut:
+            found.put("lost", [text, list(ranks)])
+            found.put("call", {"why": "cut", "rank": self._rank})
+            self._closed.wait(HEARD_S)
+        elif found.get("call") is None:
+            found.put("call", {"why": "lost", "rank": self._rank})
+
+    def _leave_now(self, text: str) -> None:
+        phase, step = self._mark
+        place = _place({"phase": phase, "step": step})
+        _say(
+            f"{text}; rank {self._rank} was in {place}: the run ends, saved states are as they were, resume=auto goes "
+            "on from the newest"
+        )
+        self._let_go()
+        os._exit(EXIT_FAILED)
 
     def _look_at_others(self, found: peers.Peers) -> None:
         now, seen = time.monotonic(), {}
@@ -322,6 +369,10 @@ class _Told(threading.Thread):
             while len(self.reports) < self._peers.size:
                 self.reports = self._peers.each("report")
                 time.sleep(0.2)
+
+
+def _say(text: str) -> None:
+    print(f"\nremat: {text}\n", file=sys.stderr, flush=True)
 
 
 def _leave_alone(mine: dict[str, Any]) -> None:

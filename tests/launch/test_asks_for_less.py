@@ -50,7 +50,7 @@ class Launches:
         self.ends, self.seen = list(ends), list[tuple[list[str], dict[str, str], Path]]()
         monkeypatch.setattr(supervisor, "_launch_once", self.once)
 
-    def once(self, words: arguments.LaunchWords, told: dict[str, str]) -> supervisor.Ended:
+    def once(self, words: arguments.LaunchWords, told: dict[str, str], _: object) -> supervisor.Ended:
         self.seen.append((words.words, told, words.log_dir))
         code, asks, stopped = self.ends[len(self.seen) - 1]
         words.log_dir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def test_a_killed_run_without_a_word_is_an_end(monkeypatch: pytest.MonkeyPatch, 
     """It did not ask for retreats; what an earlier launch with the same log folder asked for is not read."""
     file = tmp_path / "retreat-1.json"
     retreat.prepare(retreat.Smaller("cpu", [], [], None, 3), {FILE: str(file)})
-    monkeypatch.setattr(supervisor, "_launch_once", lambda words, told: supervisor.Ended(137, False, "killed"))
+    monkeypatch.setattr(supervisor, "_launch_once", lambda *_: supervisor.Ended(137, False, "killed"))
     assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 137
 
 

@@ -80,13 +80,15 @@ def test_bad_words_are_one_message(argv: list[str], said: str) -> None:
     ("options", "over_ssh"),
     [
         ([], False),
-        (["--hostfile", "h"], True),
+        (["--hostfile", "h"], False),
         (["--hostfile", "h", "--no_ssh"], False),
+        (["--hostfile", "h", "--launcher", "openmpi"], True),
         (["--force_multi"], True),
     ],
 )
-def test_ranks_of_a_launch_over_ssh_are_not_ours(options: list[str], over_ssh: bool) -> None:
-    assert arguments.parse([*options, "train.py"]).over_ssh is over_ssh
+def test_ranks_of_another_launcher_are_not_ours(options: list[str], over_ssh: bool) -> None:
+    words = arguments.parse([*options, "train.py"])
+    assert words.over_ssh is over_ssh and words.of_all_nodes is (options == ["--hostfile", "h"])
 
 
 def test_the_rank_is_started_as_the_launcher_would() -> None:

@@ -140,7 +140,8 @@ def test_the_sbatch_script_starts_one_launcher_a_node(
     world = json.loads(base64.urlsafe_b64decode(found.world_info))
     assert world == {name: list(range(8)) for name in NODES}
     assert (found.node_rank, found.master_addr, found.master_port) == (node, "node-a", 22345)
-    assert (found.training_script, found.training_script_args) == ("train.py", overrides)
+    named = ["run_id=slurm-912345", "resume=auto_or_start"]
+    assert (found.training_script, found.training_script_args) == ("train.py", [*named, *overrides])
     assert compose.from_command_line(found.training_script_args).run.data.text_field == "two words"
 
 

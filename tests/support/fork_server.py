@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import multiprocessing
@@ -28,6 +29,7 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,9 +250,22 @@ def run_source(connection: Connection, files: list[int], source: str, argv: list
     return 0
 
 
-def launch(connection: Connection, files: list[int], ranks: int, port: int, argv: list[str]) -> int:
-    """As `deepspeed --num_gpus RANKS --master_port PORT ARGV`: the ranks, and the exit code of the first that fails."""
+def launch(
+    connection: Connection,
+    files: list[int],
+    ranks: int,
+    port: int,
+    argv: list[str],
+    node: dict[str, Any] | None = None,
+) -> int:
+    """As `deepspeed --num_gpus RANKS --master_port PORT ARGV`: the ranks, and the exit code of the first that fails.
+
+    With a `node` (tests/support/nodes.py) it is that node's launcher: process `pid` of the node, its `rank` among
+    nodes, how many there are (`of`), and the name of the first, the `master`.
+    """
     os.setsid()
+    if node:
+        enter(node["pid"], Path.cwd())
     os.dup2(files[0], 1)
     os.dup2(files[0], 2)
     os.close(files[0])
@@ -259,7 +274,7 @@ def launch(connection: Connection, files: list[int], ranks: int, port: int, argv
         pid = os.fork()
         if pid == 0:
             connection.close()
-            return run_rank(rank, ranks, port, argv)
+            return run_rank(rank, ranks, port, argv, **({"node": node} if node else {}))
         alive[pid] = rank
     code = 0
     while alive and code == 0:
@@ -292,7 +307,19 @@ def end_others(pids: list[int]) -> None:
         process.kill()
 
 
-def run_rank(rank: int, ranks: int, port: int, argv: list[str]) -> int:
+def enter(pid: int, folder: Path) -> None:
+    """Be on the node that process `pid` is on, in all but process ids: those are new in this process's children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in ("net", "uts", "ipc", "pid", "mnt"):
+        with Path(f"/proc/{pid}/ns/{space}").open() as handle:
+            if libc.setns(handle.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {space}")
+    os.chdir(folder)
+
+
+def run_rank(
+    rank: int, ranks: int, port: int, argv: list[str], node: Mapping[str, Any] = MappingProxyType({})
+) -> int:
     """The script as `python -u SCRIPT --local_rank=RANK WORDS` runs it."""
     import runpy
 
@@ -301,13 +328,13 @@ def run_rank(rank: int, ranks: int, port: int, argv: list[str]) -> int:
     # torch makes its thread pool anew after each fork: two threads at once would find none (ParallelOpenMP.cpp)
     torch.set_num_threads(torch.get_num_threads())
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=node.get("master", "127.0.0.1"),
         MASTER_PORT=str(port),
-        WORLD_SIZE=str(ranks),
-        CROSS_RANK="0",
-        CROSS_SIZE="1",
+        WORLD_SIZE=str(ranks * node.get("of", 1)),
+        CROSS_RANK=str(node.get("rank", 0)),
+        CROSS_SIZE=str(node.get("of", 1)),
         LOCAL_SIZE=str(ranks),
-        RANK=str(rank),
+        RANK=str(rank + ranks * node.get("rank", 0)),
         LOCAL_RANK=str(rank),
         CUDA_VISIBLE_DEVICES=",".join(map(str, range(ranks))),
     )

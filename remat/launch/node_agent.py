@@ -1,0 +1,66 @@
+"""The supervisor of one node of a launch that another node started over ssh: `python -m remat.launch.node_agent`.
+
+It reads its task and signals from its standard input, and tells on its standard output: see remat/launch/nodes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from remat.config.options import ConfigError
+from remat.launch import arguments, nodes, supervisor
+
+CONFIG_PROBLEM = 2
+
+
+def main() -> int:
+    """Run this node's part to its end; its exit code."""
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered: a thread may wait in it as Python ends
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)  # what ranks read
+    task = json.loads(orders.readline())
+    os.environ.update(task["environment"])
+    with tempfile.TemporaryDirectory(prefix="remat-node-") as folder:
+        hostfile = Path(folder) / "hosts"
+        hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in task["hosts"].items()))
+        try:
+            words = arguments.parse(["--hostfile", str(hostfile), *task["words"]])
+            threading.Thread(target=_obey, args=[orders], daemon=True).start()
+            return supervisor.launch(words, tell=_tell)
+        except ConfigError as error:
+            _tell(failed=str(error), code=CONFIG_PROBLEM)
+            supervisor.say(str(error))
+            return CONFIG_PROBLEM
+
+
+def _obey(orders: FileIO) -> None:
+    """Send this process the signals that its input names. The end of the input is a request to stop as well."""
+    for line in orders:
+        if (order := line.decode().strip()) == nodes.KILL:
+            _send(signal.SIGTERM)
+            time.sleep(1.5 * supervisor.SAME_STOP_S)
+            _send(signal.SIGTERM)  # again: at once
+        else:
+            _send(signal.Signals[order])
+    _send(signal.SIGTERM)
+
+
+def _send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def _tell(**event: Any) -> None:
+    os.write(1, nodes.MARK + json.dumps(event).encode() + nodes.MARK + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

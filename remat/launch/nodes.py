@@ -1,0 +1,293 @@
+"""One `remat launch` for all nodes of a hostfile: a supervisor on each, started over ssh, and this process above them.
+
+    remat launch --hostfile H -> ssh -> node_agent (a supervisor, as with --no_ssh) -> runner -> ... -> rank
+
+The first line to an agent's standard input is its task, every further line a signal for its ranks. The end of the
+input means that this process is gone, or its connection: the ranks may save and stop. Agents tell in lines of their
+standard output, between marks, when their ranks have begun and which one failed. So a stop reaches all nodes at once,
+each node ends its own processes, and the first failure is the cause that is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from remat.config.options import ConfigError
+from remat.launch import processes, rank_keeper
+from remat.launch.arguments import RUNNER_VALUES, LaunchWords
+from remat.launch.supervisor import as_exit_code, say, short
+
+MARK = b"\x1e"  # around what an agent tells
+TOLD = re.compile(rb"\x1e(.*?)\x1e\n?")
+KILL = "KILL"  # in the place of a signal: end all ranks now
+EXPORTED = ("NCCL", "PYTHON", "MLFLOW", "MV2", "UCX", "GLOO", "DS_ACCELERATOR")
+ENV_FILE = ".deepspeed_env"  # NAME=value a line, here or in the home folder: DeepSpeed's way to tell nodes more
+HOST = re.compile(r"(\S+)\s+slots=(\d+)(\s+#.*)?$")
+NO_ANSWER = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20}  # [s], times, [s]
+SSH_FAILED = 255
+OTHERS_S = 60.0  # what the other nodes get to end by themselves once one has failed
+KILLED_S = 15.0  # ... and to end all their processes
+NOT_ABLE, FAILED, STOPPED = 3, 70, 75
+NEVER = float("inf")
+OF_THE_HEAD = ("-H", "--hostfile", "--master_addr", "--master_port", "--ssh_port", "--num_nodes")
+
+
+def launch(words: LaunchWords) -> int:
+    """Run on all nodes to the end; the exit code of the first failure, else 75 or 0. Call it in the main thread.
+
+    Raises ConfigError before anything runs.
+    """
+    options = _values(words.runner)
+    hosts = read_hostfile(Path(options.get("-H") or options["--hostfile"]), options.get("--num_nodes"))
+    if left_out := {"-i", "--include", "-e", "--exclude"} & options.keys():
+        raise ConfigError(
+            f"{left_out.pop()}: give remat launch a hostfile of the nodes and slots that are to train"
+        )
+    if not shutil.which("ssh"):
+        raise ConfigError(
+            "--hostfile: there is no ssh on this node; install it, or start one `remat launch` a node with --no_ssh"
+        )
+    return _Head(words, hosts, options).run()
+
+
+def read_hostfile(path: Path, num_nodes: str | None) -> dict[str, int]:
+    """Return the slots by host of the first `num_nodes` lines. Raises ConfigError for what is no hostfile."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--hostfile {path}: {error.strerror}") from error
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = HOST.match(line.strip())
+        if not found or found[1] in hosts:
+            why = "names that node again" if found else "should be `NAME slots=N`"
+            raise ConfigError(f"--hostfile {path}, line {number}: {line.strip()!r} {why}")
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ConfigError(f"--hostfile {path} names no node: write `NAME slots=N`, a node a line")
+    return dict(list(hosts.items())[: int(num_nodes)] if num_nodes and num_nodes.isdigit() else hosts)
+
+
+def _values(runner: list[str]) -> dict[str, str]:
+    """Return the runner's options that have values."""
+    return {name: runner[at + 1] for at, name in enumerate(runner) if name in RUNNER_VALUES}
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what other nodes get of the environment, as DeepSpeed's runner chooses it, and gloo's variables."""
+    found = {name: value for name, value in environment.items() if name.startswith(EXPORTED)}
+    for folder in (Path.home(), Path()):
+        with contextlib.suppress(OSError):
+            for line in (folder / ENV_FILE).read_text().splitlines():
+                name, equals, value = line.partition("=")
+                if equals:
+                    found[name.strip()] = value.strip()
+    return found
+
+
+@dataclass
+class _Node:
+    number: int
+    host: str
+    process: subprocess.Popen[bytes]
+    rest: dict[int, bytes] = field(default_factory=dict)  # of each stream, what has no end of line yet
+    open: int = 2
+    began: bool = False
+    code: int | None = None
+
+    def send(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(f"{text}\n".encode())
+            self.process.stdin.flush()
+
+
+@dataclass(frozen=True)
+class _Cause:
+    host: str
+    text: str
+    code: int
+
+
+class _Head:
+    def __init__(self, words: LaunchWords, hosts: Mapping[str, int], options: Mapping[str, str]) -> None:
+        self.words, self.hosts, self.options = words, hosts, options
+        self.nodes: list[_Node] = []
+        self.cause: _Cause | None = None
+        self.kill_at = self.leave_at = NEVER
+        self.stopped = False
+        self.events = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for caught in (*rank_keeper.STOP_SIGNALS, signal.SIGCHLD):
+            if caught != signal.SIGHUP or signal.getsignal(caught) != signal.SIG_IGN:  # under nohup
+                signal.signal(caught, lambda *_: None)
+        self.events.register(woken, selectors.EVENT_READ)
+        logs = f"{short(self.words.log_dir)}/rank-N.log"
+        say(f"starting {len(self.hosts)} nodes over ssh; every rank's output is kept in {logs}")
+        master = self.options.get("--master_addr") or next(iter(self.hosts))
+        port = self.options.get("--master_port") or str(processes.free_port())
+        self.nodes = [self._start(number, host, master, port) for number, host in enumerate(self.hosts)]
+        while any(node.code is None for node in self.nodes):
+            for key, _ in self.events.select(1.0):
+                if key.fileobj == woken:
+                    for signum in os.read(woken, 4096):
+                        self._signalled(signal.Signals(signum))
+                else:
+                    self._hear(*key.data)
+            self._check()
+        return self._end()
+
+    def _start(self, number: int, host: str, master: str, port: str) -> _Node:
+        """An agent on `host`. Its connection ends with this process."""
+        path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        settings = [f"{name}={value}" for name, value in path.items()]
+        agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
+        how = [word for name, value in NO_ANSWER.items() for word in ("-o", f"{name}={value}")]
+        how += ["-p", self.options["--ssh_port"]] if "--ssh_port" in self.options else []
+        command = ["ssh", "-o", "BatchMode=yes", *how, host, f"cd {shlex.quote(str(Path.cwd()))} && {agent}"]
+        libc = ctypes.CDLL(None)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL),
+        )  # fmt: skip
+        node = _Node(number, host, process)
+        for stream, shown in ((process.stdout, 1), (process.stderr, 2)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self.events.register(stream, selectors.EVENT_READ, (node, stream, shown))
+        task = {"hosts": dict(self.hosts), "environment": exported(os.environ),
+                "words": self._words_of(number, master, port)}  # fmt: skip
+        node.send(json.dumps(task))
+        return node
+
+    def _words_of(self, number: int, master: str, port: str) -> list[str]:
+        """The command line of `remat launch` on one node; its agent adds the hostfile."""
+        words, runner = self.words, list(self.words.runner)
+        for name in OF_THE_HEAD:
+            while name in runner:
+                at = runner.index(name)
+                del runner[at : at + 2]
+        kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[words.kind]
+        place = ["--no_ssh", "--node_rank", str(number), "--master_addr", master, "--master_port", port]
+        own = ["--log-dir", str(words.log_dir), "--grace-s", f"{words.grace_s:g}"]
+        return [*runner, *place, *own, *kind, words.target, *words.words]
+
+    # What happens
+
+    def _hear(self, node: _Node, stream: BinaryIO, shown: int) -> None:
+        """Show what a node says, with its name unless it is the first, and note what its agent tells."""
+        data = os.read(stream.fileno(), 1 << 16)
+        if not data:
+            self.events.unregister(stream)
+            node.open -= 1
+        text = node.rest.get(shown, b"") + data
+        for told in TOLD.findall(text):
+            self._told(node, json.loads(told))
+        text = TOLD.sub(b"", text)
+        ready = (
+            text[: text.rfind(b"\n") + 1] if data else text
+        )  # whole lines, so that those of nodes do not mix
+        node.rest[shown] = text[len(ready) :]
+        prefix = f"{node.host}: ".encode() * (node.number > 0)
+        for line in ready.splitlines(keepends=True):
+            with contextlib.suppress(OSError):  # nobody listens any more
+                os.write(shown, prefix + line)
+
+    def _told(self, node: _Node, event: dict[str, str | int]) -> None:
+        if "failed" in event:
+            self._failed(node, str(event["failed"]), int(event["code"]))
+        else:
+            node.began = True
+
+    def _failed(self, node: _Node, text: str, code: int) -> None:
+        """The first failure is the cause: what other nodes say after it follows from it."""
+        if self.cause is None:
+            self.cause = _Cause(node.host, text, code)
+            self.kill_at = min(self.kill_at, time.monotonic() + OTHERS_S)
+
+    def _signalled(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGCHLD:
+            return
+        if all(node.began for node in self.nodes):
+            running = [node for node in self.nodes if node.code is None]
+            say(
+                f"{signum.name} sent to {len(running)} nodes: their ranks may save and stop; again to end at once"
+            )
+            for node in running:
+                node.send((signal.SIGTERM if signum == signal.SIGHUP else signum).name)
+            self.stopped = True
+        else:
+            say(f"{signum.name} before the ranks of all nodes began: nothing to save")
+            self.stopped = True
+            self._kill()
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        for node in self.nodes:
+            if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
+                node.code = as_exit_code(code)
+                self._node_ended(node)
+        if now > self.kill_at:
+            self.kill_at = NEVER
+            say("the other nodes did not end by themselves: ending all their processes")
+            self._kill()
+        if now > self.leave_at:
+            for node in self.nodes:
+                if node.code is None:
+                    say(
+                        f"{node.host} does not answer: what runs there ends by itself, since this connection is closed"
+                    )
+                    node.process.kill()
+            self.leave_at = NEVER
+
+    def _node_ended(self, node: _Node) -> None:
+        if node.code in (0, STOPPED):
+            self.kill_at = min(self.kill_at, time.monotonic() + self.words.grace_s)  # others may still save
+        elif node.code != SSH_FAILED:
+            self._failed(node, f"remat launch ended there with exit code {node.code}", node.code or FAILED)
+        elif node.began:
+            self._failed(node, "no answer, or its remat launch was killed (ssh ended with 255)", FAILED)
+        else:
+            remedy = "`ssh NAME true` must work without a password for every name of the hostfile"
+            self._failed(node, f"ssh could not start a launch there (exit code 255): {remedy}", NOT_ABLE)
+            self._kill()
+
+    def _kill(self) -> None:
+        self.leave_at = min(self.leave_at, time.monotonic() + KILLED_S)
+        for node in self.nodes:
+            node.send(KILL)
+
+    def _end(self) -> int:
+        for signum in rank_keeper.STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        codes = [node.code for node in self.nodes]
+        if self.cause is None:
+            forced = next((code for code in codes if code not in (0, STOPPED)), None)
+            code = forced or (STOPPED if STOPPED in codes or (self.stopped and any(codes)) else 0)
+        else:
+            code = self.cause.code
+            say(f"first cause, on {self.cause.host}: {self.cause.text}")
+        if code:
+            say(f"exit code {code}; logs in {short(self.words.log_dir)}")
+        return code
