@@ -82,6 +82,8 @@ model=hf model.path
     pretrained_model_name_or_path checkpoint_path model.name model.id
 model.tokenizer
     tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer
+model.rope_scaling=yarn model.rope_factor=4
+    rope_scaling_type rope_type rope_parameters rope_scaling_factor rope_freq_base yarn
 model.attention
     attn_implementation flash_attention use_flash_attention flash_attn attn flash_attention_2
     use_flash_attn use_flash_attention_2 sdp_attention attn_impl

@@ -35,6 +35,14 @@ class ModelInit(StrEnum):
     random = "random"  # fresh weights from `train.seed`; needs no file
 
 
+class RopeScaling(StrEnum):
+    """How rotary positions reach further: the kinds of transformers that do not depend on the batch."""
+
+    linear = "linear"
+    yarn = "yarn"
+    llama3 = "llama3"
+
+
 class ModelLoad(StrEnum):
     auto = "auto"  # own_slices where ZeRO-3 and the files allow it, else from_pretrained, with the reason
     own_slices = "own_slices"  # each rank reads only its own part of the files
@@ -225,6 +233,10 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # "bytes", a folder or a hub name; null: the one at `path`
     attention: Attention = Attention.sdpa  # how attention is computed
+    rope_scaling: RopeScaling | None = (
+        None  # how rotary positions are stretched to longer sequences; null: as they are
+    )
+    rope_factor: float = 1.0  # how many times the model's own length they reach
     trust_remote_code: bool = False  # run the Python code that comes with the model
     allow_pickle: bool = False  # load .bin weights too, which can run code; false: safetensors only
     load: ModelLoad = ModelLoad.auto  # how pretrained weights are read

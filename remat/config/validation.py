@@ -203,7 +203,23 @@ def stop_problems(train: TrainConfig) -> list[str]:
     return []
 
 
+def _rope(model: ModelConfig) -> list[str]:
+    if model.rope_scaling is None and model.rope_factor != 1:
+        return [
+            f"model.rope_factor={model.rope_factor:g} without model.rope_scaling: add model.rope_scaling=yarn, or "
+            "leave it out"
+        ]
+    if model.rope_scaling is not None and not model.rope_factor > 1:
+        return [
+            f"model.rope_scaling={model.rope_scaling} with model.rope_factor={model.rope_factor:g}: give how many "
+            "times the model's own length is wanted, for example model.rope_factor=4"
+        ]
+    return []
+
+
 def _model(model: ModelConfig) -> list[str]:
+    if problems := _rope(model):
+        return problems
     if model.architecture.get("use_cache"):
         return [
             "model.architecture.use_cache=true: a key-value cache is for generation, and a recomputation "

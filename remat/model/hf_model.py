@@ -27,7 +27,7 @@ from remat.config.options import ConfigError, ModelConfig, ModelInit, ModelLoad,
 from remat.config.units import format_size
 from remat.machine import distributed, rng
 from remat.machine.host_memory import HostPeak
-from remat.model import own_slices
+from remat.model import own_slices, positions
 from remat.model.own_slices import Layout, NotSliced, Progress
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -80,7 +80,7 @@ def shape_config(cfg: ModelConfig) -> PretrainedConfig:
 
     `architecture` is used when it is given, so that neither network nor folder is needed.
     """
-    return _from_fields(cfg) if cfg.architecture else _from_path(cfg)
+    return positions.stretch(_from_fields(cfg) if cfg.architecture else _from_path(cfg), cfg)
 
 
 def load_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -102,7 +102,7 @@ def load_config(cfg: ModelConfig) -> PretrainedConfig:
             f"model.path={cfg.path} has other sizes than model.architecture: {', '.join(differing)}. Use model=hf "
             "for a model of your own, or correct the architecture"
         )
-    return config
+    return positions.stretch(config, cfg)
 
 
 def _from_fields(cfg: ModelConfig) -> PretrainedConfig:

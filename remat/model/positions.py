@@ -1,4 +1,7 @@
-"""How long a model's sequences may be: some look positions up in a table, the others compute them for any length."""
+"""How long a model's sequences may be: some look positions up in a table, the others compute them for any length.
+
+Rotary positions can be stretched to longer sequences (`model.rope_scaling`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,60 @@ from typing import Any
 
 from torch import nn
 
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, ModelConfig, ModelInit, RopeScaling
 
 LARGEST_OFFSET = 2  # OPT's table has two rows more than positions
 
 
-def check_length(skeleton: Any, config: Any, seq_len: int, *, pretrained: bool) -> str:
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of Llama 3.1
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # that may have rotary positions of their own
+
+
+def stretch(config: Any, cfg: ModelConfig) -> Any:
+    """Return `config` with the rotary positions that `cfg` asks for, for `model.rope_factor` times the model's length.
+
+    The model's length is what it was made for before any stretching. Layers with a window keep their positions. Raises
+    ConfigError for a model without rotary positions, and for one that is stretched in another way or as far already.
+    """
+    if cfg.rope_scaling is None:
+        return config
+    asked = f"model.rope_scaling={cfg.rope_scaling} model.rope_factor={cfg.rope_factor:g}"
+    text = config.get_text_config()
+    found = getattr(text, "rope_parameters", None) or {}
+    nested = LAYER_TYPES.issuperset(found)
+    rope = found.get("full_attention") if nested else found
+    if (
+        not rope
+        or "rope_theta" not in rope
+        or not isinstance(getattr(text, "max_position_embeddings", None), int)
+    ):
+        raise ConfigError(
+            f"{asked}: {config.model_type} has no rotary positions that can be stretched; leave it out"
+        )
+    kind, factor = rope.get("rope_type", "default"), float(rope.get("factor") or 1.0)
+    again = kind == cfg.rope_scaling and kind != RopeScaling.linear and cfg.rope_factor > factor
+    if kind != "default" and not again:
+        remedy = "leave it out" if kind == "linear" else f"leave it out, or give a larger factor of {kind}"
+        raise ConfigError(
+            f"{asked}: the model's positions are stretched by {kind} x {factor:g} already; {remedy}"
+        )
+    own = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+    more = {"rope_type": str(cfg.rope_scaling), "factor": cfg.rope_factor}
+    if cfg.rope_scaling is not RopeScaling.linear:
+        more["original_max_position_embeddings"] = own
+    if cfg.rope_scaling is RopeScaling.llama3:
+        more = {**LLAMA3, **{name: rope[name] for name in LLAMA3 if name in rope}, **more}
+    changed = {"rope_theta": rope["rope_theta"], **_partial(rope), **more}
+    text.rope_parameters = {**found, "full_attention": changed} if nested else changed
+    text.max_position_embeddings = int(own * cfg.rope_factor)
+    return config
+
+
+def _partial(rope: dict[str, Any]) -> dict[str, Any]:
+    return {name: rope[name] for name in ("partial_rotary_factor",) if rope.get(name) is not None}
+
+
+def check_length(skeleton: Any, config: Any, seq_len: int, cfg: ModelConfig) -> str:
     """Compare train.seq_len with the length that the model's config names; return a warning, or "".
 
     Raises ConfigError where a longer sequence would index a table of positions out of its range. Positions that are
@@ -27,12 +78,19 @@ def check_length(skeleton: Any, config: Any, seq_len: int, *, pretrained: bool) 
             f"train.seq_len={seq_len}: the model has a table of {longest} positions ({table}), and no row for later "
             f"ones: set train.seq_len={longest} or less"
         )
-    if not pretrained:
+    if cfg.rope_scaling is not None:
+        needed = -(-seq_len * cfg.rope_factor // longest)
+        raise ConfigError(
+            f"train.seq_len={seq_len} is longer than the {longest} positions that "
+            f"model.rope_factor={cfg.rope_factor:g} reaches: set model.rope_factor={needed:g}, or "
+            f"train.seq_len={longest} or less"
+        )
+    if cfg.init is not ModelInit.pretrained:
         return ""
     return (
         f"train.seq_len={seq_len} is longer than the {longest} positions that the model was made for "
-        f"(max_position_embeddings): it must learn the later ones. Set train.seq_len={longest} or less, or give the "
-        "folder's config.json a rope scaling for the length"
+        f"(max_position_embeddings): it must learn the later ones. Set train.seq_len={longest} or less, or stretch its "
+        f"rotary positions: model.rope_scaling=yarn model.rope_factor={-(-seq_len // longest)}"
     )
 
 

@@ -16,7 +16,6 @@ from remat.config.options import (
     Attention,
     Compilation,
     ConfigError,
-    ModelInit,
     ModelLoad,
     OptimName,
     Packing,
@@ -112,9 +111,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     skeleton = shape.plain
     if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
         raise ConfigError("\n".join(problems))
-    length_warning = positions.check_length(
-        skeleton, config, cfg.train.seq_len, pretrained=cfg.model.init is ModelInit.pretrained
-    )
+    length_warning = positions.check_length(skeleton, config, cfg.train.seq_len, cfg.model)
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = shape.facts
