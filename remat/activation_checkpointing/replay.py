@@ -874,7 +874,8 @@ def _is_machinery(hook: Any) -> bool:
     """Return whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("deepspeed", "remat")
+    module = str(getattr(hook, "__module__", ""))
+    return module.partition(".")[0] in ("deepspeed", "remat") and not module.startswith("remat.model.")
 
 
 def _pass_gradients_as_zero3(module: nn.Module) -> None:

@@ -12,9 +12,10 @@ import contextlib
 import copy
 import functools
 import os
+import pickle
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,7 +26,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
@@ -69,11 +70,17 @@ Every choice and value above holds for `remat ds-config` too.
 
 @dataclass
 class Composed:
-    """The run, the same as the YAML a person reads and the run directory keeps, and the words that ask for it."""
+    """The run, how it is written as the YAML that the run directory keeps, and the words that ask for it."""
 
     run: RunConfig
-    yaml: str
+    write_yaml: Callable[
+        [], str
+    ]  # half of the time of composing: a search composes hundreds of runs, and reads none
     words: list[str] = field(default_factory=list)
+
+    @property
+    def yaml(self) -> str:
+        return self.write_yaml()
 
 
 def from_command_line(argv: list[str]) -> Composed:
@@ -109,7 +116,7 @@ def compose_run(
     resumes = resumed_folder(words)
     try:
         search = _search_path(folders)
-        run, yaml = _compose_resumed(kept, search, resumes) if resumes else _compose([*search, *kept])
+        run, write_yaml = _compose_resumed(kept, search, resumes) if resumes else _compose([*search, *kept])
     except ConfigError as error:
         raise ConfigError("\n".join([*found, str(error)])) from error
     except _RefusedValues as unset:
@@ -121,7 +128,7 @@ def compose_run(
     if found:
         raise ConfigError("\n".join(found))
     validation.check(run)
-    return Composed(run=run, yaml=yaml, words=words)
+    return Composed(run, write_yaml, words)
 
 
 def check_deepspeed(run: RunConfig, ranks: int | None) -> None:
@@ -229,16 +236,16 @@ def usage() -> str:
     return USAGE.format(recipes=", ".join(_recipe_files()), groups=f"\n{' ' * 23}".join(groups))
 
 
-def _compose(overrides: list[str]) -> tuple[RunConfig, str]:
-    """The run and its YAML; values that refer to others are resolved."""
+def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
+    """The run and how its YAML is written; values that refer to others are resolved."""
     quick = _with_values(overrides)
     cfg = _loaded(overrides) if quick is None else quick
     _let_adapters_bring_lr(cfg, overrides)
     return _finished(cfg)
 
 
-def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, str]:
-    """The configuration of the run at `place` with these words set in it, and its YAML.
+def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, Callable[[], str]]:
+    """The configuration of the run at `place` with these words set in it, and how its YAML is written.
 
     A choice of a group replaces that section whole. Raises ConfigError for a run without a readable configuration, and
     what `_with_values` raises.
@@ -285,7 +292,7 @@ def _let_adapters_bring_lr(cfg: DictConfig, words: Sequence[str]) -> None:
         cfg.peft.lr = None
 
 
-def _finished(cfg: DictConfig) -> tuple[RunConfig, str]:
+def _finished(cfg: DictConfig) -> tuple[RunConfig, Callable[[], str]]:
     if "hydra" in cfg:
         cfg.name = cfg.name or str(cfg.hydra.runtime.choices.get("recipe"))
         OmegaConf.set_struct(cfg, False)
@@ -297,13 +304,17 @@ def _finished(cfg: DictConfig) -> tuple[RunConfig, str]:
         )
     run = OmegaConf.to_object(cfg)
     assert isinstance(run, RunConfig)
+    return run, functools.partial(_to_yaml, cfg)
+
+
+def _to_yaml(cfg: DictConfig) -> str:
     # value by value: a hidden one is quoted then, for the file is read again
-    return run, OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(cfg, enum_to_str=True))))
+    return OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(cfg, enum_to_str=True))))
 
 
 def _unknown_keys(cfg: Any, schema: Any, prefix: str = "") -> Iterator[str]:
     """The dotted names in `cfg` that the schema does not have: nothing would read them."""
-    kinds = get_type_hints(schema)
+    kinds = _type_hints(schema)
     for name in cfg:
         if name not in kinds:
             yield f"{prefix}{name}"
@@ -311,12 +322,21 @@ def _unknown_keys(cfg: Any, schema: Any, prefix: str = "") -> Iterator[str]:
             yield from _unknown_keys(cfg[name], kinds[name], f"{prefix}{name}.")
 
 
+@functools.cache
+def _type_hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
 def _loaded(overrides: Sequence[str]) -> DictConfig:
     """What Hydra makes of all of them: a fifth of a second."""
     _register(_files())
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
-        return compose(config_name="train", overrides=list(overrides), return_hydra_config=True)
+        cfg = compose(config_name="train", overrides=list(overrides), return_hydra_config=True)
+    recipe = cfg.hydra.runtime.choices.get("recipe")
+    with open_dict(cfg):  # of Hydra's own settings, which are copied with every run, nothing else is read
+        cfg.hydra = {"runtime": {"choices": {"recipe": recipe}}}
+    return cfg
 
 
 def _with_values(overrides: list[str]) -> DictConfig | None:
@@ -329,11 +349,9 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
     if sorted_words is None:
         return None
     chosen, values = sorted_words
-    groups = [word.partition("=")[0] for word in chosen]
-    if len(set(groups)) < len(groups):
-        return None
+    last = {word.partition("=")[0]: word for word in chosen}  # as Hydra: the last choice of a group holds
     try:
-        cfg = copy.deepcopy(_of_choices(tuple(sorted(chosen)), _files()))
+        cfg: DictConfig = pickle.loads(_of_choices(tuple(sorted(last.values())), _files()))
     except Exception:  # as varied as in compose_run
         return None
     try:
@@ -401,17 +419,20 @@ def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_choices(chosen: tuple[str, ...], files: Files) -> DictConfig:
-    """What Hydra composes of choices, each of another group: the others are put into what the recipe gives."""
+def _of_choices(chosen: tuple[str, ...], files: Files) -> bytes:
+    """What Hydra composes of choices, each of another group: the others are put into what the recipe gives.
+
+    Pickled, which makes a copy in a quarter of the time of `copy.deepcopy`.
+    """
     recipe = tuple(word for word in chosen if word.startswith("recipe="))
     cfg = copy.deepcopy(_of_recipe(recipe, files))
     for word in (word for word in chosen if word not in recipe):
         group, _, name = word.partition("=")
         file = CONF_DIR / group / f"{name}.yaml"
         if not file.exists():
-            return _loaded(chosen)
+            return pickle.dumps(_loaded(chosen))
         cfg[group] = _section(group, file, str(cfg.hydra.runtime.choices.recipe), files)
-    return cfg
+    return pickle.dumps(cfg)
 
 
 @functools.lru_cache(maxsize=64)
@@ -423,9 +444,15 @@ def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
     """What `file` makes of a group, under what conf/train.yaml, your own defaults and the recipe set in it."""
     stronger = (CONF_DIR / "train.yaml", CONF_DIR / "local/default.yaml", RECIPE_DIR / f"{recipe}.yaml")
     contents = [content[group] for path in stronger if group in (content := _read(path, files))]
-    section = OmegaConf.merge(OmegaConf.structured(RunConfig)[group], _read(file, files), *contents)
+    section = OmegaConf.merge(_schema()[group], _read(file, files), *contents)
     assert isinstance(section, DictConfig)
     return section
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """The options with their defaults; a merge copies them."""
+    return OmegaConf.structured(RunConfig)
 
 
 @functools.lru_cache(maxsize=128)

@@ -109,6 +109,8 @@ peft.dora=true
     use_dora dora
 peft.modules_to_save
     modules_to_save lora_modules_to_save additional_target lora_extra_modules
+train.router_aux_loss_coef
+    moe_aux_loss_coef router_aux_loss aux_loss_coef output_router_logits aux_loss_alpha moe_aux_loss
 train.neftune_alpha
     neftune_noise_alpha neftune noise_alpha
 peft=lora

@@ -362,6 +362,9 @@ class TrainConfig:
     stop_at: int = 0
     # time since the launch after which the run saves (which comes on top) and stops, resumable; 0: no limit
     max_minutes: float = 0.0
+    # factor of the loss that balances a mixture of experts, 0.01 for example; 0: none; null: the model's own, where its
+    # config has output_router_logits
+    router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0  # noise on embeddings while training (Jain et al. 2023), 5 for example; 0: none
     max_skipped_steps: int = 10  # [steps] so many in a row may be skipped as not finite before the run ends
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)

@@ -157,6 +157,7 @@ def _train(train: TrainConfig) -> list[str]:
         train__early_stopping_evals=train.early_stopping_evals,
         train__max_minutes=train.max_minutes,
         train__neftune_alpha=train.neftune_alpha,
+        train__router_aux_loss_coef=train.router_aux_loss_coef or 0.0,
         **{f"train__deadlines__{name}": seconds for name, seconds in asdict(train.deadlines).items()},
     )
     if 0 < train.deadlines.link_s < LINK_S_LEAST:

@@ -6,6 +6,7 @@ torch reads one variable, the first that is set: PYTORCH_CUDA_ALLOC_CONF, then P
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import re
@@ -57,6 +58,7 @@ def in_effect(cfg: AllocatorConfig, environ: Mapping[str, str] = os.environ) -> 
     return _parsed(_composed(cfg, version) if value is None else value)
 
 
+@functools.cache  # a search asks hundreds of times, and each answer is read from files
 def torch_version() -> str:
     """Return the version of the torch that is installed, without importing it."""
     return importlib.metadata.version("torch")

@@ -185,6 +185,7 @@ def nccl_bytes(ranks: int, version: str) -> int:
     return NCCL_BYTES[known][ranks > 2]
 
 
+@functools.cache  # each answer is read from files
 def nccl_version() -> str:
     """Return the version of NCCL that is installed; the newest that is known where none is."""
     for name in NCCL_PACKAGES:

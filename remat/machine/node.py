@@ -36,7 +36,6 @@ class Machine:
     host_total_bytes: int
     shm_bytes: int | None = None  # free in /dev/shm; None: not looked at
     resident_bytes: int = 0  # host memory that this rank already uses
-    gpu_count: int
     gpu_bytes: int | None
     memlock_bytes: int | None
     output: Disk
@@ -65,7 +64,6 @@ def found(
         host_total_bytes=host.total_bytes,
         shm_bytes=shm_bytes(root),
         resident_bytes=psutil.Process().memory_info().rss,
-        gpu_count=torch.cuda.device_count(),
         gpu_bytes=_gpu_bytes() if torch.cuda.is_available() else None,
         memlock_bytes=memlock_bytes(root),
         output=disk(output_dir),

@@ -42,7 +42,6 @@ class ModelFacts:
     largest_param: int
     num_trainable_params: int
     largest_trainable_param: int
-    num_embedding_params: int
     class_name: str
     quantised_weights: tuple[int, ...] = ()  # elements of each matrix held in 4 bits
     trained_shapes: tuple[tuple[int, ...], ...] = ()  # in the model's order
@@ -199,13 +198,11 @@ def facts(model: Any) -> ModelFacts:
     """Count the parameters of a skeleton."""
     sizes = [p.numel() for p in model.parameters()]
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    embedding = model.get_input_embeddings().weight
     return ModelFacts(
         num_params=sum(sizes),
         largest_param=max(sizes),
         num_trainable_params=sum(trained),
         largest_trainable_param=max(trained),
-        num_embedding_params=embedding.numel(),
         class_name=type(model).__name__,
         trained_shapes=tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad),
     )

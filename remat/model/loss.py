@@ -5,6 +5,8 @@ vocabulary at the peak. `chunked` never has more than one chunk of logits: the o
 tokens. Each chunk runs under activation checkpointing (torch) and through DeepSpeed's fp32 cross entropy, which keeps
 one number per token (Triton on CUDA). It costs one more forward of the output layer.
 
+`RouterBalance` adds the load-balancing loss of a mixture of experts, where it is asked for.
+
 The loop over chunks runs inside the output layer's own call, so that ZeRO-3 gathers its weight once in forward and
 once in backward. torch's `linear_cross_entropy` is not used: in bf16 it returns the loss itself in bf16 (3 % off at a
 vocabulary of 5000).
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.config.options import ConfigError, LossKind
+from remat.config.options import Compilation, ConfigError, LossKind, Policy, RunConfig
 from remat.machine import distributed
 
 IGNORED = -100
@@ -66,8 +68,12 @@ class TokenLoss:
         *,
         verify: bool = True,
         cross_entropy: CrossEntropy | None = None,
+        router_coef: float = 0.0,
     ) -> None:
         self.kind = kind
+        own = getattr(model.config, "output_router_logits", False)  # would keep the logits of all routers
+        self.fixed: dict[str, Any] = {"output_router_logits": False} if own else {}
+        self.balance = RouterBalance(model, router_coef) if router_coef else None
         self.verified = not verify  # compared once, on the first call: it costs a host synchronisation
         self.cross_entropy = cross_entropy or fused_cross_entropy
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -86,12 +92,21 @@ class TokenLoss:
     def __call__(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return the sum of the token losses, a float32 scalar on the batch's device; no mean is taken here.
 
-        `module` is what is called (the DeepSpeed engine or the model). `batch` has `input_ids` and `labels`, both
-        [batch, seq]; labels are unshifted, with -100 where nothing is trained. A block of a sequence has `targets`,
-        labels that were shifted before it was cut.
+        While `module` trains, the balancing loss of its routers is in it, once for each trained token. `module` is
+        what is called (the DeepSpeed engine or the model). `batch` has `input_ids` and `labels`, both [batch, seq];
+        labels are unshifted, with -100 where nothing is trained. A block of a sequence has `targets`, labels that
+        were shifted before it was cut.
         """
         targets = targets_of(batch)
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", "targets")}
+        if self.balance is None or not module.training:
+            return self._token_losses(module, batch, targets)
+        self.balance.begin(batch, targets)
+        return self.balance.add_to(self._token_losses(module, batch, targets))
+
+    def _token_losses(self, module: nn.Module, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
+        inputs = {
+            name: value for name, value in batch.items() if name not in ("labels", "targets")
+        } | self.fixed
         if self.kind is LossKind.full:
             logits = module(**inputs, use_cache=False).logits
             return F.cross_entropy(
@@ -121,6 +136,154 @@ class TokenLoss:
             yield returned
         finally:
             del self.head.forward
+
+
+class RouterBalance:
+    """The load-balancing loss of a mixture of experts (Fedus et al. 2021, equations 4 to 6), as transformers has it.
+
+    Of one block: experts x the sum over experts of (share of the block's tokens sent there) x (mean probability of
+    it), over the tokens of all layers. It is taken for each block by itself and weighs as much as the block has
+    trained tokens, so that micro-batches and ranks do not change it. With blocks of one micro-batch each it is what
+    transformers computes.
+
+    No tensor leaves a layer for it, so that a layer may be recomputed by any mechanism: each router's output gets
+    its part of the gradient where it is made, from counts that the forward of all layers has filled. `model` is the
+    transformers model, perhaps with adapters, `coef` the factor of the loss.
+    """
+
+    def __init__(self, model: Any, coef: float) -> None:
+        routers, index, self.top_k = find_routers(model)
+        self.coef, self.upstream = coef, torch.empty(0)
+        for router in routers:
+            router.register_forward_hook(lambda router, _, output: self._attach(router, output, index))
+
+    def begin(self, batch: Mapping[str, Tensor], targets: Tensor) -> None:
+        """Begin a micro-batch of blocks; `targets` [batch, seq] as in `targets_of`."""
+        mask = batch.get("attention_mask")
+        real = mask if mask is not None and mask.shape == targets.shape else torch.ones_like(targets)
+        self.real = real.float()
+        self.trained = (targets != IGNORED).sum(1).float()  # of each block
+        self.seen: set[int] = set()  # routers that were counted
+        self.sent = self.likely = self.real.new_zeros(
+            len(self.real), 1
+        )  # [batch, experts]: tokens, probabilities
+
+    def add_to(self, loss: Tensor) -> Tensor:
+        """Return `loss` plus the balancing loss of the micro-batch whose forward has ended."""
+        added: Tensor = _Balanced.apply(loss, self._value(), self)
+        return added
+
+    def gradient(self, logits: Tensor) -> Tensor:
+        """Return the gradient of the balancing loss for the logits [batch x seq, experts] of one layer's router."""
+        likely = self._by_block(torch.softmax(logits.float(), -1))
+        weight = self.coef * self.upstream * self.trained / self._rows().square() * likely.shape[-1]
+        grad = weight[:, None, None] * self.sent[:, None] * self.real[..., None]
+        grad = likely * (grad - (grad * likely).sum(-1, keepdim=True))
+        return grad.reshape(logits.shape).to(logits.dtype)
+
+    def _value(self) -> Tensor:
+        of_blocks = (self.sent * self.likely).sum(-1) * self.sent.shape[-1] / self._rows().square()
+        return self.coef * (of_blocks * self.trained).sum()
+
+    def _rows(self) -> Tensor:
+        return self.real.sum(1).clamp(min=1) * len(self.seen)
+
+    def _by_block(self, rows: Tensor) -> Tensor:
+        return rows.reshape(*self.real.shape, -1)
+
+    def _attach(self, router: nn.Module, output: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+        logits = output[index]
+        if not router.training:
+            return output
+        with torch.no_grad():
+            self._count(router, logits.detach())
+        if not logits.requires_grad:  # a forward that is run again in backward, or nothing below is trained
+            return output
+        used = next(i for i, t in enumerate(output) if i != index and t.is_floating_point())
+        attached: Tensor = _Attached.apply(output[used], logits, self)
+        return (*output[:used], attached, *output[used + 1 :])
+
+    def _count(self, router: nn.Module, logits: Tensor) -> None:
+        """Count one layer, once: a layer that is recomputed calls its router again."""
+        likely = torch.softmax(logits.float(), -1)
+        chosen = torch.zeros_like(likely).scatter_(-1, likely.topk(self.top_k, -1).indices, 1.0)
+        sums = [(self._by_block(each) * self.real[..., None]).sum(1) for each in (chosen, likely)]
+        if id(router) not in self.seen:
+            self.seen.add(id(router))
+            self.sent, self.likely = self.sent + sums[0], self.likely + sums[1]
+
+
+class _Attached(torch.autograd.Function):
+    """Hand on what a router weighs its experts by; in backward, give the router's logits their own gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.balance = balance
+        return used.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        return grads[0], ctx.balance.gradient(logits), None
+
+
+class _Balanced(torch.autograd.Function):
+    """Add a value to the loss; in backward, which begins here, keep the factor that the loss was multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, balance: RouterBalance) -> Tensor:
+        ctx.balance = balance
+        return loss + value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.balance.upstream = grads[0]
+        return grads[0], None, None
+
+
+def find_routers(model: Any) -> tuple[list[nn.Module], int, int]:
+    """Return the routers of a transformers model, the place of the logits in their output, and experts per token.
+
+    Raises ConfigError for a model without a balancing loss in transformers.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    recorded: Any = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)
+    routers = [module for module in base.modules() if kind and isinstance(module, kind)]
+    top_k = getattr(base.config, "num_experts_per_tok", None)
+    if not routers or not top_k or not hasattr(base.config, "router_aux_loss_coef"):
+        raise ConfigError(
+            f"train.router_aux_loss_coef: transformers has no balancing loss for {type(base).__name__}; set it to 0"
+        )
+    return routers, recorded.index, top_k
+
+
+def decide_balance(cfg: RunConfig, model: Any) -> float:
+    """Return the factor of the balancing loss of a run: what was asked, or the model's own where its config has it on.
+
+    Raises ConfigError for what cannot have it.
+    """
+    own = getattr(model.config, "output_router_logits", False) and model.config.router_aux_loss_coef
+    coef = float(own) if cfg.train.router_aux_loss_coef is None else cfg.train.router_aux_loss_coef
+    if not coef:
+        return 0.0
+    find_routers(model)
+    asked = f"train.router_aux_loss_coef={coef:g}" + (" (the model's own)" if own else "")
+    wrong = []
+    if cfg.train.sequence_parallel_size > 1 or cfg.train.tensor_parallel_size > 1:
+        wrong.append(
+            f"{asked} with ranks that share a block: a rank does not know where the others send its tokens"
+        )
+    if cfg.compile is Compilation.layers:
+        wrong.append(f"{asked} with compile=layers: a compiled layer cannot count its tokens")
+    if Policy.budget in {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}:
+        wrong.append(f"{asked} with checkpointing=budget: a table does not hold what a router keeps for it")
+    if wrong:
+        raise ConfigError(
+            "\n".join(f"{problem}; change that, or set train.router_aux_loss_coef=0" for problem in wrong)
+        )
+    return coef
 
 
 class LossWindow:

@@ -8,19 +8,19 @@ allocates it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
-from remat.config.options import OptimName, OptimStates
+from remat.config.options import ConfigError, OptimName, OptimStates
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
 
 Place = Literal["gpu", "host", "pinned", "nvme"]
-PLACES: tuple[Place, ...] = ("gpu", "host", "pinned", "nvme")
 FP32 = 4  # bytes
+SECOND_SHARDS = "second shards of parameters"
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
@@ -111,14 +111,6 @@ def update_bytes(
     if s.stage == 3:
         return flat * max(_sub_groups(s))
     return 0 if s.grad_width > s.width else flat * s.shard
-
-
-def by_place(items: Iterable[Item]) -> dict[Place, int]:
-    """Return the bytes per rank in each place; every place is a key."""
-    totals: dict[Place, int] = dict.fromkeys(PLACES, 0)
-    for item in items:
-        totals[item.place] += item.bytes_per_rank
-    return totals
 
 
 class _Sizes:
@@ -313,7 +305,7 @@ def _stage_3(s: _Sizes) -> list[Item]:
 
     An fp32 run keeps a master copy too, because DeepSpeed compares a device with its name.
     """
-    items = _params_3(s)
+    items = _params_3(s) + _second_shards(s)
     if s.zero["contiguous_gradients"]:
         width = ds_defaults.BYTES[s.ds["communication_data_type"]]
         items.append(s.item("reduction bucket", "gpu", width * s.zero["reduce_bucket_size"], f"{S3}:782"))
@@ -330,6 +322,34 @@ def _stage_3(s: _Sizes) -> list[Item]:
         *items,
         *(_optimizer_nvme(s) if s.optimizer_device == "nvme" else _optimizer_cpu(s, _sub_groups(s))),
     ]
+
+
+def check_second_shards(ds: Mapping[str, Any], world_size: int) -> None:
+    """Raise ConfigError where a second copy of the weights cannot be shared by so many ranks, or not at all."""
+    size = int(ds["zero_optimization"].get("zero_hpz_partition_size", 1))
+    asked = f"deepspeed.overrides.zero_optimization.zero_hpz_partition_size={size}"
+    if size <= 1:
+        return
+    if world_size % size:
+        raise ConfigError(f"{asked} with {world_size} ranks: give a divisor, usually the GPUs of a node")
+    if ds_config.param_offload_device(ds) == "nvme":
+        raise ConfigError(
+            f"{asked} with parameters on NVMe: the second copy cannot lie there; use deepspeed.config=zero3_offload"
+        )
+
+
+def _second_shards(s: _Sizes) -> list[Item]:
+    """Return this rank's part of the second copy of the weights (hpZ: Wang et al. 2023, ZeRO++, section 3.2).
+
+    It is made in the first forward of a step, as weights are released, and dropped after the update (stage3.py:755).
+    """
+    size = int(s.zero.get("zero_hpz_partition_size", 1))
+    if size <= 1:
+        return []
+    elements = math.ceil((s.params + s.frozen) / size)
+    pin = s.param_device == "cpu" and bool(s.zero["offload_param"]["pin_memory"]) and s.can_pin
+    place: Place = "gpu" if s.param_device is None else "pinned" if pin else "host"
+    return [s.item(SECOND_SHARDS, place, s.width * elements, f"{PARTITION}:1915")]
 
 
 def _params_3(s: _Sizes) -> list[Item]:

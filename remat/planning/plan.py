@@ -58,6 +58,7 @@ CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/mode
     "means of the constants": Category.weights,
     "tables of 4-bit values": Category.weights,
     "tables of 8-bit values": Category.weights,
+    model_states.SECOND_SHARDS: Category.second_shards,
     "gradients": Category.gradients,
     "accumulated gradients": Category.gradients,
     "gradient staging on the GPU": Category.buckets,
@@ -400,7 +401,11 @@ def _record_layers(
         recording = simulate.record(
             net,
             loss=loss.TokenLoss(
-                net, cfg.train.loss, verify=False, cross_entropy=meta_kernels.cross_entropy if on_gpu else None
+                net,
+                cfg.train.loss,
+                verify=False,
+                cross_entropy=meta_kernels.cross_entropy if on_gpu else None,
+                router_coef=decided.router_coef,
             ),
             scope=applied.scope,
             around=applied.micro_batch(),
@@ -700,6 +705,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         "step_time_s": {name: seconds for name, seconds in asdict(time).items() if name.endswith("_s")},
         "total_s": time.total_s,
         "tokens_per_s": time.tokens_per_s,
+        "collectives_bytes": dict(time.traffic_bytes),
         "unknown_times": time.unknown,
         "total_between_s": time.between,
         "assumptions": [*plan.assumptions, *time.assumptions],

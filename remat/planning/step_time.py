@@ -26,6 +26,7 @@ RANGES = {
     "nvme_read_gbs": (7.45, 7.45),
     "nvme_write_gbs": (6.9, 6.9),
 }
+GPU_LINK, NETWORK = "link of each GPU", "network of each node"
 TERA = 1e12
 TINY_S = 1e-12  # where no time is known
 STATE_BYTES = (
@@ -57,8 +58,9 @@ class StepTime:
     """Seconds of one optimizer step on each rank, by cause. They add up to `total_s`.
 
     `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing. `phases_s` is
-    the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer. `between` is
-    the least and the most seconds of the step where rates are not known but RANGES has all of them.
+    the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer.
+    `traffic_bytes` is what the collectives of the step send through each GPU's link and each node's network.
+    `between` is the least and the most seconds of the step where rates are not known but RANGES has all of them.
     """
 
     compute_s: float
@@ -70,6 +72,7 @@ class StepTime:
     tokens: int
     hidden_s: Mapping[str, float]
     phases_s: Mapping[str, float]
+    traffic_bytes: Mapping[str, int]
     unknown: list[str]
     assumptions: list[str]
     between: tuple[float, float] | None = None
@@ -168,7 +171,8 @@ def _step_time(
     forward = times[Phase.forward]
     backward = times[Phase.recompute] + times[Phase.backward]
     early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
-    inside, boundary = terms.collectives(simulation.gathered_bytes)
+    collectives = terms.collectives(simulation.gathered_bytes, early / accumulation)
+    inside, boundary = sum(map(terms.ring, collectives.inside)), terms.ring(collectives.boundary)
     can_hide = zero.overlap_comm
     copied, *waits = terms.copies(simulation.gathered_bytes, early, moved_bytes, forward, backward)
     exposed_copies, exposed_inside = sum(waits), inside
@@ -205,6 +209,7 @@ def _step_time(
             "optimizer": optimizer + terms.weights_back() + boundary + nvme,
         },
         hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
+        traffic_bytes=terms.traffic(collectives, accumulation),
         unknown=sorted(terms.unknown),
         assumptions=[*assumptions, AFTER],
     )
@@ -248,6 +253,27 @@ def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tupl
     return {phase: (arithmetic, traffic) for phase, (arithmetic, traffic) in found.items()}
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """Reduce-scatters or all-gathers of `size_bytes` in all over so many consecutive ranks."""
+
+    size_bytes: float = 0.0
+    ranks: int = 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """What each rank sends, and what each node sends where there are several."""
+        return self.size_bytes * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Those inside a micro-batch, and those once a step."""
+
+    inside: tuple[_Ring, ...]
+    boundary: _Ring = _Ring()
+
+
 class _Terms:
     """The single terms, in seconds. A rate that is needed but not known goes into `unknown` and its term is 0."""
 
@@ -279,21 +305,35 @@ class _Terms:
             seconds = max(seconds, self._arithmetic(flops, "attention_tflops"))
         return seconds + self._launch()
 
-    def collectives(self, gathered_bytes: int) -> tuple[float, float]:
-        """Return the seconds of collectives inside a micro-batch, and at the boundary of the accumulation.
+    def collectives(self, gathered_bytes: int, first: float) -> _Collectives:
+        """Return the collectives inside a micro-batch, and at the boundary of the accumulation.
 
-        ZeRO-3 does its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. ZeRO-2
+        ZeRO-3 does its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. With hpZ the
+        share `first` of the gathers, those of a step's first forward, is of all ranks; the others are of ranks that
+        have the second shards between them (Wang et al. 2023, ZeRO++, section 3.2). ZeRO-2
         does the reduce-scatter in every micro-batch, and an all-gather of the new weights after the step
         (Rajbhandari et al. 2020, ZeRO, section 7). ZeRO-1 and 0 reduce once; 0 all-reduces.
         """
-        if self.ranks == 1:
-            return 0.0, 0.0
-        gradients = self._ring(self.width * self.trained)
+        gradients, group = self.width * self.trained, self.zero.second_shards
+        if self.zero.stage == 3 and group > 1:
+            near = _Ring(gathered_bytes * (1 - first), group)
+            return _Collectives((_Ring(gathered_bytes * first + gradients, self.ranks), near))
         if self.zero.stage == 3:
-            return self._ring(gathered_bytes) + gradients, 0.0
+            return _Collectives((_Ring(gathered_bytes + gradients, self.ranks),))
         if self.zero.stage == 2:
-            return gradients, gradients
-        return 0.0, 2 * gradients  # an all-reduce is a reduce-scatter and an all-gather
+            return _Collectives((_Ring(gradients, self.ranks),), _Ring(gradients, self.ranks))
+        return _Collectives(
+            (), _Ring(2 * gradients, self.ranks)
+        )  # an all-reduce is a reduce-scatter and an all-gather
+
+    def traffic(self, collectives: _Collectives, accumulation: int) -> dict[str, int]:
+        """Return the bytes of a step through the link of each GPU and the network of each node, where there are any."""
+        rings = [*collectives.inside * accumulation, collectives.boundary]
+        found = {
+            GPU_LINK: sum(ring.sent_bytes for ring in rings) if self.per_node > 1 else 0.0,
+            NETWORK: sum(ring.sent_bytes for ring in rings if ring.ranks > self.per_node),
+        }
+        return {name: round(size) for name, size in found.items() if size}
 
     def exchange(self, size: int, ranks: int) -> float:
         """Return the time in which each of `ranks` ranks gives `size` bytes, of which an equal part stays.
@@ -348,19 +388,20 @@ class _Terms:
         reading = self._over(self.per_node * read, "nvme_read_gbs", GB)
         return reading + self._over(self.per_node * written, "nvme_write_gbs", GB)
 
-    def _ring(self, size: float) -> float:
-        """Return the time of a reduce-scatter or all-gather of `size` bytes over n ranks.
+    def ring(self, ring: _Ring) -> float:
+        """Return the time of a reduce-scatter or all-gather.
 
-        (n - 1) / n of the bytes move at the bus bandwidth: NCCL tests, doc/PERFORMANCE.md. Between nodes all
-        ports work together, so the bus is the slower of a GPU's link and a node's network.
+        Its bytes move at the bus bandwidth: NCCL tests, doc/PERFORMANCE.md. Between nodes all ports work together, so
+        the bus is the slower of a GPU's link and a node's network.
         """
+        if not ring.sent_bytes:
+            return 0.0
         rates = [self._rate("gpu_link_gbs")] if self.per_node > 1 else []
-        if self.nodes > 1:
+        if ring.ranks > self.per_node:
             rates.append(self._rate("nic_gbs"))
         if None in rates:
             return 0.0
-        slowest = min(rate for rate in rates if rate is not None)
-        return size * (self.ranks - 1) / self.ranks / (slowest * GB)
+        return ring.sent_bytes / (min(rate for rate in rates if rate is not None) * GB)
 
     def _host_to_gpu(self, size: float) -> float:
         return self._over(size * self._sharing(), "pcie_h2d_gbs", GB)

@@ -29,6 +29,7 @@ from remat.model import (
     adapters,
     hf_model,
     layers,
+    loss,
     meta_kernels,
     noise,
     optimizer,
@@ -66,6 +67,7 @@ class Strategy:
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
+    router_coef: float = 0.0  # of the loss that balances a mixture of experts
 
     @property
     def warnings(self) -> list[str]:
@@ -128,6 +130,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         ),
     )
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
+    states.check_second_shards(rendered, world_size)
     optimizer.check(cfg.optim, rendered, cfg.train.tensor_parallel_size)
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))
@@ -161,6 +164,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         decided_because=because,
         optimizer=cfg.optim.name,
         allocators=allocator.in_effect(cfg.allocator),
+        router_coef=loss.decide_balance(cfg, skeleton),
     )
 
 

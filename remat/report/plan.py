@@ -11,7 +11,7 @@ from rich.table import Table
 
 from remat.activation_checkpointing import policy
 from remat.config.options import OptimStates, RunConfig
-from remat.config.units import GIB
+from remat.config.units import GIB, format_size
 from remat.planning.loading import Loading
 from remat.planning.plan import Plan, Planned, Resource, Verdict, needed_bytes, what_decides
 from remat.planning.retune import Retuned
@@ -294,6 +294,9 @@ def _show_time(planned: Planned, console: Console) -> None:
     }
     parts = [f"{name} {seconds:.3g} s" for name, seconds in rows.items() if seconds]
     console.print(line + f": {', '.join(parts)}" * bool(parts), highlight=False)
+    if time.traffic_bytes:
+        sent = [f"{format_size(size)} through the {name}" for name, size in time.traffic_bytes.items()]
+        console.print(f"collectives of a step: {', '.join(sent)}", highlight=False)
     if time.between:
         console.print(
             "  not known, taken from the slowest to the fastest of the machines in conf/hardware: "

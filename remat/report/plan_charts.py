@@ -20,7 +20,18 @@ from remat.planning.simulation.types import Category, Phase, ZeroSettings
 from remat.planning.sweep import Point, is_timed
 from remat.report.charts import DPI, LIGHT, WIDTH_IN, style
 
-COLORS = ("#2f6fc4", "#e6a93a", "#1f8a70", "#7a55b3", "#d9691f", "#7fb2e5", "#c8323c", "#8a6d3b", "#c9d1da")
+COLORS = (
+    "#2f6fc4",
+    "#e6a93a",
+    "#1f8a70",
+    "#7a55b3",
+    "#d9691f",
+    "#b86fa6",
+    "#7fb2e5",
+    "#c8323c",
+    "#8a6d3b",
+    "#c9d1da",
+)
 COLOR_OF = dict(zip(Category, COLORS, strict=True))
 TIMES = ("compute", "recompute", "pcie", "optimizer", "collectives", "nvme")
 TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe"}

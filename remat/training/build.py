@@ -238,7 +238,7 @@ def _build(
     for text in strategy.warnings:
         console.warning(text)
     world, group, sequence_group = _join(cfg, strategy, watchdog)
-    asked, strategy, chosen = _with_settings(Composed(cfg, yaml, list(words)), strategy, world, console)
+    asked, strategy, chosen = _with_settings(Composed(cfg, lambda: yaml, list(words)), strategy, world, console)
     cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
@@ -282,7 +282,7 @@ def _build(
         folder=folder,
         ownership=ownership,
         engine=engine,
-        token_loss=loss.TokenLoss(engine.module, cfg.train.loss),
+        token_loss=loss.TokenLoss(engine.module, cfg.train.loss, router_coef=strategy.router_coef),
         batches=ReadAhead(batches, world.device),
         splits=splits,
         padding_share=padding_share,

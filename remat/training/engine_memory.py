@@ -26,7 +26,10 @@ RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on
 
 
 def measure_after_backward(engine: Any) -> Held:
-    """Measure gradients and communication buckets. Call it after the last backward of a step, before the step."""
+    """Measure what is there until the update. Call it after the last backward of a step, before the step.
+
+    These are gradients, communication buckets, and second shards of weights where there are any.
+    """
     seen = _Storages()
     seen.take(_weights(engine))
     seen.take(_optimizer_state(engine))
@@ -38,7 +41,9 @@ def measure_after_backward(engine: Any) -> Held:
             *(t for name, t in named if "grad" in name and "ipg" not in name and "temp_grad" not in name),
         ]
     )
-    return {"gradients": gradients, "communication buckets": buckets}
+    found = {"gradients": gradients, "communication buckets": buckets}
+    second = seen.take(_second_shards(engine))
+    return found | ({"second shards of weights": second} if second else {})
 
 
 def measure_after_step(engine: Any) -> Held:
@@ -81,6 +86,12 @@ def _weights(engine: Any) -> Iterator[torch.Tensor]:
         yield parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter
     yield from _tensors(getattr(engine.optimizer, "fp16_partitioned_groups_flat", []), DEPTH)
     yield from _tensors(getattr(engine.optimizer, RETURNING, []), DEPTH)
+
+
+def _second_shards(engine: Any) -> Iterator[torch.Tensor]:
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            yield parameter.ds_secondary_tensor
 
 
 def _optimizer_state(engine: Any) -> Iterator[torch.Tensor]:

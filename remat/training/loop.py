@@ -42,7 +42,7 @@ from remat.saving import nvme
 from remat.saving.exports import merge
 from remat.saving.manifest import SaveError
 from remat.saving.swap_room import SwapError
-from remat.training import ledger, lost_peer, out_of_memory, proof, saves, sequence_proof
+from remat.training import ledger, lost_peer, out_of_memory, proof, saves
 from remat.training.proof import FirstStep
 from remat.training.run import Progress, Run
 
@@ -327,7 +327,7 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
         batch = run.batches.next_step()
     if run.sequence is not None and first.shared_sequences is None:
         with out_of_memory.named("forward", run.plan):
-            first.shared_sequences = sequence_proof.prove(run, batch)
+            first.shared_sequences = proof.prove_shared_sequences(run, batch)
     run.profiler.step_begins()
     with out_of_memory.named(lambda: run.timer.last, run.plan):
         found = _forward_backward_update(run, first, batch, progress.step)

@@ -1,24 +1,38 @@
-"""Write proof.json: what was asked of this run, and what its first step shows to be in effect."""
+"""Write proof.json: what was asked of this run, and what its first step shows to be in effect.
+
+Ranks that share sequences are compared, before the first step, with one rank that computes a sequence by itself.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from remat.activation_checkpointing import policy, verification
 from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Recorder, Replayed
+from remat.config.options import Precision
+from remat.data.batches import StepBatch
 from remat.machine import distributed
+from remat.model.loss import IGNORED, shifted
+from remat.parallel.sequence_parallel import SequenceParallel
 from remat.report import run_dir, summary
 from remat.training import engine_memory
 from remat.training.engine_memory import Held
 from remat.training.run import Run
 
+LONGEST = 4096  # tokens of a row whose loss one rank computes by itself
+LONGEST_BACKWARD = 256  # the same with a gradient: one rank keeps everything of so many
+# Of two losses and of two gradient norms, which are sums of the same numbers in another order.
+SAME_LOSS = {Precision.fp32: 1e-4, Precision.bf16: 1e-2, Precision.fp16: 1e-2}
+SAME_GRADIENT = {Precision.fp32: 1e-3, Precision.bf16: 5e-2, Precision.fp16: 5e-2}
 LEARNT = 3  # micro-batches in a row until ZeRO-3 knows its prefetch order; an evaluation makes it forget
 
 
@@ -37,7 +51,7 @@ class FirstStep:
     steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
-    shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: what sequence_proof found
+    shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
     verified: bool = False
     micro_batches: int = 0  # in a row, since the launch or its last evaluation
 
@@ -91,11 +105,16 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
     for note in sorted({text for _, notes in everyone for text in notes}):
         run.console.warning(f"not proven: {note}")
     problems = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everyone) for text in texts]
+    _refuse(run, {"run_again": asdict(first.replayed)}, problems)
+
+
+def _refuse(run: Run, found: dict[str, Any], problems: list[str]) -> None:
+    """Write proof.json and raise PolicyNotApplied where there are problems, the same on all ranks."""
     if not problems:
         return
     if run.world.is_main:
-        found = {"policy": str(run.cfg.checkpointing.policy), "run_again": asdict(first.replayed)}
-        run_dir.write_json(run.record_folder / "proof.json", found | {"problems": problems})
+        content = {"policy": str(run.cfg.checkpointing.policy), **found, "problems": problems}
+        run_dir.write_json(run.record_folder / "proof.json", content)
     raise PolicyNotApplied("\n".join(problems))
 
 
@@ -172,3 +191,117 @@ def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
     return (
         f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found['placement'])}"
     )
+
+
+def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
+    """Return what proof.json says of shared sequences, from the first step's batch. Collective.
+
+    The first tokens of a row are computed by the group, and whole by each rank of it, without dropout: the summed
+    losses must agree. So must, for fewer tokens, the norm of the loss's gradient for what the embedding returns: it
+    comes back through every exchange. Labels of all ranks' blocks are counted: none may be lost or seen twice.
+    Raises PolicyNotApplied on all ranks otherwise; proof.json is written then too.
+    """
+    sequence = run.sequence
+    assert sequence is not None, "only runs that share sequences are proven to"
+    run.engine.eval()
+    with run.window.excluded():
+        losses = _losses(run, sequence, _row(batch.micro_batches[0], LONGEST))
+        norms = _gradient_norms(run, sequence, _row(batch.micro_batches[0], LONGEST_BACKWARD))
+    run.engine.train()
+    trained = sum(int((sequence.take_own(each)["targets"] != IGNORED).sum()) for each in batch.micro_batches)
+    everyone = distributed.gather((*losses, *norms, trained))
+    found = {
+        "ranks": sequence.group.size,
+        "loss_of_the_group": [each[0] for each in everyone],
+        "loss_of_one_rank": [each[1] for each in everyone],
+        "same_within": SAME_LOSS[run.cfg.train.precision],
+        "gradient_norm_of_the_group": [each[2] for each in everyone],
+        "gradient_norm_of_one_rank": [each[3] for each in everyone],
+        "gradient_same_within": SAME_GRADIENT[run.cfg.train.precision],
+        "trained_tokens_by_rank": [each[4] for each in everyone],
+        "trained_tokens": batch.trained_tokens,
+    }
+    _refuse(run, {"shared_sequences": found}, compare_shared(found))
+    run.console.note(
+        f"proven: {sequence.group.size} ranks that share a sequence have the loss of one rank: {losses[0]:.6g}, alone "
+        f"{losses[1]:.6g}; gradient norm {norms[0]:.4g}, alone {norms[1]:.4g}; each of {batch.trained_tokens} trained "
+        "tokens is on one rank"
+    )
+    return found
+
+
+def compare_shared(found: dict[str, Any]) -> list[str]:
+    """Return what is wrong in `found`, the content that `prove_shared_sequences` makes."""
+    problems = []
+    for what, key, within in (
+        ("loss", "loss", found["same_within"]),
+        ("gradient norm", "gradient_norm", found["gradient_same_within"]),
+    ):
+        pairs = zip(found[f"{key}_of_the_group"], found[f"{key}_of_one_rank"], strict=True)
+        problems += [
+            f"rank {rank}: the {what} of {found['ranks']} ranks that share a sequence is {shared:.8g}, and {whole:.8g} "
+            "when one rank computes it whole: train.sequence_parallel_size=1 trains this model"
+            for rank, (shared, whole) in enumerate(pairs)
+            if not _same(shared, whole, within)
+        ]
+    if (counted := sum(found["trained_tokens_by_rank"])) != found["trained_tokens"]:
+        problems.append(
+            f"the ranks' blocks have {counted} trained tokens, the batch has {found['trained_tokens']}: a label was "
+            "lost or is seen twice"
+        )
+    return problems
+
+
+def _same(one: float, other: float, within: float) -> bool:
+    """Values that are not finite are left to the guard of steps."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.isfinite(one) == math.isfinite(other)
+    return abs(one - other) <= within * abs(other)
+
+
+def _row(batch: Mapping[str, Tensor], longest: int) -> dict[str, Tensor]:
+    """Return `longest` tokens of the row that has most trained ones, from its first trained one on."""
+    trained = shifted(batch["labels"]) != IGNORED
+    row = int(trained.sum(1).argmax())
+    width = trained.shape[1]
+    begin = max(0, min(int(trained[row].int().argmax()), width - longest))
+    return {name: value[row : row + 1, begin : begin + longest] for name, value in batch.items()}
+
+
+@torch.no_grad()
+def _losses(run: Run, sequence: SequenceParallel, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the summed loss of `batch` by the group, and by this rank alone."""
+    device = run.world.device
+    part = run.token_loss(run.engine, sequence.inputs(batch, device))
+    on_device = {name: value.to(device) for name, value in batch.items()}
+    whole = sequence.run_whole(run.engine, run.token_loss, on_device)
+    return sequence.sum(part.double()).item(), whole.item()
+
+
+def _gradient_norms(run: Run, sequence: SequenceParallel, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the norms of the loss's gradient for what the embedding returns, by the group and by this rank alone.
+
+    Everything is kept, whatever the policy is, and no weight gets a gradient.
+    """
+    device, net = run.world.device, run.engine.module
+    on_device = {name: value.to(device) for name, value in batch.items()}
+    with run.applied.keeping_everything():
+        part = _squared_gradient(net, lambda: run.token_loss(net, sequence.inputs(batch, device)))
+        whole = _squared_gradient(net, lambda: sequence.run_whole(net, run.token_loss, on_device))
+    return math.sqrt(sequence.sum(part).item()), math.sqrt(whole.item())
+
+
+def _squared_gradient(net: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """Return the sum of squares of the gradient of `compute()` for what the embedding of `net` returned in it."""
+    given: list[Tensor] = []
+
+    def cut(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+        given.append(output.detach().requires_grad_())
+        return given[-1]
+
+    hook = net.get_input_embeddings().register_forward_hook(cut)
+    try:
+        (gradient,) = torch.autograd.grad(compute(), given)
+    finally:
+        hook.remove()
+    return gradient.double().square().sum()

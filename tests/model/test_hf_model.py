@@ -166,7 +166,6 @@ def test_facts_are_those_of_the_real_model() -> None:
     real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
     facts = hf_model.facts(hf_model.skeleton(hf_model.load_config(cfg), cfg))
     assert facts.num_params == sum(p.numel() for p in real.parameters())
-    assert facts.num_embedding_params == 64 * 32
     assert facts.class_name == "LlamaForCausalLM"
 
 

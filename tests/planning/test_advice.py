@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from remat import cli
 from remat.config import compose, units
 from remat.config.options import ConfigError
+from remat.planning import plan as plan_module
 from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.settings import choices, screening, search
 from tests.support import tiny
@@ -74,7 +75,10 @@ def test_a_run_that_fits_needs_no_advice() -> None:
     assert search.advise(BASE, plan(BASE)) == search.Advice([], None)
 
 
-def test_where_nothing_fits_the_closest_says_what_is_missing() -> None:
+def test_where_nothing_fits_the_closest_says_what_is_missing(
+    known: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "Recordings", lambda: known)  # both commands plan the same
     result = CliRunner().invoke(cli.app, ["plan", *NO_HOST, "--json"])
     assert result.exit_code == 3
     data = json.loads(result.stdout)

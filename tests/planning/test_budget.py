@@ -50,7 +50,7 @@ def gib(size: float) -> str:
     return f"checkpointing.budget_gib={size / GIB:.12f}"
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_budgets_are_kept_used_and_each_more_is_no_slower(folder: Path, count: int) -> None:
     least, most = (plan(folder, f"checkpointing={name}").plan.peak_bytes for name in ("full", "none"))
     again, seen = [], set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,23 @@ import pytest
 
 from remat.config import ds_config
 from remat.config.ds_config import RunValues
-from remat.config.options import AllocatorConfig, Precision
+from remat.config.options import AllocatorConfig, ConfigError, Precision
 from remat.machine import allocator
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.planning import model_states as states
-from remat.planning.model_states import Item, by_place, model_states
+from remat.planning.model_states import Item, model_states
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = {"num_params": 70_553_706_496, "largest_param": 128_256 * 8192}
 LLAMA_8B = {"num_params": 8_030_261_248, "largest_param": 128_256 * 4096}
+
+
+def by_place(items: Iterable[Item]) -> Counter[str]:
+    """Return the bytes per rank in each place."""
+    totals = Counter[str]()
+    for item in items:
+        totals[item.place] += item.bytes_per_rank
+    return totals
 
 
 def rendered(
@@ -139,6 +149,24 @@ MEASURED_LORA = [
     ("zero3_offload", Precision.fp32, 1, False, 19_403_973 - 262_144),
     ("zero3_offload", Precision.bf16, 1, False, 14_158_789 - 131_072),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "reason"),
+    [("zero3", 3, 8, "give a divisor"), ("zero3_nvme", 2, 8, "parameters on NVMe"), ("zero3", 4, 8, None)],
+)
+def test_second_shards_are_refused_where_they_cannot_be(
+    name: str, size: int, ranks: int, reason: str | None
+) -> None:
+    ds = rendered(name, world_size=ranks, zero_optimization={"zero_hpz_partition_size": size})
+    if reason:
+        with pytest.raises(ConfigError, match=f"zero_hpz_partition_size={size}.*{reason}"):
+            states.check_second_shards(ds, ranks)
+        return
+    states.check_second_shards(ds, ranks)
+    items = model_states(**LLAMA_8B, ds=ds, world_size=ranks, ranks_per_node=4, gas=1)
+    found = next(item for item in items if item.name == states.SECOND_SHARDS)
+    assert (found.place, found.bytes_per_rank) == ("gpu", 2 * LLAMA_8B["num_params"] // 4)
 
 
 @pytest.mark.parametrize(("name", "precision", "gas", "fp32_gradients", "measured"), MEASURED_LORA)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from remat.config import compose, ds_config
 from remat.config.ds_config import RunValues
@@ -28,7 +29,6 @@ MACHINE = Machine(
     host_available_bytes=2000 * GIB,
     host_limit_bytes=2015 * GIB,
     host_total_bytes=2015 * GIB,
-    gpu_count=8,
     shm_bytes=1000 * GIB,
     gpu_bytes=79 * GIB,
     memlock_bytes=None,
@@ -208,7 +208,7 @@ def test_the_next_strategy_is_named(name: str, word: str) -> None:
 
 def test_without_a_gpu_its_bytes_are_host_bytes() -> None:
     needs = needs_70b("zero3")
-    without = machine(gpu_count=0, gpu_bytes=None, host_available_bytes=1000 * GIB)
+    without = machine(gpu_bytes=None, host_available_bytes=1000 * GIB)
     rows = preflight.rows(needs, without)
     assert rows[0].needed_bytes == needs.host_bytes + 8 * needs.gpu_bytes
     assert not any(row.name.startswith("GPU") for row in rows)
@@ -376,7 +376,7 @@ def test_found_looks_under_the_control_group(version: int, tmp_path: Path) -> No
     assert seen.nvme is not None
     assert seen.output.filesystem == seen.nvme.filesystem == tmp_path.stat().st_dev
     assert seen.output.free_bytes > 0
-    assert (seen.gpu_bytes is None) == (seen.gpu_count == 0)
+    assert (seen.gpu_bytes is None) == (not torch.cuda.is_available())
 
 
 def test_an_unlimited_control_group_leaves_the_machine(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from remat.config.options import (
 from remat.machine import distributed
 from remat.model import loss
 from remat.model.packing import Packed
-from remat.parallel import sequence_parallel, sequence_trial
+from remat.parallel import sequence_parallel, sequence_trial, ulysses
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.planning.simulation import simulate
 from remat.planning.simulation.types import Simulation, ZeroSettings
-from remat.training import sequence_proof
+from remat.training import proof
 from tests.support import shared_sequences, small_models, tiny
 from tests.support.grids import cases
 from tests.support.pool import RankPool
@@ -133,16 +133,17 @@ def test_the_proof_says_who_shares(workshop: Path, ranks: Callable[[int], RankPo
     folder = ranks(2).run(shared_sequences.run, words=[*cell.words(workshop), "name=proven"])[0]["folder"]
     found = json.loads((folder / "proof.json").read_text())["shared_sequences"]
     assert found["ranks"] == 2 and sum(found["trained_tokens_by_rank"]) == found["trained_tokens"] > 0
-    assert sequence_proof.compare(found) == []
+    assert proof.compare_shared(found) == []
     lost = found | {"trained_tokens_by_rank": [1, 2]}
-    assert "the ranks' blocks have 3 trained tokens" in sequence_proof.compare(lost)[0]
+    assert "the ranks' blocks have 3 trained tokens" in proof.compare_shared(lost)[0]
     other = found | {"loss_of_the_group": [value * 1.01 for value in found["loss_of_the_group"]]}
-    assert [text[:6] for text in sequence_proof.compare(other)] == ["rank 0", "rank 1"]
+    assert [text[:6] for text in proof.compare_shared(other)] == ["rank 0", "rank 1"]
+    assert found["gradient_norm_of_one_rank"][0] > 0
 
 
 def train_with_a_fault(words: list[str], fault: str) -> str:
-    """Train where a rank's block is not its own, or attention gets no mask; what ends the run."""
-    own, beside = SequenceParallel._own, SequenceParallel._beside
+    """Train where a rank's block is not its own, attention gets no mask, or gradients come back twice; what ends it."""
+    own, beside, backward = SequenceParallel._own, SequenceParallel._beside, ulysses._Exchange.backward
 
     def neighbour(self: Any, whole: Any, device: Any = None) -> Any:
         """Targets of the rank's block, moved by one."""
@@ -152,9 +153,16 @@ def train_with_a_fault(words: list[str], fault: str) -> str:
     def nothing(self: Any, whole: Any, device: Any) -> Any:
         return {"attention_mask": None} if not self._installed.whole else beside(self, whole, device)
 
-    patches = {"_own": neighbour} if fault == "targets" else {"_beside": nothing}
+    def twice(ctx: Any, gradient: Any) -> Any:
+        return 2 * backward(ctx, gradient)[0], None
+
+    patches = {
+        "targets": mock.patch.object(SequenceParallel, "_own", neighbour),
+        "mask": mock.patch.object(SequenceParallel, "_beside", nothing),
+        "gradient": mock.patch.object(ulysses._Exchange, "backward", staticmethod(twice)),
+    }
     with (
-        mock.patch.multiple(SequenceParallel, **patches),
+        patches[fault],
         mock.patch.object(sequence_trial, "_try", lambda *_: ""),  # else it is found there
     ):
         try:
@@ -164,7 +172,7 @@ def train_with_a_fault(words: list[str], fault: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("fault", ["targets", "mask"])
+@pytest.mark.parametrize("fault", ["targets", "mask", "gradient"])
 def test_a_run_that_shares_wrongly_ends_before_its_first_step(
     fault: str, workshop: Path, ranks: Callable[[int], RankPool]
 ) -> None:
@@ -172,8 +180,10 @@ def test_a_run_that_shares_wrongly_ends_before_its_first_step(
     words = [*cell.words(workshop), f"name=wrong_{fault}"]
     for text in ranks(2).run(train_with_a_fault, words=words, fault=fault):
         assert "train.sequence_parallel_size=1 trains this model" in text
-    proof = json.loads((workshop / "out" / f"wrong_{fault}" / "run" / "proof.json").read_text())
-    assert proof["problems"] and not tiny.rows(workshop / "out" / f"wrong_{fault}" / "run")
+        assert ("the loss of 2 ranks" in text) == (fault != "gradient")
+        assert "the gradient norm of 2 ranks" in text
+    written = json.loads((workshop / "out" / f"wrong_{fault}" / "run" / "proof.json").read_text())
+    assert written["problems"] and not tiny.rows(workshop / "out" / f"wrong_{fault}" / "run")
 
 
 ROWS, SEQ, HEADS = 2, 64, 4

@@ -190,8 +190,10 @@ def two_rank_runs(request: pytest.FixtureRequest, workshop: Path, async_io: bool
         for name, more in (STRATEGIES | BF16 | STATES_16 | PACKED | ROWS | OPTIMIZERS).items()
     }
     strategies |= larger(workshop) if async_io else {}
+    strategies |= experts(workshop)
     runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
-    runs = {name: run for name, run in runs.items() if name in needed | {"larger_cpu", "larger_nvme"}}
+    always = {"larger_cpu", "larger_nvme", *experts(workshop)}
+    runs = {name: run for name, run in runs.items() if name in needed | always}
     launch(workshop, runs | switched(workshop, needed & SWITCHED.keys()), ranks=2)
     return workshop / "out"
 
@@ -225,6 +227,24 @@ def larger(workshop: Path) -> dict[str, list[str]]:
     return {"larger_cpu": ["deepspeed.config=zero3_offload", *common], "larger_nvme": [*swapping, *common]}
 
 
+def experts(workshop: Path) -> dict[str, list[str]]:
+    """Two strategies of one mixture of experts with its balancing loss, and one without it."""
+    folder = workshop / "experts"
+    if not folder.exists():
+        tiny.make_model(folder, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    common = [f"model.path={folder}", "train.router_aux_loss_coef=0.5"]
+    return {
+        "balanced_zero2": ["deepspeed.config=zero2", "checkpointing=none", *common],
+        "balanced_zero3_micro1": [
+            "deepspeed.config=zero3_offload",
+            "checkpointing=deepspeed",
+            "train.micro_batch_size=1",
+            *common,
+        ],
+        "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", common[0]],
+    }
+
+
 @pytest.fixture(scope="module")
 def one_rank_runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     names = chosen(request) & ONE_RANK.keys()
@@ -243,6 +263,15 @@ def test_two_ranks_follow_the_plain_loop(
     name: str, two_rank_runs: Path, reference: list[tuple[float, float]]
 ) -> None:
     compare(two_rank_runs / name / "run", reference)
+
+
+def test_the_balancing_loss_of_experts_does_not_depend_on_the_strategy(two_rank_runs: Path) -> None:
+    names = ("balanced_zero2", "balanced_zero3_micro1", "not_balanced")
+    one, other, without = (tiny.rows(two_rank_runs / name / "run") for name in names)
+    compare(two_rank_runs / names[1] / "run", [(row["loss/train"], row["optim/grad_norm"]) for row in one])
+    assert len(other) == tiny.STEPS
+    added = one[0]["loss/train"] - without[0]["loss/train"]
+    assert 0.5 * 2 <= added < 0.5 * 4, "2 of 4 experts a token: 2 where all are used alike, 4 where two are"
 
 
 @pytest.fixture(scope="module")

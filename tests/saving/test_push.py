@@ -54,6 +54,16 @@ def send(folder: Path, hub: Hub, repo_id: str = "me/model", *, public: bool = Fa
     return push.push(folder, repo_id, public=public, message="Upload the model", api=hub)
 
 
+@pytest.mark.parametrize(
+    ("base", "refused"), [("/home/me/llama", True), ("~/llama", True), ("me/llama", False)]
+)
+def test_adapters_name_a_base_that_others_can_load(tmp_path: Path, base: str, refused: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    found = push.problems(tmp_path)
+    assert [f"names the base by {base}" in line for line in found] == [True] * refused
+
+
 def test_a_model_goes_to_a_private_repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     monkeypatch.setattr(push, "HfApi", lambda: hub)

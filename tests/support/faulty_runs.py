@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
     from remat.machine import distributed, ops
     from remat.report import console
     from remat.training import build, loop
+    from tests.support import recordings
 
+    recordings.share()
     ops.use_environment_folder()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     console.quiet_libraries(debug=False)

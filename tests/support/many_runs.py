@@ -21,11 +21,13 @@ from remat.config import compose  # noqa: E402
 from remat.machine import distributed, ops  # noqa: E402
 from remat.report import console  # noqa: E402
 from remat.training import build, loop  # noqa: E402
+from tests.support import recordings  # noqa: E402
 
 
 def main(spec_path: Path) -> None:
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
+    recordings.share()
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)

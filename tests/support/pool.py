@@ -9,6 +9,7 @@ GPUs are hidden from the ranks unless a test asks for them: what is held on a CP
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -116,3 +117,5 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
             pipe.send((None, function(**kwargs)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+        gc.collect()
+        gc.freeze()  # DeepSpeed keeps much of each engine, and looks for garbage whenever it builds the next

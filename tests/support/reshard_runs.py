@@ -31,7 +31,7 @@ from remat.report import console  # noqa: E402
 from remat.saving import save  # noqa: E402
 from remat.saving.state_files import SavedWeights  # noqa: E402
 from remat.training import build, loop  # noqa: E402
-from tests.support import tiny  # noqa: E402
+from tests.support import recordings, tiny  # noqa: E402
 
 
 def watch(batches: Any, ids: list[list[int]]) -> None:
@@ -60,6 +60,7 @@ def kill_at(number: int) -> None:
 
 
 def main(spec_path: Path) -> None:
+    recordings.share()
     ops.use_environment_folder()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     console.quiet_libraries(debug=False)

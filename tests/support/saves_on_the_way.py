@@ -33,6 +33,7 @@ from remat.machine import distributed  # noqa: E402
 from remat.saving import manifest  # noqa: E402
 from remat.saving.exports import hf_files  # noqa: E402
 from remat.training import build, loop, saves  # noqa: E402
+from tests.support import recordings  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 240.0
@@ -122,6 +123,7 @@ def one(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
+    recordings.share()
     *runs, last = json.loads((FOLDER / "runs.json").read_text())
     seen = {run["name"]: one(run) for run in runs}
     if RANK == 0:

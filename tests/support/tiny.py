@@ -45,10 +45,10 @@ ON_A_4090 = [  # a plan that keeps all activations
 NO_CHOICE = ["train.micro_batch_size=1", "train.loss=chunked"]
 
 
-def make_model(folder: Path, **more: object) -> Path:
-    """A Llama with 60 k parameters, saved as safetensors."""
+def make_model(folder: Path, model_type: str = "llama", **more: object) -> Path:
+    """A Llama with 60 k parameters, or its like of another type, saved as safetensors."""
     torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(SIZES | more))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | more))).save_pretrained(folder)
     return folder
 
 

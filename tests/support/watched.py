@@ -13,6 +13,7 @@ from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
 from remat.model import layers
+from remat.model.loss import TokenLoss
 
 NONE = CheckpointingConfig(policy=Policy.none)
 
@@ -31,8 +32,17 @@ def offload_all(**more: Any) -> OffloadConfig:
     return OffloadConfig(enabled=True, min_bytes=0, keep_last_layers=0, **more)
 
 
-def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None, zero_stage: int = 0) -> Watched:
-    """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq]."""
+def run(
+    net: Any,
+    cfg: CheckpointingConfig,
+    ids: torch.Tensor | None = None,
+    zero_stage: int = 0,
+    token_loss: TokenLoss | None = None,
+) -> Watched:
+    """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq].
+
+    `token_loss` takes the place of the model's own loss.
+    """
     depths = layers.find_stacks(net).depths
     decisions = policy.decide_layers(cfg, sum(depths), zero_stage=zero_stage, stacks=depths)
     applied = apply.apply(net, decisions, cfg, zero_stage=zero_stage)
@@ -43,7 +53,8 @@ def run(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = None, zer
     watch = applied.watch(torch.device("cpu"))
     try:
         with applied.recording() as recorder, applied.micro_batch(), watch:
-            loss = net(input_ids=ids, labels=ids, use_cache=False).loss
+            batch = {"input_ids": ids, "labels": ids}
+            loss = token_loss(net, batch) if token_loss else net(**batch, use_cache=False).loss
             watch.forward_done()
             recorder.forward_done(loss)
             loss.backward()

@@ -24,13 +24,13 @@ SHARDS_STATE = (
 OPTION = "checkpointing.budget_gib"
 
 
-def choose(args: Sequence[str], *, on_gpu: bool) -> list[str] | None:
+def choose(args: Sequence[str], recordings: Recordings, *, on_gpu: bool) -> list[str] | None:
     """Return the overrides of the fastest setting that needs less, None where there is none. Raises ConfigError.
 
     A run with checkpointing=budget may stay one: its budget is then told, for its GPU is as large as it was.
     """
     cfg = compose.from_command_line(list(args)).run
-    search = Search(args, cfg, Recordings())
+    search = Search(args, cfg, recordings)
     found = search.fastest(1, pinned=[SHARDS_STATE])
     if cfg.checkpointing.policy is Policy.budget and cfg.checkpointing.budget_gib != "auto":
         smaller = search.plan([f"{OPTION}=auto"])
@@ -51,4 +51,4 @@ def _budget(setting: Setting, *, on_gpu: bool) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(choose(sys.argv[2:], on_gpu=sys.argv[1] == "cuda")))
+    print(json.dumps(choose(sys.argv[2:], Recordings(), on_gpu=sys.argv[1] == "cuda")))

@@ -18,6 +18,7 @@ class Category(StrEnum):
     optimizer_state = "optimizer state"
     gathered = "gathered and prefetched parameters"
     buckets = "communication buckets"
+    second_shards = "second shards of weights"  # of hpZ
     activations = "kept activations"
     recompute = "recompute transients"
     loss = "logits and loss"
@@ -118,6 +119,7 @@ class ZeroSettings:
     max_reuse_distance: int = 0
     offload_optimizer: bool = False
     offload_param: bool = False
+    second_shards: int = 1  # ranks that share a second copy of the weights (hpZ)
     accumulating: bool = False  # gradients of an earlier micro-batch are already there
 
     @classmethod
@@ -138,5 +140,6 @@ class ZeroSettings:
             max_reuse_distance=int(zero.get("stage3_max_reuse_distance", 0)),
             offload_optimizer=ds_config.optimizer_offload_device(ds) is not None,
             offload_param=ds_config.param_offload_device(ds) is not None,
+            second_shards=int(zero.get("zero_hpz_partition_size", 1)),
             accumulating=ds["gradient_accumulation_steps"] > 1,
         )

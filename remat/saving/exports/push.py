@@ -5,6 +5,7 @@ A folder goes only if all of it is part of an exported model: saved states, pick
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,23 @@ def problems(folder: Path) -> list[str]:
             found.append(f"{name} is no part of an exported model, and may run code or be private: remove it")
         elif path.is_file() and path.suffix != ".safetensors" and (line := _secret_line(path)):
             found.append(f"{name}, line {line}, holds what looks like a secret: remove it")
+    if base := _local_base(folder):
+        found.append(
+            f"{hf_files.ADAPTER_CONFIG} names the base by {base}, a folder of this machine, where nobody else has it: "
+            "write the base's name on the hub there (base_model_name_or_path), or push the merged model"
+        )
     if not any(folder.glob("*.safetensors")):
         found.append(f"{folder} has no weights (*.safetensors): export the run again")
     return found
+
+
+def _local_base(folder: Path) -> str | None:
+    """Return the base that the adapters in `folder` name, where that is a path of this machine."""
+    file = folder / hf_files.ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    base = str(json.loads(file.read_text()).get("base_model_name_or_path") or "")
+    return base if Path(base).is_absolute() or base.startswith((".", "~")) else None
 
 
 def _secret_line(path: Path) -> int | None:
