@@ -57,7 +57,7 @@ def first() -> tuple[End, dict[str, Any]]:
 def test_a_rank_whose_process_ends_is_gone_and_not_cut(first: tuple[End, dict[str, Any]]) -> None:
     end, values = first
     other = End(4, values)
-    while not end.link._open:
+    while not (end.link._open and other.link._open):
         end.told.wait(0.01)
     other.link._open[0].shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that is killed
     assert end.told.wait(30) and end.lost == [(4, False)]

@@ -27,7 +27,7 @@ from tests.support.launcher import ROOT, environment
 NAMES = ("node1", "node2")
 SPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 PR_SET_PDEATHSIG = 1
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 INSIDE = """
 hostname "$NAME"; mount -t tmpfs -o size=512m shm /dev/shm
 for own in local=$LOCAL $OWN; do
