@@ -119,14 +119,14 @@ def test_settings_whose_times_are_unknown_come_last(known: Recordings) -> None:
 
 @pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("policy", ["full", "interval", "sqrt"])
-def test_an_estimate_of_many_layers_from_few_is_near_the_plan(policy: str) -> None:
+def test_an_estimate_is_the_plan_without_the_replay_of_the_allocator(policy: str) -> None:
     words = [f"checkpointing={policy}", "model.architecture.num_hidden_layers=30", "train.seq_len=512"]
     cfg = compose.from_command_line([*BASE, *words]).run
     whole, known = make_plan(cfg), Recordings()
     estimate = screening.Screen(known).estimate(cfg)
-    assert known.made == 2
-    assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.02)
-    assert estimate.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
+    assert known.made == 1
+    assert estimate.plan.peak_bytes == whole.plan.peak_bytes
+    assert estimate.time.total_s == whole.time.total_s
     assert [r.needed_bytes for r in estimate.plan.resources][1:] == [
         r.needed_bytes for r in whole.plan.resources
     ][1:]

@@ -16,7 +16,7 @@ from remat.config import compose, ds_config
 from remat.config.options import ConfigError, OptimStates, RunConfig
 from remat.config.units import GIB
 from remat.planning.plan import GPU_MEMORY, Planned, Recordings, Resource, needed_bytes
-from remat.planning.settings.screening import NO_ACTIVATIONS, Screen, with_shape
+from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 
 SHRINKS_BELOW = 0.995  # of the bytes without it: what saves less does not help
 
@@ -146,7 +146,7 @@ def _try(remedy: Remedy, args: Sequence[str], planned: Planned, screen: Screen) 
         cfg = compose.from_command_line([*args, *overrides]).run
         if _same(cfg, planned.cfg):
             return _say(remedy, overrides, "the run has it already")
-        found = _judge(remedy, overrides, planned, screen.estimate(with_shape(cfg)))
+        found = _judge(remedy, overrides, planned, screen.estimate(cfg))
         return found if found.fits or remedy.alone else _try_with_savers(remedy, args, found, screen)
     except ConfigError as error:
         return _say(remedy, overrides, f"refused: {str(error).splitlines()[0]}")
@@ -156,7 +156,7 @@ def _try_with_savers(remedy: Remedy, args: Sequence[str], found: Found, screen: 
     """Return what a remedy that is not enough gives together with SAVING_MOST, or `found` where that cannot be."""
     overrides = [*found.overrides, *SAVING_MOST]
     try:
-        after = screen.estimate(with_shape(compose.from_command_line([*args, *overrides]).run))
+        after = screen.estimate(compose.from_command_line([*args, *overrides]).run)
     except ConfigError:
         return found
     together = " ".join(SAVING_MOST)

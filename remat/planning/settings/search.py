@@ -1,7 +1,7 @@
 """Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
 
-All of them train the same: the global batch stays. Settings are estimated on a few layers (settings/screening.py);
-what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
+All of them train the same: the global batch stays. Settings are estimated without the replay of the allocator
+(settings/screening.py); what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
 run fit: the same training in less memory, other training, or a larger machine.
 """
 
@@ -36,7 +36,6 @@ from remat.planning.settings.screening import (
     NO_ACTIVATIONS,
     SURELY_FITS_BELOW,
     Screen,
-    with_shape,
 )
 
 NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
@@ -122,7 +121,7 @@ class Search:
         policies: Sequence[str] = choices.POLICIES,
     ) -> None:
         self._args, self._recordings, self._progress = list(args), recordings, progress
-        self._cfg = with_shape(cfg)
+        self._cfg = cfg
         self._axes = choices.same_training(self._args, self._cfg, policies)
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
@@ -269,7 +268,7 @@ class Search:
         return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, GPU_MEMORY))
 
     def _estimate(self, candidate: Candidate) -> Planned | None:
-        """Return the screened estimate of a candidate; None if it is refused."""
+        """Return the estimate of a candidate; None if it is refused."""
         if candidate not in self._estimates:
             cfg = self._cfg
             try:
