@@ -1,8 +1,8 @@
 """Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
 
 All of them train the same: the global batch stays. Settings are estimated without the replay of the allocator
-(settings/screening.py); what is returned was planned whole, as the command line with its overrides would be. `advise` says which changes make a
-run fit: the same training in less memory, other training, or a larger machine.
+(settings/screening.py); what is returned was planned whole, as the command line with its overrides would be. `advise`
+says which changes make a run fit: the same training in less memory, other training, or a larger machine.
 """
 
 from __future__ import annotations
