@@ -168,9 +168,7 @@ def test_fifty_steps_hold_memory_flat(name: str) -> None:
     tensors, traced, pooled = zip(*found, strict=True)
     assert len(set(tensors)) == len(set(pooled)) == 1
     grown = min(after - before for before, after in itertools.pairwise(traced))
-    assert grown < 20_000, (
-        "more stays behind in each stretch than free lists take: no cache that filled once"
-    )
+    assert grown < 20_000, "more stays behind in each stretch than free lists take: no cache that filled once"
 
 
 def test_leftovers_of_an_exception_are_dropped() -> None:
