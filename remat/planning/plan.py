@@ -344,7 +344,7 @@ class Recordings:
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
             (decided.packed, cfg.compile),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
-            train.sequence_parallel_size,
+            (train.sequence_parallel_size, decided.router_coef > 0),
         )
         key = repr(depends_on)
         if key not in self._found:
