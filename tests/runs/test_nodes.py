@@ -13,13 +13,6 @@ from tests.support import tiny
 from tests.support.by_hand import by_hand
 
 pytestmark = pytest.mark.launch
-ENDLESS = [
-    "train.steps=100000",
-    "optim.warmup_steps=0",
-    "save.every=2",
-    "save.keep=9",
-    "deepspeed.config=zero2",
-]
 
 
 @pytest.mark.slow_fault
@@ -40,7 +33,7 @@ def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path) 
 
 def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
-    words = tiny.words(workshop, "lost", *ENDLESS)
+    words = tiny.words(workshop, "lost", *tiny.ENDLESS)
     folder = workshop / "out" / "lost" / "run"
     with by_hand(tmp_path, [words, words]) as run:
         run.until(
@@ -61,7 +54,7 @@ def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.slow_fault
 def test_the_node_that_holds_the_store_is_named_when_it_is_lost(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
-    words = tiny.words(workshop, "lost", *ENDLESS)
+    words = tiny.words(workshop, "lost", *tiny.ENDLESS)
     folder = workshop / "out" / "lost" / "run"
     with by_hand(tmp_path, [words, words]) as run:
         run.until(lambda: (folder / "metrics.jsonl").exists() or run.processes[0].poll() is not None, "steps")

@@ -21,13 +21,6 @@ from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(lacking()), reason=str(lacking()))]
 TRAIN = str(ROOT / "train.py")
-ENDLESS = [
-    "train.steps=100000",
-    "optim.warmup_steps=0",
-    "save.every=2",
-    "save.keep=9",
-    "deepspeed.config=zero2",
-]
 SAVES = ["train.steps=4", "save.export=true", "save.at_end=true", "resume=auto_or_start"]
 
 
@@ -102,7 +95,7 @@ def test_nodes_whose_names_mean_themselves_find_each_other(tmp_path: Path) -> No
 def test_a_link_that_is_cut_in_mid_step_is_found_in_seconds(tmp_path: Path, nodes: Nodes) -> None:
     """Nothing closes a connection here: without the link between nodes both would wait for train.deadlines.step_s."""
     workshop = tiny.make_workshop(tmp_path)
-    words = tiny.words(workshop, "cut", *ENDLESS, "train.deadlines.link_s=4")
+    words = tiny.words(workshop, "cut", *tiny.ENDLESS, "train.deadlines.link_s=4")
     started, run = on_two(nodes, *words), workshop / "out/cut/run"
     until(lambda: (run / "saved/step-000004").is_dir(), lambda: started[0].out)
     nodes.cut()
@@ -174,7 +167,7 @@ def test_one_command_trains_both_nodes_over_real_ssh(tmp_path: Path, hosts: Path
 
 def fails_over_ssh(nodes: Nodes, hosts: Path, workshop: Path) -> None:
     """A killed rank of the other node is the cause that is told on the first, with its exit code."""
-    words = tiny.words(workshop, "killed", *ENDLESS)
+    words = tiny.words(workshop, "killed", *tiny.ENDLESS)
     started = nodes.start(
         1, "remat", "launch", "--log-dir", str(workshop / "logs"), "--hostfile", str(hosts), TRAIN, *words
     )
@@ -194,7 +187,7 @@ def test_one_command_ends_both_nodes_whatever_happens(
 ) -> None:
     """SIGTERM to the command, kill -9 of a rank, of the other node's launcher, of the command; a cut link."""
     workshop = tiny.make_workshop(tmp_path)
-    words = tiny.words(workshop, "run", *ENDLESS, "train.deadlines.link_s=8")
+    words = tiny.words(workshop, "run", *tiny.ENDLESS, "train.deadlines.link_s=8")
     saved = workshop / "out/run/run/saved"
     line = [
         "remat",

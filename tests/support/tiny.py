@@ -32,6 +32,13 @@ SIZES: dict[str, Any] = {  # of a Llama with 60 k parameters
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+ENDLESS = [  # a run that something else must end
+    "train.steps=100000",
+    "optim.warmup_steps=0",
+    "save.every=2",
+    "save.keep=9",
+    "deepspeed.config=zero2",
+]
 ON_A_4090 = [  # a plan that keeps all activations
     "recipe=tiny_zero3_offload",
     "hardware=1x4090",
