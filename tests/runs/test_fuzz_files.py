@@ -25,21 +25,16 @@ from remat.config.options import (
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
 from remat.model import hf_model
+from tests.support import tiny
 from tests.support.fuzz import as_json, assert_clear, budget, ends, json_values, torn
 
 TOKENIZER = byte_tokenizer()
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **tiny.SIZES,
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
