@@ -7,6 +7,7 @@ when the forward is over is kept, be it by autograd, by a policy, or by mistake.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,8 +89,9 @@ class OpTracer(TorchDispatchMode):
         self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
         self._gathered: set[int] = set()
         self._in_region: set[int] = set()
-        self._mlp_run, self._mlp_bytes = 0, 0  # the last one, and what lives of what it made
-        self._in_mlp: set[int] = set()
+        self._mlp_run, self._mlp_layer = 0, OUTSIDE  # the last one
+        self._in_mlp: dict[int, int] = {}  # what lives of what it made: where it stands in the next
+        self._mlp_bytes: list[int] = []  # that it made, and let go of, in order
         self._hooks = ExitStack()
 
     def __enter__(self) -> Any:
@@ -106,6 +108,7 @@ class OpTracer(TorchDispatchMode):
         super().__exit__(kind, error, trace)
         self._scope.handed_out = None
         self._hooks.close()
+        self._end_mlp_run()
         self.calls.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,17 +204,29 @@ class OpTracer(TorchDispatchMode):
 
     def _track_mlp(self, run: int, key: int, nbytes: int) -> None:
         if run != self._mlp_run:
-            self._mlp_run, self._mlp_bytes, self._in_mlp = run, 0, set()
-        self._in_mlp.add(key)
-        self._mlp_bytes += nbytes
-        layer = self._layer()
-        self.mlp_peak_bytes[layer] = max(self.mlp_peak_bytes[layer], self._mlp_bytes)
+            self._end_mlp_run()
+            self._mlp_run, self._mlp_layer = run, self._layer()
+        self._in_mlp[key] = len(self._mlp_bytes)
+        self._mlp_bytes.append(nbytes)
+
+    def _end_mlp_run(self) -> None:
+        if not self._mlp_bytes:
+            return
+        most = max(itertools.accumulate(self._mlp_bytes))
+        self.mlp_peak_bytes[self._mlp_layer] = max(self.mlp_peak_bytes[self._mlp_layer], most)
+        self._in_mlp.clear()
+        self._mlp_bytes.clear()
+
+    def _is_gathered(self, key: int) -> None:
+        """Note a weight: it is nothing that an MLP made."""
+        self._gathered.add(key)
+        if (place := self._in_mlp.pop(key, None)) is not None:
+            self._mlp_bytes[place] = 0
 
     def _free(self, key: int) -> None:
         entry = self._made.pop(key, None)
-        if entry and key in self._in_mlp:
-            self._in_mlp.discard(key)
-            self._mlp_bytes -= entry[2]
+        if entry and self._in_mlp.pop(key, None) is not None:
+            self._mlp_bytes.append(-entry[2])
         self.live_bytes -= entry[2] if entry else 0
         self._gathered.discard(key)
         self._in_region.discard(key)
@@ -223,10 +238,10 @@ class OpTracer(TorchDispatchMode):
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
             for tensor in operands(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
-                self._gathered.add(tensor.untyped_storage()._cdata)
+                self._is_gathered(tensor.untyped_storage()._cdata)
         elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
             # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
-            self._gathered.add(result.untyped_storage()._cdata)
+            self._is_gathered(result.untyped_storage()._cdata)
 
     def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
         return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)

@@ -172,7 +172,10 @@ class _Open(torch.autograd.Function):
 
 def _gather_together(mlp: nn.Module, norms: list[nn.Module]) -> Callable[[], None]:
     """Have ZeRO-3 gather all weights of `mlp` and of `norms` when the MLP is called. Returns the undo."""
-    from deepspeed.runtime.zero import register_external_parameter, unregister_external_parameter
+    from deepspeed.runtime.zero.partition_parameters import (
+        register_external_parameter,
+        unregister_external_parameter,
+    )
     from deepspeed.utils import set_z3_leaf_module
 
     set_z3_leaf_module(mlp, True)
