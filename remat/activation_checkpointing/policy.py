@@ -200,7 +200,7 @@ def describe(decisions: list[LayerDecision]) -> str:
     if moved:
         texts.append(f"what layers {spans(moved)} keep is in host memory")
     counts = {d.tiling.count for d in decisions if d.tiling is not None}
-    for count in sorted(counts - {0}):
+    for count in sorted(counts - {0, 1}):
         sliced = [i for i, d in enumerate(decisions) if d.tiling is not None and d.tiling.count == count]
         texts.append(f"MLPs of layers {spans(sliced)} in {count} slices of the tokens")
     return "; ".join(texts)

@@ -65,6 +65,11 @@ def line(applied: Applied, watch: OpTracer) -> str:
     touched = sum(c.recomputations > 0 for c in counts)
     parts = [f"{touched} of {len(counts)} layers recomputed ({regions / forwards:g} regions per forward)"]
     parts.append(f"{kept / 2**20:.1f} MiB kept on the device")
+    if sliced := [index for index, c in enumerate(counts) if c.slices]:
+        most = max(watch.mlp_peak_bytes.get(index, 0) for index in sliced)
+        parts.append(
+            f"MLPs of layers {spans(sliced)} in slices of at most {most / 2**20:.4g} MiB, each run twice"
+        )
     for text, total in (
         ("moved to the host", sum(c.moved_bytes for c in counts) / forwards),
         ("discarded", sum(c.discarded_bytes for c in counts) / forwards),
