@@ -11,7 +11,7 @@ import torch
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.mechanisms import tiles
 from remat.config import compose, ds_config
-from remat.config.options import CheckpointingConfig, PeftConfig, PeftMethod, Precision
+from remat.config.options import CheckpointingConfig, OffloadConfig, PeftConfig, PeftMethod, Precision
 from remat.model import adapters, layers
 from tests.support import small_models
 from tests.support.grids import cases
@@ -26,7 +26,15 @@ NOTHING_PERSISTENT = {
     "stage3_max_reuse_distance": 5000,
 }
 STRATEGIES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-MODELS = ("llama", "gemma3_text", "mixtral", "llama, LoRA", "llama, LoRA in MLPs")
+MODELS = (
+    "llama",
+    "gemma3_text",
+    "mixtral",
+    "llama, LoRA",
+    "llama, LoRA in MLPs",
+    "llama, QLoRA",
+    "llama, activations moved",
+)
 GRID = [f"{strategy}, {model}" for strategy in STRATEGIES for model in MODELS]
 SAMPLE = {
     "zero2, llama",
@@ -34,6 +42,7 @@ SAMPLE = {
     "zero3, gemma3_text",
     "zero3_offload, llama, LoRA in MLPs",
     "zero1, mixtral",
+    "zero2_offload, llama, activations moved",
 }
 ROUNDING = 1e-5  # fp32
 
@@ -51,12 +60,16 @@ class Found:
     differences: list[str]
 
 
-def build(model: str) -> Any:
+def build(model: str, stage: int) -> Any:
     family, _, adapted = model.partition(", ")
     net = small_models.build(family)
-    if adapted:
+    if adapted == "QLoRA":
+        cpu = torch.device("cpu")
+        adapters.quantise(net, layers.decoder_layers(net), torch.float32, cpu, flat=stage == 3)
+    if "LoRA" in adapted:
+        method = PeftMethod.qlora if adapted == "QLoRA" else PeftMethod.lora
         mlp_alone = ["gate_proj", "down_proj"] if adapted.endswith("MLPs") else []
-        peft = PeftConfig(method=PeftMethod.lora, r=4, target_modules=mlp_alone)
+        peft = PeftConfig(method=method, r=4, target_modules=mlp_alone)
         net = adapters.wrap(net, peft, layers.decoder_layers(net))
         for name, parameter in net.named_parameters():
             if "lora_B" in name:  # zeros hide wrong gradients
@@ -79,7 +92,9 @@ def train(strategy: str, model: str, count: int) -> Found:
     changes: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False}
     changes |= {"zero_optimization": NOTHING_PERSISTENT} if "3" in strategy else {}
     ds = ds_config.render(ds_config.load(strategy, compose.DS_CONFIG_DIR), changes, values)
-    stage, cfg, net = ds_config.zero_stage(ds), CheckpointingConfig(tiles=str(count)), build(model)
+    stage = ds_config.zero_stage(ds)
+    moved = OffloadConfig(enabled=model.endswith("moved"), min_bytes=0, keep_last_layers=1)
+    cfg, net = CheckpointingConfig(tiles=str(count), offload=moved), build(model, stage)
     ids = torch.randint(
         0, 64, (STEPS, 2, 2, 18), generator=torch.Generator().manual_seed(torch.distributed.get_rank())
     )
