@@ -71,6 +71,9 @@ RULES = {
 }
 
 
+SLICEABLE = (recompute.MECHANISM, selective_ops.MECHANISM)  # they end a layer's recomputation at its MLP
+
+
 def decide_layers(
     cfg: CheckpointingConfig,
     num_layers: int,
@@ -103,7 +106,7 @@ def decide_layers(
                     and mechanism.is_reentrant(cfg, end - start + 1, zero_stage == 3 and reentrant_segments),
                     offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
                     entry="" if entry is None else str(entry),
-                    tiling=_tiling(cfg) if mechanism == recompute.MECHANISM else None,
+                    tiling=_tiling(cfg) if mechanism in SLICEABLE else None,
                 )
                 for index in range(start, end + 1)
             ]

@@ -578,7 +578,12 @@ def _budget(cfg: CheckpointingConfig) -> list[str]:
     return []
 
 
-SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block)  # layers run once, or twice and whole
+# Layers that run once, or are recomputed each by itself, to the last tensor that backward needs.
+SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block, Policy.selective_ops)
+KEPT_BESIDE_SLICES = (
+    {"attention", "communication"},
+    {"q", "k", "v", "o"},
+)  # operations and Linears outside of an MLP
 
 
 def _tiles(cfg: CheckpointingConfig) -> list[str]:
@@ -589,10 +594,18 @@ def _tiles(cfg: CheckpointingConfig) -> list[str]:
         return [f"{option}: give the number of slices, for example 8, or auto"]
     asked = {cfg.policy, *cfg.layers.values()}
     found = [
-        f"{option} with checkpointing={policy}: slices are made inside of layers that are recomputed whole, each by "
-        "itself; use checkpointing=full, interval or block"
+        f"{option} with checkpointing={policy}: slices are made inside of layers that are recomputed each by itself; "
+        "use checkpointing=full, interval, block or selective_ops"
         for policy in sorted(asked.difference(SLICED_WITH))
     ]
+    kept, named = cfg.selective_ops.save, cfg.selective_ops.save_linears
+    inside = [*set(kept) - KEPT_BESIDE_SLICES[0], *set(named) - KEPT_BESIDE_SLICES[1]]
+    if Policy.selective_ops in asked and inside:
+        found.append(
+            f"{option} with checkpointing=selective_ops that keeps {', '.join(sorted(inside))}: what an MLP makes is "
+            "not kept where it runs in slices; keep attention, communication and the Linears q, k, v and o alone, or "
+            "use checkpointing.tiles=1"
+        )
     if asked == {Policy.none}:
         found.append(
             f"{option} with checkpointing=none: nothing is recomputed, and slices would be; use checkpointing=full"

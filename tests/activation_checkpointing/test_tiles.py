@@ -13,7 +13,15 @@ from remat.activation_checkpointing import apply, dry_run, policy, verification
 from remat.activation_checkpointing.mechanisms import tiles
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config import validation
-from remat.config.options import CheckpointingConfig, Compilation, ConfigError, Policy, RunConfig, TrainConfig
+from remat.config.options import (
+    CheckpointingConfig,
+    Compilation,
+    ConfigError,
+    Policy,
+    RunConfig,
+    SelectiveOpsConfig,
+    TrainConfig,
+)
 from remat.model import layers, meta_kernels
 from tests.support import small_models, watched
 
@@ -31,6 +39,7 @@ NORMS = {  # what is sliced with the MLP; two layer inputs of parallel ones shar
     "falcon": ("", ""),
 }
 REFUSED: dict[str, dict[str, Any]] = {"gpt_neox": {"hidden_dropout": 0.1}, "gpt_oss": {"num_local_experts": 4}}
+LINEARS = SelectiveOpsConfig(save_linears=["all_but_down", "o"])
 ROUNDING = 1e-5  # fp32, relative to the largest gradient of all weights
 
 
@@ -76,6 +85,24 @@ def test_equals_the_whole_and_runs_no_forward_more(family: str) -> None:
     assert found.replayed.differences == found.replayed.notes == []
     assert verification.unmet_expectations(found.applied, found.watch, full()) == []
     assert all(c.slices == c.slices_again == 4 and not c.slices_thrice for c in found.applied.counts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral"])
+def test_attention_can_be_kept_beside_slices(family: str) -> None:
+    net = small_models.build(family)
+    cfg = CheckpointingConfig(
+        policy=Policy.selective_ops,
+        selective_ops=SelectiveOpsConfig(save=["attention"], save_linears=["q", "o"]),
+    )
+    reference, found = watched.run(net, cfg, IDS), run(net, replace(cfg, tiles="4"))
+    assert 0 < furthest(found, reference) < ROUNDING
+    assert found.watch.flops == reference.watch.flops
+    assert found.watch.kept_bytes == reference.watch.kept_bytes
+    assert found.replayed.differences == verification.unmet_expectations(found.applied, found.watch, cfg) == []
+    assert [(c.slices, c.slices_again, c.slices_thrice) for c in found.applied.counts] == [(4, 4, 0)] * 3
+    assert [c.reused_outputs for c in found.applied.counts] == [
+        c.reused_outputs for c in reference.applied.counts
+    ]
 
 
 def test_the_peak_of_the_mlp_falls_by_the_number_of_slices() -> None:
@@ -182,7 +209,11 @@ def test_the_dry_run_finds_what_is_sliced() -> None:
         (RunConfig(checkpointing=CheckpointingConfig(tiles="many")), "give the number of slices"),
         (RunConfig(checkpointing=full(policy=Policy.budget)), "with checkpointing=budget"),
         (RunConfig(checkpointing=full(policy=Policy.uniform)), "with checkpointing=uniform"),
-        (RunConfig(checkpointing=full(layers={1: Policy.selective_ops})), "with checkpointing=selective_ops"),
+        (RunConfig(checkpointing=full(layers={1: Policy.discard_output})), "with checkpointing=discard_output"),
+        (
+            RunConfig(checkpointing=full(policy=Policy.selective_ops, selective_ops=LINEARS)),
+            "that keeps all_but_down",
+        ),
         (RunConfig(checkpointing=full(policy=Policy.none)), "with checkpointing=none"),
         (RunConfig(checkpointing=full(reentrant=True)), "with checkpointing.reentrant=true"),
         (RunConfig(checkpointing=full(early_stop=False)), "with checkpointing.early_stop=false"),

@@ -11,7 +11,7 @@ import torch
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.mechanisms import tiles
 from remat.config import compose, ds_config
-from remat.config.options import CheckpointingConfig, OffloadConfig, PeftConfig, PeftMethod, Precision
+from remat.config.options import CheckpointingConfig, OffloadConfig, PeftConfig, PeftMethod, Policy, Precision
 from remat.model import adapters, layers
 from tests.support import small_models
 from tests.support.grids import cases
@@ -34,6 +34,7 @@ MODELS = (
     "llama, LoRA in MLPs",
     "llama, QLoRA",
     "llama, activations moved",
+    "llama, attention kept",
 )
 GRID = [f"{strategy}, {model}" for strategy in STRATEGIES for model in MODELS]
 SAMPLE = {
@@ -94,7 +95,8 @@ def train(strategy: str, model: str, count: int) -> Found:
     ds = ds_config.render(ds_config.load(strategy, compose.DS_CONFIG_DIR), changes, values)
     stage = ds_config.zero_stage(ds)
     moved = OffloadConfig(enabled=model.endswith("moved"), min_bytes=0, keep_last_layers=1)
-    cfg, net = CheckpointingConfig(tiles=str(count), offload=moved), build(model, stage)
+    kept = Policy.selective_ops if model.endswith("kept") else Policy.full
+    cfg, net = CheckpointingConfig(policy=kept, tiles=str(count), offload=moved), build(model, stage)
     ids = torch.randint(
         0, 64, (STEPS, 2, 2, 18), generator=torch.Generator().manual_seed(torch.distributed.get_rank())
     )
