@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,14 @@ FAMILIES = ["llama", "qwen3", "gemma3_text"]
 PACKED = {"plain": Packed(Packing.stream, ""), "packed": Packed(Packing.documents, "")}
 PEAK = 0.02  # in models of 0.6 MB, of which a mask is 1 %
 CPU = torch.device("cpu")
+EXCHANGE = ulysses.RankGroup.exchange
+
+
+def exchange(group: ulysses.RankGroup, blocks: torch.Tensor) -> torch.Tensor:
+    """Exchange blocks, and wait until gloo's thread has let go of them too, as a stream of a GPU has."""
+    found = EXCHANGE(group, blocks)
+    time.sleep(0.002)
+    return found
 
 
 def model(family: str) -> Any:
@@ -220,7 +229,8 @@ def counted(family: str, name: str, data: str) -> tuple[list[int], int]:
     positions = torch.cat([torch.arange(20), torch.arange(SEQ - 20)]).expand(ROWS, -1)
     batch = {"input_ids": ids, "labels": ids} | ({"position_ids": positions} if data == "packed" else {})
     watch, token_loss = applied.watch(CPU), loss.TokenLoss(net, LossKind.full)
-    with applied.micro_batch(), watch:
+    waiting = mock.patch.object(ulysses.RankGroup, "exchange", exchange)
+    with waiting, applied.micro_batch(), watch:
         value = token_loss(net, sequence.inputs(batch, CPU))
         watch.forward_done()
         value.backward()
