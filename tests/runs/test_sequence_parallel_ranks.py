@@ -45,7 +45,7 @@ SAMPLE = [  # every choice once
     Cell("qwen3", "zero2", "full", "lora", "packed"),
     Cell("mixtral", "zero3", "selective_linears", "whole", "packed"),
     Cell("gemma3_text", "zero3_offload", "offload", "whole", "plain"),
-    Cell("gemma3_text", "zero2", "none", "lora", "packed"),
+    Cell("gemma3_text", "zero2", "tiles", "lora", "packed"),
 ]
 CELLS = [
     cell if cell in SAMPLE else pytest.param(cell, marks=pytest.mark.exhaustive)
