@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from remat.config import data_fields, paths
 from remat.config.options import (
     NOT_FOLDERS,
+    Attention,
     CheckpointingConfig,
     Compilation,
     ConfigError,
@@ -55,6 +56,7 @@ def problems(cfg: RunConfig) -> list[str]:
     return [
         *_train(cfg.train),
         *_model(cfg.model),
+        *_attention(cfg),
         *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_states(cfg.optim, cfg.train),
@@ -252,6 +254,15 @@ def data_problems(data: DataConfig) -> list[str]:
     for name, each in data.sources().items():
         found += [of_source(name, problem) for problem in _source_problems(each)]
     return found
+
+
+def _attention(cfg: RunConfig) -> list[str]:
+    if cfg.model.attention is not Attention.flash_attention_2 or cfg.train.precision is not Precision.fp32:
+        return []
+    return [
+        f"model.attention={cfg.model.attention} with train.precision=fp32: its kernels take 16 bits alone; set "
+        "train.precision=bf16, or model.attention=sdpa"
+    ]
 
 
 def _mix(data: DataConfig) -> list[str]:
