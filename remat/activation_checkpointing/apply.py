@@ -191,11 +191,12 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
     offload = host.layer(index, counts) if host and decision.offload else None
     site = Site(index, layer, setup, offload)
     mechanism = decision.mechanism.treat(site)
-    runs_once = decision.mechanism in (KEEP, budget.MECHANISM) and host is None
+    by_table = decision.mechanism == budget.MECHANISM
+    runs_once = by_table or (decision.mechanism == KEEP and not decision.offload)
     saved = SavedTensors(
         layer,
         by_reference=setup.zero_stage == 3,
-        offload=offload,
+        offload=None if by_table else offload,
         discarded=site.discarded,
         model=applied.model,
     )
@@ -225,6 +226,8 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         if runs_once and recorder is None and args:  # nothing but the table is to be kept up
             with scope.inside(index), saved.hooks():
                 output = mechanism(layer_forward, *args)
+            if host is not None:
+                host.follow(index, output)
             counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
             return output
         call, args = Replayable(layer_forward, around).put_state_first(args)

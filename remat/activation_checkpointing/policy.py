@@ -101,7 +101,9 @@ def decide_layers(
                     last=end,
                     reentrant=mechanism.is_reentrant is not None
                     and mechanism.is_reentrant(cfg, end - start + 1, zero_stage == 3 and reentrant_segments),
-                    offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
+                    offload=cfg.offload.enabled
+                    and end < num_layers - cfg.offload.keep_last_layers
+                    and mechanism != budget.MECHANISM,  # which moves what its table says
                     entry="" if entry is None else str(entry),
                 )
                 for index in range(start, end + 1)

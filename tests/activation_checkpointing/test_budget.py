@@ -28,7 +28,12 @@ from remat.activation_checkpointing.mechanisms.tables.graph import (
     Save,
     Value,
 )
-from remat.activation_checkpointing.mechanisms.tables.table import Table, choose_kept, compile_table
+from remat.activation_checkpointing.mechanisms.tables.table import (
+    Table,
+    choose_kept,
+    choose_moved,
+    compile_table,
+)
 from remat.config.options import Attention, CheckpointingConfig, OffloadConfig, Policy
 from remat.model import adapters, layers
 from tests.support import small_models, watched
@@ -45,21 +50,56 @@ def graphs_of(net: Any, ids: torch.Tensor | None = None) -> dict[int, Graph]:
 
 
 def under(
-    net: Any, tables: list[Table | None], ids: torch.Tensor | None = None
+    net: Any,
+    tables: list[Table | None],
+    ids: torch.Tensor | None = None,
+    cfg: CheckpointingConfig = BUDGET,
 ) -> tuple[watched.Watched, list[LayerDecision]]:
     """One forward and backward with a table for each layer; None: nothing is kept that can be made again."""
     decisions = [
-        replace(decision, table=table)
+        replace(decision, table=table, offload=bool(table and table.offload))
         for decision, table in zip(policy.decide_layers(BUDGET, len(tables)), tables, strict=True)
     ]
     with mock.patch.object(policy, "decide_layers", lambda *_, **__: decisions):
-        return watched.run(net, BUDGET, ids), decisions
+        return watched.run(net, cfg, ids), decisions
 
 
 def table_at(graph: Graph, share: float) -> Table:
     points = frontier(graph, [op.flops // 5 + op.moved_bytes for op in graph.ops])
     point = points[int(share * (len(points) - 1))]
     return Table(frozenset(graph.values[value].name for value in point.keep), point.bytes)
+
+
+def moving(graph: Graph, share: float, every: int) -> Table:
+    """A table that moves every so manieth of what can be moved of what it keeps, and of what it could keep."""
+    table = table_at(graph, share)
+    names = sorted(value.name for value in graph.values if value.can_be_moved and value.name)
+    return Table(table.keep, offload=frozenset(names[::every]))
+
+
+def moved_bytes(graph: Graph, table: Table) -> int:
+    moved = choose_moved(graph, table, choose_kept(graph, table))
+    return sum(graph.values[value].nbytes for value in moved)
+
+
+@pytest.mark.sample(one_in=17)
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", sorted(small_models.ARCHITECTURES))
+def test_what_a_table_moves_comes_back_bit_equal_and_leaves_to_the_byte(
+    family: str, dtype: torch.dtype, every: int
+) -> None:
+    net = small_models.build(family, **DROPS.get(family, {})).to(dtype)
+    kept, graphs = watched.run(net, watched.NONE), graphs_of(net)
+    tables = [moving(graphs[index], MIDDLE, every) for index in sorted(graphs)]
+    found, _ = under(net, list(tables))
+    assert watched.differences(found, kept) == []
+    assert found.replayed.differences == found.replayed.notes == []
+    assert verification.unmet_expectations(found.applied, found.watch, BUDGET) == []  # bytes among them
+    for index, counts in enumerate(found.applied.counts):
+        assert counts.moved_bytes == moved_bytes(graphs[index], tables[index]) > 0
+    assert found.applied.offload is not None
+    assert found.applied.offload.pool.taken_bytes == 0  # every buffer is free again
 
 
 @pytest.mark.sample(one_in=9)

@@ -42,6 +42,7 @@ class LayerCounters:
     contiguous_bytes: int = 0  # kept in DeepSpeed's list of buffers
     output_bytes: int = 0  # of the layer's own result, in its last forward
     table_bytes: int = 0  # what its table says that it keeps of its last forward, without its result
+    table_moved_bytes: int = 0  # what its table says that was moved to host memory, in all forwards
 
     def clear(self) -> None:
         fresh = LayerCounters()
