@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from remat.activation_checkpointing.mechanisms.tables.table import (
     Fate,
     Program,
     Step,
+    Table,
     choose_kept,
     choose_moved,
     compile_table,
@@ -210,7 +211,7 @@ class LayerRunner:
             kept = choose_kept(graph, self.table)
             program = compile_table(graph, kept, choose_moved(graph, self.table, kept))
             program.rows = {value: row_of_value(graph.values[value]) for value in program.moved}
-            program.moved_bytes = host_bytes(graph, program.moved, self.site.setup.cfg.offload.dtype)
+            program.moved_bytes = sum(host_sizes(graph, self.table, self.site.setup.cfg.offload.dtype))
             remember(known, key, program)
         return known[key]
 
@@ -543,10 +544,15 @@ def row_of_value(value: Value) -> int:
     return row_of(size, stride, offset, value.nbytes // value.dtype.itemsize)
 
 
-def host_bytes(graph: Graph, moved: Iterable[int], dtype: StorageDtype) -> int:
-    """Return what the host holds of the values `moved`."""
-    values = (graph.values[value] for value in moved)
-    return sum(stored_bytes(v.nbytes, v.dtype.itemsize, row_of_value(v), dtype) for v in values)
+def host_bytes(value: Value, dtype: StorageDtype) -> int:
+    """Return what the host holds of `value` when it is moved."""
+    return stored_bytes(value.nbytes, value.dtype.itemsize, row_of_value(value), dtype)
+
+
+def host_sizes(graph: Graph, table: Table, dtype: StorageDtype) -> list[int]:
+    """Return what the host holds of each value that `table` moves."""
+    moved = choose_moved(graph, table, choose_kept(graph, table)) if table.offload else ()
+    return [host_bytes(graph.values[value], dtype) for value in sorted(moved)]
 
 
 def _treat(site: Site) -> LayerForward:
@@ -584,7 +590,8 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
         counts = observed[unmoved[0]].counts
         found.append(
             f"checkpointing=budget is not in effect in layers {spans(unmoved)}: layer {unmoved[0]} moved "
-            f"{counts.moved_bytes / MIB:.3f} MiB to host memory, its table says {counts.table_moved_bytes / MIB:.3f} MiB"
+            f"{counts.moved_bytes / MIB:.3f} MiB to host memory, where its table says "
+            f"{counts.table_moved_bytes / MIB:.3f} MiB"
         )
     return found
 

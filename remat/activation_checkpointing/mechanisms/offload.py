@@ -26,7 +26,7 @@ import bisect
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -314,11 +314,15 @@ class _Transfers:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layer: int | None = None
         self._leaving: list[torch.Tensor] = []  # of the layer that runs
-        self._left: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()  # of the layers before
+        # of the layers before
+        self._left: deque[tuple[torch.cuda.Event | None, list[torch.Tensor]]] = deque()
+        self.simulates_gpu = (
+            False  # on meta tensors: no copy is an operation of the GPU, and each takes its time
+        )
 
     def enter(self, layer: int) -> None:
         """Free what the layer before the last sent away, now that `layer` runs forward."""
-        if self._side is None or layer == self._layer:
+        if self._copies_at_once or layer == self._layer:
             return
         self._layer = layer
         self._close()
@@ -326,6 +330,9 @@ class _Transfers:
 
     def send(self, parts: list[torch.Tensor], host: list[torch.Tensor]) -> None:
         """Copy device tensors to host tensors. The device memory stays allocated until the copy is done."""
+        if self.simulates_gpu:
+            self._leaving += parts
+            return
         if self._side is None:
             for target, part in zip(host, parts, strict=True):
                 target.copy_(part)
@@ -345,6 +352,8 @@ class _Transfers:
         record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
         """
         parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in host]
+        if self.simulates_gpu:
+            return parts, None
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
@@ -354,7 +363,7 @@ class _Transfers:
 
     def forward_is_over(self) -> None:
         """Free all that left: nothing more leaves before the first copy comes back."""
-        if self._side is not None:
+        if not self._copies_at_once:
             self._layer = None
             self._close()
             self._free(keep=0)
@@ -365,15 +374,20 @@ class _Transfers:
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
 
+    @property
+    def _copies_at_once(self) -> bool:
+        return self._side is None and not self.simulates_gpu
+
     def _close(self) -> None:
-        if self._side is not None and self._leaving:
-            self._left.append((self._side.record_event(), self._leaving))
+        if self._leaving:
+            self._left.append((self._side.record_event() if self._side else None, self._leaving))
             self._leaving = []
 
     def _free(self, keep: int) -> None:
         while len(self._left) > keep:
             event, parts = self._left.popleft()
-            torch.cuda.current_stream(self._device).wait_event(event)
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
             del parts
 
 
@@ -402,6 +416,14 @@ def row_of(size: Sequence[int], stride: Sequence[int], offset: int, length: int)
     steps = [step for n, step in zip(size[:-1], stride[:-1], strict=True) if n > 1]
     row = size[-1]
     return row if row >= SHORTEST_ROW and all(n % row == 0 for n in (length, offset, *steps)) else 0
+
+
+def pool_bytes(sizes: Iterable[int]) -> int:
+    """Return the host memory that buffers of `sizes`, taken in this order, are cut from."""
+    pool = HostPool(torch.device("meta"))
+    for size in sizes:
+        pool.take(size)
+    return pool.slab_bytes
 
 
 def stored_bytes(nbytes: int, element_bytes: int, row: int, dtype: StorageDtype) -> int:
