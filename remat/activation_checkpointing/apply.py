@@ -225,18 +225,15 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         recorder = applied.recorder
         if runs_once and recorder is None and args:  # nothing but the table is to be kept up
             with scope.inside(index), saved.hooks():
-                output = mechanism(layer_forward, *args)
-            if host is not None:
-                host.follow(index, output)
-            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
-            return output
+                return follow(mechanism(layer_forward, *args))
         call, args = Replayable(layer_forward, around).put_state_first(args)
         if recorder is not None:
             recorder.before(index, layer, call, args)
         with scope.inside(index), saved.hooks():
             output = mechanism(call, *args)
-        if recorder is not None:
-            output = recorder.after(index, output)
+        return follow(recorder.after(index, output) if recorder is not None else output)
+
+    def follow(output: Any) -> Any:
         if host is not None:
             host.follow(index, output)
         counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))

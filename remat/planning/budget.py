@@ -26,13 +26,9 @@ from typing import Any
 from remat.activation_checkpointing.mechanisms import budget
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 from remat.activation_checkpointing.mechanisms.recompute import MECHANISM as RECOMPUTE
-from remat.activation_checkpointing.mechanisms.tables.frontier import (
-    Link,
-    Point,
-    frontier,
-    frontier_with_link,
-)
+from remat.activation_checkpointing.mechanisms.tables.frontier import Point, frontier
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
+from remat.activation_checkpointing.mechanisms.tables.placement import Link, frontier_with_link
 from remat.activation_checkpointing.mechanisms.tables.table import (
     Table,
     choose_kept,
@@ -294,7 +290,7 @@ def _links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: Pric
         if least.host_room_bytes is not None:
             most = min(most, int(POOLED * least.host_room_bytes / len(moving)))
         free = min(most, int(min(1.0, share) * room.free_bytes))
-        found[index] = Link(sizes, free, most, Fraction(room.s_per_byte * NANO).limit_denominator(10**9))
+        found[index] = Link(sizes, free, most, room.s_per_byte * NANO)
     return found
 
 
