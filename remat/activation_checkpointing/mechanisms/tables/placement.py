@@ -17,6 +17,7 @@ import numpy
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, corners
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
 
+UNITS = 1000.0  # that all that a layer can move is measured in
 SLACK = 0.5  # of a limit: the solver's numbers are floats, sizes and costs are whole
 
 
@@ -46,7 +47,24 @@ def frontier_with_link(graph: Graph, costs: list[int], link: Link) -> list[Point
     program = _Program(graph, costs, link)
     few = program.solve(0, 1, most_bytes=program.solve(1, 0).bytes)
     fast = program.solve(1, 0, most_cost=program.solve(0, 1).cost)
-    return corners(few, fast, program.solve)
+    return _convex(corners(few, fast, program.solve))
+
+
+def _convex(points: Iterable[Point]) -> list[Point]:
+    """Return `points` without those that are above a line between two others, by the rounding of the solver."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.bytes, point.cost)):
+        if found and point.cost >= found[-1].cost:
+            continue
+        while len(found) > 1 and _is_above(found[-1], found[-2], point):
+            found.pop()
+        found.append(point)
+    return found
+
+
+def _is_above(middle: Point, low: Point, high: Point) -> bool:
+    saved, beyond = low.cost - middle.cost, low.cost - high.cost
+    return saved * (high.bytes - low.bytes) <= beyond * (middle.bytes - low.bytes)
 
 
 class _Program:
@@ -65,7 +83,10 @@ class _Program:
         for (kind, number), place in self._column.items():
             self._bytes[place] = graph.values[number].nbytes if kind == "device" else 0
             self._cost[place] = {"device": 0, "host": 1, "op": costs[number] + 1 if kind == "op" else 0}[kind]
-        self._cost[self._beyond] = link.cost_per_byte
+        self._unit = max(
+            1.0, sum(link.host_bytes.values()) / UNITS
+        )  # bytes: the solver wants numbers of one size
+        self._cost[self._beyond] = link.cost_per_byte * self._unit
         self._solver = self._build()
 
     def _build(self) -> Any:
@@ -92,14 +113,15 @@ class _Program:
                     if self._column["op", number] not in terms:
                         add(0.0, infinite, terms | {self._column["op", number]: -1.0})
         sizes = {
-            self._column["host", v]: float(n)
+            self._column["host", v]: n / self._unit
             for v, n in self._link.host_bytes.items()
             if ("host", v) in self._column
         }
-        add(-infinite, float(self._link.most_bytes), sizes)
-        add(-infinite, float(self._link.free_bytes), sizes | {self._beyond: -1.0})
+        add(-infinite, self._link.most_bytes / self._unit, sizes)
+        add(-infinite, self._link.free_bytes / self._unit, sizes | {self._beyond: -1.0})
         for amounts in (self._bytes, self._cost):  # the last two rows, which `solve` bounds
-            add(0.0, infinite, {place: float(amount) for place, amount in enumerate(amounts) if amount})
+            scaled = amounts / (amounts.max() or 1.0)
+            add(0.0, infinite, {place: float(amount) for place, amount in enumerate(scaled) if amount})
         return solver
 
     def _found(self, value: int) -> dict[int, float]:
@@ -118,8 +140,8 @@ class _Program:
         count = len(prices)
         self._solver.changeColsCost(count, numpy.arange(count, dtype=numpy.int32), prices)
         rows = self._solver.getNumRow()
-        self._solver.changeRowBounds(rows - 2, 0.0, most_bytes + SLACK)
-        self._solver.changeRowBounds(rows - 1, 0.0, most_cost + SLACK)
+        for row, most, amounts in ((rows - 2, most_bytes, self._bytes), (rows - 1, most_cost, self._cost)):
+            self._solver.changeRowBounds(row, 0.0, (most + SLACK) / (amounts.max() or 1.0))
         self._solver.run()
         if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise RuntimeError(f"HiGHS: {self._solver.getModelStatus()} for the table of a layer")
