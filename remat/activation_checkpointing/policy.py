@@ -195,7 +195,8 @@ def describe(decisions: list[LayerDecision]) -> str:
         texts.append(f"{policy}{where} ({_what(decisions, again)})")
     moved = [i for i, decision in enumerate(decisions) if decision.offload]
     if moved:
-        texts.append(f"what layers {spans(moved)} keep is in host memory")
+        part = " in part" * any(decisions[i].table is not None for i in moved)
+        texts.append(f"what layers {spans(moved)} keep is{part} in host memory")
     return "; ".join(texts)
 
 
