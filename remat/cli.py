@@ -97,6 +97,12 @@ def plan_command(
         bool,
         typer.Option("--curve", help="Step time over GiB: checkpointing=budget from the least to keeping all."),
     ] = False,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder", help="The longest sequence: loss in chunks, offload, ranks that share a sequence."
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say every assumption in full.")] = False,
     advise: Annotated[
@@ -110,12 +116,17 @@ def plan_command(
     not fit, 0 when it fits or is tight; where it is not sure to fit, the nearest changes that make it."""
     if plot is not None:
         check_picture(plot)
-    if best and (swept or plot or curve):
-        raise ConfigError("--best: looks for settings itself; leave out --sweep, --curve and --plot")
-    if swept and curve:
-        raise ConfigError("--curve and --sweep: give one of them")
+    kinds = {"--best": best, "--ladder": ladder, "--sweep": swept, "--curve": curve}
+    given = [name for name, wanted in kinds.items() if wanted]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if plot is not None and (best or ladder):
+        raise ConfigError(f"{given[0]}: draws nothing; leave out --plot")
     if best:
         _plan_best(ctx.args, as_json)
+        return
+    if ladder:
+        _plan_ladder(ctx.args, as_json)
         return
     several = swept or curve
     fits = (
@@ -196,6 +207,24 @@ def _plan_best(args: list[str], as_json: bool) -> None:
         print(json.dumps([search.setting_as_json(setting) for setting in found], indent=2))
     else:
         plan.show_best(found, _console())
+
+
+def _plan_ladder(args: list[str], as_json: bool) -> None:
+    from remat.config import compose
+
+    run = compose.from_command_line(args).run
+    compose.check_plan(run)
+    with without_garbage():
+        from remat.planning.plan import Recordings
+        from remat.planning.settings import ladder
+        from remat.report import plan
+    found = ladder.climb(args, Recordings(), _count("rungs planned"))
+    if as_json:
+        print(json.dumps(ladder.as_json(found), indent=2))
+    else:
+        plan.show_ladder(found, _console(), title=plan.name_asked(args, run))
+    if not any(rung.seq_len for rung in found):
+        raise typer.Exit(3)
 
 
 def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) -> list[Setting]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from remat.activation_checkpointing.compiled import CompiledLayers
-from remat.activation_checkpointing.mechanisms import budget
+from remat.activation_checkpointing.mechanisms import budget, tiles
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
     find_tensors,
@@ -156,6 +156,7 @@ def apply(
         )  # fmt: skip
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
+            tiles.slice_mlp(Site(index, layer, setup, offload=None))
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
         if any(decision.reentrant for decision in decisions):
             _let_embeddings_carry_gradient(model, applied.cleanup)

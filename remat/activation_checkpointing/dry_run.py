@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.mechanisms import selective_ops
+from remat.activation_checkpointing.mechanisms import selective_ops, tiles
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config.options import CheckpointingConfig, ConfigError
@@ -43,6 +43,8 @@ def choose(
     not. Raises ConfigError when the model cannot be carried as asked.
     """
     decisions = policy.decide_layers(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    if any(decision.tiling is not None for decision in decisions):
+        decisions = _find_tilings(model, decisions, around)
     if not has_gpu and selective_ops.lists_attention(cfg, decisions):
         problem, tried = _problem(model, decisions, cfg, around, selective_ops.find_missing_attention)
         if problem and tried:
@@ -61,6 +63,27 @@ def choose(
     if problem and tried:
         raise ConfigError(problem)
     return decisions, ""
+
+
+def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
+    """Return `decisions` with what of each layer is sliced, seen in a forward of the model. Raises ConfigError."""
+    was_training = model.training
+
+    def forward() -> None:
+        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+
+    try:
+        with torch.random.fork_rng(devices=[]), around(), torch.enable_grad():
+            return tiles.find_tilings(model.train(), decisions, forward)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{tiles.OPTION}: the model cannot be tried without its weights, to see what its MLPs are given "
+            f"({type(error).__name__}: {str(error)[:200]}); {tiles.OFF}"
+        ) from error
+    finally:
+        model.train(was_training)
 
 
 def _problem(

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from remat.config import paths
-from remat.config.options import ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
+from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
 from remat.config.units import format_size
 from remat.machine import distributed, rng
 from remat.machine.host_memory import HostPeak
@@ -172,15 +172,20 @@ def hidden_size(config: PretrainedConfig) -> int:
 def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
     """Build the model on the meta device: its modules without their memory, in a second or two for 70B.
 
-    Raises ConfigError when it is no causal language model, or lacks the attention that was asked for.
+    Flash attention's package is looked for where there is a GPU: a plan for another machine needs none. Raises
+    ConfigError when it is no causal language model, or lacks the attention that was asked for.
     """
+    flash = cfg.attention is Attention.flash_attention_2
+    elsewhere = flash and not (torch.cuda.is_available() or cfg.trust_remote_code)
     try:
         with torch.device("meta"):
             net: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 trust_remote_code=cfg.trust_remote_code,
-                attn_implementation=str(cfg.attention),
+                attn_implementation=str(Attention.eager if elsewhere else cfg.attention),
             )
+        if elsewhere:
+            _name_flash(net)
         return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
     except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
         known = isinstance(error, (ValueError, ImportError))
@@ -192,6 +197,23 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
         raise ConfigError(
             f"{problem} (model.path={cfg.path}, model_type={config.model_type}): {_first_line(error)}{remedy}"
         ) from error
+
+
+def _name_flash(net: PreTrainedModel) -> None:
+    """Give every config in `net` the name of flash attention. Raises ValueError for a model that cannot have it."""
+    others = getattr(net, "_compatible_flash_implementations", None)
+    if not net._supports_flash_attn or (others and str(Attention.flash_attention_2) not in others):
+        instead = f", but by {', '.join(others)}" if others else ""
+        raise ValueError(f"{type(net).__name__} does not compute attention by this package{instead}")
+    for config in configs_of(net):
+        config._attn_implementation = str(Attention.flash_attention_2)
+
+
+def configs_of(net: nn.Module) -> list[PretrainedConfig]:
+    """Return the configs that the modules of `net` read, each once."""
+    every: list[Any] = [getattr(module, "config", None) for module in net.modules()]
+    found = {id(config): config for config in every if isinstance(config, PretrainedConfig)}
+    return list(found.values())
 
 
 def facts(model: Any) -> ModelFacts:

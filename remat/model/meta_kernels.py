@@ -13,7 +13,7 @@ A kernel without a meta version is replaced by a function that saves the same te
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
+from transformers.integrations import flash_attention
 
 from remat.config.options import ConfigError
 
@@ -35,6 +36,10 @@ INDICES = masking_utils.find_packed_sequence_indices
 WHOLE = "sequences are not packed: attention needs no mask of its own"
 PACKED = (
     "every block holds several documents, kept apart: a mask for it covers the block, however short they are"
+)
+FLASH_PACKAGE = (
+    "attention runs the flash-attn package's kernel, taken to need what torch's own flash kernel does; packed "
+    "documents are computed as one, which costs most"
 )
 
 
@@ -52,10 +57,16 @@ def as_in_a_run(
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         return kernel(assumed, _Attention(*args, **kwargs))
 
+    def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any) -> Tensor:
+        assumed.append(FLASH_PACKAGE)
+        return _flash_package(query, key, value, named)
+
     answers = _Kernels(assumed, on_gpu)
     with (
         linear_of(zero_stage),
         mock.patch.object(F, "scaled_dot_product_attention", attention),
+        mock.patch.object(flash_attention, "_flash_attention_forward", flash),
+        mock.patch.object(flash_attention, "get_target_dtype", _flash_dtype),
         mock.patch.object(F, "dropout", _fused_dropout) if on_gpu else nullcontext(),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", answers.packed if packed else INDICES),
         answers,
@@ -239,6 +250,28 @@ def _attention(assumed: list[str], call: _Attention) -> Tensor:
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
     return output
+
+
+def _flash_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that fp32 queries are cast to: that of the weights. transformers asks for autocast's first."""
+    if query.dtype is not torch.float32:
+        return None
+    return next(child.weight.dtype for child in module.modules() if isinstance(child, nn.Linear))
+
+
+def _flash_package(query: Tensor, key: Tensor, value: Tensor, named: Mapping[str, Any]) -> Tensor:
+    """Stand in for transformers' call of the flash-attn package; tensors are [batch, seq, heads, width]."""
+    dtype = named.get("target_dtype") or query.dtype
+    if dtype not in FLASH_DTYPES:
+        raise ConfigError(
+            f"model.attention=flash_attention_2: its kernels take no {str(dtype).removeprefix('torch.')}; set "
+            "train.precision=bf16 (or fp16), or model.attention=sdpa"
+        )
+    heads = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    found: Tensor = aten._scaled_dot_product_flash_attention(
+        *heads, named["dropout"], named["is_causal"], False, scale=named["softmax_scale"]
+    )[0]
+    return found.transpose(1, 2)
 
 
 def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:

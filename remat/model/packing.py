@@ -25,7 +25,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from remat.config.options import Attention, ConfigError, DataSource, ModelConfig, Packing, RunConfig
-from remat.model import small_copy
+from remat.model import hf_model, small_copy
 
 
 class Way(StrEnum):
@@ -242,13 +242,8 @@ def kernel_of(net: Any, attention: Attention) -> Iterator[None]:
     if attention is not Attention.flash_attention_2:
         yield
         return
-    configs = {
-        id(m.config): m.config
-        for m in net.modules()
-        if isinstance(getattr(m, "config", None), PretrainedConfig)
-    }
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
+    before = [(config, config._attn_implementation) for config in hf_model.configs_of(net)]
+    for config, _ in before:
         config._attn_implementation = str(attention)
     try:
         with (
@@ -257,8 +252,8 @@ def kernel_of(net: Any, attention: Attention) -> Iterator[None]:
         ):
             yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+        for config, name in before:
+            config._attn_implementation = name
 
 
 def _flash_on_a_cpu(

@@ -33,7 +33,7 @@ from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import layers, loss, meta_kernels, optimizer_state
 from remat.parallel import sequence_parallel
-from remat.planning import budget, model_states, preflight, step_time, strategy
+from remat.planning import budget, model_states, preflight, step_time, strategy, tiling
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
@@ -478,6 +478,10 @@ def make_plan(
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+    if tiling.is_open(decided.decisions):
+        trial, because = tiling.choose(decided.decisions, plan)
+        sliced: Planned = replace(trial.made, strategy=replace(trial.made.strategy, decided_because=because))
+        return _both_segments(sliced, known, on_gpu=on_gpu)
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
         return _both_segments(made, known, on_gpu=on_gpu)

@@ -106,6 +106,10 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     Needs no weight and no GPU, and no network where the recipe names the model's shape. `can_pin` says that the
     run will have CUDA; without it torch pins no host memory.
     """
+    if cfg.model.attention is Attention.flash_attention_2 and not can_pin:
+        raise ConfigError(
+            f"model.attention={cfg.model.attention}: it needs a GPU, and there is none; set model.attention=sdpa"
+        )
     config = hf_model.shape_config(cfg.model)
     shape = _shape_of(cfg, config)
     skeleton = shape.plain

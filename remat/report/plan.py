@@ -12,11 +12,23 @@ from rich.table import Table
 from remat.activation_checkpointing import policy
 from remat.config.options import OptimStates, RunConfig
 from remat.config.units import GIB, format_size
+from remat.planning import tiling
 from remat.planning.loading import Loading
-from remat.planning.plan import Plan, Planned, Resource, Verdict, needed_bytes, what_decides
+from remat.planning.plan import (
+    GPU_MEMORY,
+    HOST_MEMORY,
+    Plan,
+    Planned,
+    Resource,
+    Verdict,
+    needed_bytes,
+    what_decides,
+)
 from remat.planning.retune import Retuned
+from remat.planning.settings.ladder import Rung
 from remat.planning.settings.search import Advice, Setting, missing_bytes
 from remat.planning.simulation.types import PEAKS
+from remat.planning.step_time import StepTime
 from remat.planning.sweep import Point
 
 STYLES = {Verdict.fits: "green", Verdict.tight: "yellow", Verdict.too_large: "red"}
@@ -49,8 +61,8 @@ def show(
         console.print(f"  {what_decides(plan)}", style=STYLES[plan.verdict])
     _show_memory(planned, console)
     _show_peaks(plan, console)
-    if planned.table is not None:
-        decided = planned.strategy
+    decided = planned.strategy
+    if planned.table is not None or tiling.chosen_count(decided.decisions) > 1:
         chosen = "; ".join(filter(None, [policy.describe(decided.decisions), decided.decided_because]))
         console.print(f"activations: {chosen}", highlight=False)
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")
@@ -193,6 +205,51 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
         _show_change(setting, fastest, console)
 
 
+def show_ladder(rungs: Sequence[Rung], console: Console, *, title: str = "") -> None:
+    """Print the longest sequence of each rung, what binds there, and the overrides of the longest of all."""
+    console.print(
+        f"longest sequence of {title}, micro-batch 1, as planned; each rung adds to those above", style="bold"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("rung")
+    for name in ("tokens", "bound by", "GPU GiB", "host GiB", "s/step", "tokens/s", "mostly"):
+        table.add_column(name, justify="left" if name in ("bound by", "mostly") else "right")
+    for rung in rungs:
+        if (planned := rung.planned) is None:
+            table.add_row(rung.name, "none", rung.bound_by, style="red")
+            continue
+        time = planned.time
+        table.add_row(
+            rung.name,
+            f"{rung.seq_len:,}",
+            rung.bound_by,
+            *(f"{needed_bytes(planned, name) / GIB:.1f}" for name in (GPU_MEMORY, HOST_MEMORY)),
+            _seconds(time.total_s) if not time.unknown else "not known",
+            f"{time.tokens_per_s:,.0f}" if time.tokens_per_s and not time.unknown else "not known",
+            _largest_part(time),
+            style=None if rung.helps else "dim",
+        )
+    console.print(table)
+    if any(rung.seq_len and not rung.helps for rung in rungs):
+        console.print("A grey rung reaches no further than one above it: the rungs below are without it.")
+    longest = max(rungs, key=lambda rung: rung.seq_len)
+    if longest.planned is not None:
+        console.print(f"The longest, {longest.seq_len:,} tokens; add to the command:")
+        console.print(f"    {shlex.join(longest.overrides)}", style="cyan", soft_wrap=True)
+        for text in longest.planned.strategy.warnings:
+            console.print(text, style="yellow")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _largest_part(time: StepTime) -> str:
+    """Return the cause that takes most of a step, with its share."""
+    name, seconds = max(_parts(time).items(), key=lambda part: part[1])
+    return f"{name} {seconds / time.total_s:.0%}" if time.total_s else ""
+
+
 def _show_change(change: Setting, planned: Planned, console: Console) -> None:
     words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
     console.print(f"    {words}", style="cyan", soft_wrap=True)
@@ -274,6 +331,17 @@ def show_retuned(found: Retuned, console: Console) -> None:
     console.print("the same rates with `remat plan ... --best` look at all other settings", style="dim")
 
 
+def _parts(time: StepTime) -> dict[str, float]:
+    return {
+        "compute": time.compute_s,
+        "recompute": time.recompute_s,
+        "PCIe": time.pcie_s,
+        "optimizer": time.optimizer_s,
+        "collectives": time.collectives_s,
+        "NVMe": time.nvme_s,
+    }
+
+
 def _show_time(planned: Planned, console: Console) -> None:
     """Print the seconds of an optimizer step by cause: a best case, with unknown terms named."""
     time = planned.time
@@ -284,15 +352,7 @@ def _show_time(planned: Planned, console: Console) -> None:
         line += f"{time.tokens / most:,.0f} to {time.tokens / least:,.0f} tokens/s"
     elif time.tokens_per_s:
         line = f"step time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
-    rows = {
-        "compute": time.compute_s,
-        "recompute": time.recompute_s,
-        "PCIe": time.pcie_s,
-        "optimizer": time.optimizer_s,
-        "collectives": time.collectives_s,
-        "NVMe": time.nvme_s,
-    }
-    parts = [f"{name} {seconds:.3g} s" for name, seconds in rows.items() if seconds]
+    parts = [f"{name} {seconds:.3g} s" for name, seconds in _parts(time).items() if seconds]
     console.print(line + f": {', '.join(parts)}" * bool(parts), highlight=False)
     if time.traffic_bytes:
         sent = [f"{format_size(size)} through the {name}" for name, size in time.traffic_bytes.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remat.config import compose
 from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, Precision
 from remat.model import hf_model
+from remat.planning import strategy
 from tests.support.tiny import make_model
 
 TINY = {
@@ -57,10 +60,27 @@ def test_attention_implementation_is_what_was_asked() -> None:
     )
 
 
-def test_missing_flash_attention_is_an_error_not_a_fallback() -> None:
-    cfg = ModelConfig(architecture=TINY, attention=Attention.flash_attention_2)
+FLASH = ModelConfig(architecture=TINY, attention=Attention.flash_attention_2)
+
+
+def test_missing_flash_attention_is_an_error_not_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be had"):
-        hf_model.skeleton(hf_model.load_config(cfg), cfg)
+        hf_model.skeleton(hf_model.load_config(FLASH), FLASH)
+
+
+def test_flash_attention_is_planned_without_its_package_and_a_gpu() -> None:
+    net = hf_model.skeleton(hf_model.load_config(FLASH), FLASH)
+    assert {config._attn_implementation for config in hf_model.configs_of(net)} == {"flash_attention_2"}
+    cannot = replace(FLASH, architecture=TINY | {"model_type": "gpt_oss"})
+    with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be had"):
+        hf_model.skeleton(hf_model.load_config(cannot), cannot)
+
+
+def test_flash_attention_does_not_run_on_a_cpu() -> None:
+    run = compose.compose_run(["model=tiny_llama", "model.attention=flash_attention_2"]).run
+    with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2: it needs a GPU"):
+        strategy.decide(run, world_size=1, can_pin=False)
 
 
 def test_a_model_without_sdpa_names_the_attention_that_works() -> None:

@@ -405,3 +405,26 @@ def test_what_cannot_be_planned_is_one_sentence() -> None:
         broken = replace(cfg, model=replace(cfg.model, architecture={"model_type": family, **fields}))
         with pytest.raises(ConfigError, match=words):
             make_plan(broken)
+
+
+def plan_with(attention: str, *more: str) -> Any:
+    words = ["model=tiny_llama", "hardware=1xh100-80", "train.precision=bf16", "train.seq_len=2048", *more]
+    return make_plan(compose.compose_run([*words, f"model.attention={attention}"]).run)
+
+
+def test_flash_attention_needs_no_mask_for_packed_documents() -> None:
+    masked, flash = plan_with("sdpa"), plan_with("flash_attention_2")
+    rows = masked.cfg.train.micro_batch_size
+    mask = rows * 2048 * 2048  # one byte for each pair of tokens
+    assert flash.plan.peak_bytes < masked.plan.peak_bytes - mask
+    assert any("flash-attn package" in text for text in flash.plan.assumptions)
+    whole = plan_with("sdpa", "data.packing=stream"), plan_with("flash_attention_2", "data.packing=stream")
+    assert whole[0].plan.peak_bytes == whole[1].plan.peak_bytes  # torch's own flash kernel needs the same
+    assert whole[0].simulation.flops == whole[1].simulation.flops
+
+
+def test_flash_attention_takes_no_fp32() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.attention=flash_attention_2: its kernels take no float32.*sdpa"
+    ):
+        plan_with("flash_attention_2", "train.precision=fp32")

@@ -167,7 +167,7 @@ class Search:
         nearest = sorted(known, key=self._excess)[:TRIED_FOR_CLOSEST]
         return min(
             (setting for c in nearest if (setting := self.plan(_words(c)))),
-            key=lambda setting: _excess(setting.planned),
+            key=lambda setting: excess(setting.planned),
             default=None,
         )
 
@@ -192,7 +192,7 @@ class Search:
                     return
                 for least_s, strategy in self._by_least_time(fixed, strategies, known):
                     keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
-                    all_fits = keeping is not None and _excess(keeping) <= 1 - budget.MARGIN
+                    all_fits = keeping is not None and excess(keeping) <= 1 - budget.MARGIN
                     has_tables = False
                     for policy in policies:
                         done += 1
@@ -211,7 +211,7 @@ class Search:
                             kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
                         )
                         # Tables are made to fit: those of an estimate do, when all layers are planned.
-                        fits = kind == Policy.budget or _excess(estimate) <= SURELY_FITS_BELOW
+                        fits = kind == Policy.budget or excess(estimate) <= SURELY_FITS_BELOW
                         if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
                         yield candidate
@@ -281,7 +281,7 @@ class Search:
 
     def _excess(self, candidate: Candidate) -> float:
         estimate = self._estimate(candidate)
-        return math.inf if estimate is None else _excess(estimate)
+        return math.inf if estimate is None else excess(estimate)
 
 
 class _Known:
@@ -296,7 +296,7 @@ class _Known:
     def add(self, strategy: Option | None, policy: Option | None, estimate: Planned, least_s: float) -> None:
         if estimate.simulation is NO_ACTIVATIONS:
             self._too_large.add((strategy,))
-        elif _excess(estimate) > MAY_FIT_BELOW:
+        elif excess(estimate) > MAY_FIT_BELOW:
             self._too_large.add((strategy, policy))
         if least_s and estimate.simulation is not NO_ACTIVATIONS:
             self._slower.setdefault((strategy, policy), estimate.time.total_s / least_s)
@@ -332,12 +332,20 @@ def _words(candidate: Candidate) -> list[str]:
     return [word for option in candidate for word in option.words]
 
 
-def _excess(planned: Planned) -> float:
+def excess(planned: Planned) -> float:
     """Return bytes needed over bytes found, of the resource that is shortest."""
-    return max(
-        (r.needed_bytes / max(1, r.found_bytes) for r in planned.plan.resources if r.found_bytes is not None),
-        default=0.0,
-    )
+    return max(_shares(planned).values(), default=0.0)
+
+
+def fullest(planned: Planned) -> str:
+    """Return the name of the resource that is shortest."""
+    shares = _shares(planned)
+    return max(shares, key=lambda name: shares[name])
+
+
+def _shares(planned: Planned) -> dict[str, float]:
+    found = {r.name: (r.needed_bytes, r.found_bytes) for r in planned.plan.resources}
+    return {name: needed / max(1, size) for name, (needed, size) in found.items() if size is not None}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,198 @@
+"""Find the longest sequence that a run can train, rung by rung: `remat plan --ladder`.
+
+Each rung adds one thing that saves memory to those before it. A rung that reaches no further is told and left out of
+the rungs above. All have micro-batch 1 and recompute every layer. Lengths are searched on estimates
+(settings/screening.py); what is returned was planned whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remat.config import compose
+from remat.config.options import ConfigError, RunConfig
+from remat.planning.plan import Planned, Recordings, make_plan
+from remat.planning.settings import search
+from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
+
+GRANULE = 1024  # tokens: lengths are multiples of it
+SMALLER = 0.995  # of the share of the memory that is tried next, at most, where a whole plan does not fit
+USED_WELL = 0.98  # share of the memory from which on a length counts as the longest
+TRIED = 10  # lengths of one rung, at most
+FIRST = 8192  # tokens: where the search begins
+GROWS_BY = 8  # times: how far a guess may go beyond the longest length that was tried
+BASE = ("train.micro_batch_size=1", "checkpointing=full")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung: its name, all overrides that reach it, and the plan of its longest sequence.
+
+    `seq_len` is in tokens; 0: nothing fits, and `planned` is None. `bound_by` names what is full at that length, or
+    why no longer one, or none at all, can be had. `helps`: it reaches further than the rungs before it.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    seq_len: int
+    planned: Planned | None
+    bound_by: str
+    helps: bool
+
+
+def climb(
+    args: Sequence[str],
+    recordings: Recordings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Rung]:
+    """Return the rungs of the run of `args`, from the least that saves memory to the most.
+
+    `progress` gets the number of rungs done, and of all. Raises ConfigError where the machine's memory is not known.
+    """
+    cfg = _compose(args, BASE)
+    if reason := search.why_not(cfg):
+        raise ConfigError(f"--ladder: {reason}")
+    steps = list(_steps(cfg))
+    found: list[Rung] = []
+    taken, length = tuple[str, ...](BASE), FIRST
+    for done, (name, words) in enumerate(steps):
+        progress(done, len(steps))
+        if words and _is_so_already(args, taken, words):
+            continue
+        rung = _Search(args, _joined(taken, words), recordings).longest(name, length)
+        helps = rung.seq_len > max((earlier.seq_len for earlier in found), default=0)
+        found.append(Rung(rung.name, rung.overrides, rung.seq_len, rung.planned, rung.bound_by, helps))
+        if helps:
+            taken, length = _joined(taken, words), rung.seq_len
+    progress(len(steps), len(steps))
+    return found
+
+
+def _compose(args: Sequence[str], words: Sequence[str]) -> RunConfig:
+    return compose.from_command_line([*args, *words]).run
+
+
+def _joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    """Return both, without those of `words` whose option one of `more` sets."""
+    options = {word.partition("=")[0] for word in more}
+    return (*(word for word in words if word.partition("=")[0] not in options), *more)
+
+
+def _is_so_already(args: Sequence[str], taken: Sequence[str], words: Sequence[str]) -> bool:
+    try:
+        return _compose(args, _joined(taken, words)) == _compose(args, taken)
+    except ConfigError:  # told with the rung
+        return False
+
+
+def _steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the name and the overrides of each rung."""
+    yield "every layer recomputed", ()
+    yield "flash attention: no mask", ("model.attention=flash_attention_2",)
+    yield "loss in chunks", ("train.loss=chunked",)
+    yield "model states in host memory", ("deepspeed.config=zero3_offload",)
+    yield "layer inputs in host memory", ("checkpointing=offload",)
+    ranks = cfg.hardware.ranks
+    for size in range(2, ranks + 1):
+        if ranks % size == 0:
+            yield f"{size} ranks share each sequence", (f"train.sequence_parallel_size={size}",)
+
+
+class _Search:
+    """The search for the longest sequence of a run with `words`."""
+
+    def __init__(self, args: Sequence[str], words: tuple[str, ...], recordings: Recordings) -> None:
+        self._args, self._words, self._recordings = args, words, recordings
+        self._screen = Screen(recordings)
+        self._known: dict[int, tuple[float, str]] = {}  # bytes needed over bytes found, and what is full
+
+    def longest(self, name: str, first: int) -> Rung:
+        """Return the rung `name`. The search begins at `first` tokens."""
+        limit = 1.0
+        while length := _largest(self._estimate, first, limit):
+            planned = make_plan(self._run(length), recordings=self._recordings)
+            if planned.plan.fits:
+                bound_by = self._why_no_longer(length) or search.fullest(planned)
+                return Rung(name, self._all_words(length), length, planned, bound_by, helps=True)
+            first, limit = length, limit * min(SMALLER, 1 / search.excess(planned))
+        return Rung(name, self._words, 0, None, self._why_no_longer(0), helps=False)
+
+    def _estimate(self, length: int) -> float:
+        """Return bytes needed over bytes found at a length; infinite where it is refused."""
+        if length not in self._known:
+            self._known[length] = self._look_at(length)
+        return self._known[length][0]
+
+    def _look_at(self, length: int) -> tuple[float, str]:
+        try:
+            estimate = self._screen.estimate(self._run(length))
+        except ConfigError as error:
+            return math.inf, " ".join(str(error).split())
+        states_fit = estimate.simulation is not NO_ACTIVATIONS
+        return search.excess(estimate) if states_fit else math.inf, search.fullest(estimate)
+
+    def _why_no_longer(self, length: int) -> str:
+        """Return what is full, or why it is refused, at the shortest of the longer lengths that do not fit."""
+        longer = {n: why for n, (excess, why) in self._known.items() if n > length and excess > 1}
+        return longer[min(longer)] if longer else ""
+
+    def _run(self, length: int) -> RunConfig:
+        return _compose(self._args, self._all_words(length))
+
+    def _all_words(self, length: int) -> tuple[str, ...]:
+        return _joined(self._words, (f"train.seq_len={length}",))
+
+
+def _largest(excess: Callable[[int], float], first: int, limit: float = 1.0) -> int:
+    """Return about the longest length at which `excess`, which grows with it, is at most `limit`; 0: there is none.
+
+    Memory grows nearly linearly with the length: the next guess lies on a line through the nearest two. Where such a
+    guess left most of the range open, the next halves it.
+    """
+    known: dict[int, float] = {}
+    guess, fits, fails, halve = _multiple(first), 0, math.inf, False
+    for _ in range(TRIED):
+        before = fails - fits
+        known[guess] = excess(guess) / limit
+        fits, fails = (guess, fails) if known[guess] <= 1 else (fits, guess)
+        if known.get(fits, 0.0) >= USED_WELL or fails - fits <= max(GRANULE, (1 - USED_WELL) * fits):
+            break
+        halve = not halve and fails - fits > before / 2
+        open_middle = (fits + fails) / 2 if fails < math.inf else 2 * fits
+        guess = _between(open_middle if halve else _on_line(known) or open_middle, fits, fails)
+    return fits
+
+
+def _on_line(known: Mapping[int, float]) -> float | None:
+    """Return the length of excess 1 on a line through the two nearest to it; None without such a line."""
+    finite = sorted((n for n, value in known.items() if value < math.inf), key=lambda n: abs(known[n] - 1))
+    if len(finite) < 2 or known[finite[0]] == known[finite[1]]:
+        return None
+    one, other = finite[:2]
+    return one + (1 - known[one]) * (other - one) / (known[other] - known[one])
+
+
+def _between(length: float, fits: int, fails: float) -> int:
+    return _multiple(min(max(length, fits + GRANULE), fails - GRANULE, GROWS_BY * max(fits, GRANULE)))
+
+
+def _multiple(length: float) -> int:
+    return max(0, int(length) // GRANULE * GRANULE)
+
+
+def as_json(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
+    """Return a record for each rung: lengths in tokens, bytes of one GPU and of one node, seconds of a step."""
+    return [
+        {
+            "rung": rung.name,
+            "seq_len": rung.seq_len,
+            "bound_by": rung.bound_by,
+            "helps": rung.helps,
+            "overrides": list(rung.overrides),
+            "plan": rung.planned and search.setting_as_json(search.Setting(list(rung.overrides), rung.planned)),
+        }
+        for rung in rungs
+    ]
