@@ -104,7 +104,9 @@ def decide_layers(
                     last=end,
                     reentrant=mechanism.is_reentrant is not None
                     and mechanism.is_reentrant(cfg, end - start + 1, zero_stage == 3 and reentrant_segments),
-                    offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
+                    offload=cfg.offload.enabled
+                    and end < num_layers - cfg.offload.keep_last_layers
+                    and mechanism != budget.MECHANISM,  # which moves what its table says
                     entry="" if entry is None else str(entry),
                     tiling=_tiling(cfg) if mechanism in SLICEABLE else None,
                 )
@@ -201,7 +203,8 @@ def describe(decisions: list[LayerDecision]) -> str:
         texts.append(f"{policy}{where} ({_what(decisions, again)})")
     moved = [i for i, decision in enumerate(decisions) if decision.offload]
     if moved:
-        texts.append(f"what layers {spans(moved)} keep is in host memory")
+        part = " in part" * any(decisions[i].table is not None for i in moved)
+        texts.append(f"what layers {spans(moved)} keep is{part} in host memory")
     counts = {d.tiling.count for d in decisions if d.tiling is not None}
     for count in sorted(counts - {0, 1}):
         sliced = [i for i, d in enumerate(decisions) if d.tiling is not None and d.tiling.count == count]

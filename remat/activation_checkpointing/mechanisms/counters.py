@@ -45,6 +45,7 @@ class LayerCounters:
     slices_again: int = 0  # that ran again, each for its own backward
     slices_thrice: int = 0  # that a recomputation of the layer ran, which its own backward makes a third time
     table_bytes: int = 0  # what its table says that it keeps of its last forward, without its result
+    table_moved_bytes: int = 0  # what its table says that was moved to host memory, in all forwards
 
     def clear(self) -> None:
         fresh = LayerCounters()

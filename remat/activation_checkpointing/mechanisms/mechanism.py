@@ -119,9 +119,11 @@ Treated = Sequence[tuple[LayerDecision, nn.Module]]  # the layers of one mechani
 
 
 class Mover(Protocol):
-    """Where a layer's tensors may live until backward; `None` from `pack`: this one stays."""
+    """Where a layer's tensors may live until backward; `None` from `pack`: this one stays. `move` takes any."""
 
     def pack(self, tensor: torch.Tensor) -> Any | None: ...
+
+    def move(self, tensor: torch.Tensor, row: int) -> Any: ...
 
     def unpack(self, handle: Any) -> torch.Tensor: ...
 
