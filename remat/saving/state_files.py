@@ -2,21 +2,22 @@
 
 Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
 ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts for the ranks; ZeRO 3 cuts
-each parameter. Files are memory-mapped: in memory are only the weight asked for, and at most WINDOW_BYTES of file
-pages.
+each parameter. Where ranks share layers, there is a set of such files for each share. Files are memory-mapped: in
+memory are only the weight asked for, and at most WINDOW_BYTES of file pages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from remat.model.optimizer import WRAPPED
-from remat.saving import safe_load
+from remat.saving import safe_load, shares
 from remat.saving.manifest import SaveError
 
 WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
@@ -31,13 +32,60 @@ class SavedWeights:
     """Weights of a saved state. `names` are those that `read` accepts: trained weights and buffers.
 
     Trained weights are in fp32, at stage 0 as the module holds them. `read` also returns the `moments` of each trained
-    weight, which exist from stage 1 on. Raises SaveError when the files do not hold what they describe.
+    weight, which exist from stage 1 on. `cuts` maps weights of which ranks hold shares to the dimension along which
+    they are cut. Raises SaveError when the files do not hold what they describe.
     """
 
-    def __init__(self, folder: Path, zero_stage: int, *, moments: Sequence[str] = ()) -> None:
-        self._stage, self._states = zero_stage, (MASTER, *moments)
-        self._ranks = optimizer_files(folder) if zero_stage else []
-        self._module_file = module_file(folder, zero_stage)
+    def __init__(
+        self,
+        folder: Path,
+        zero_stage: int,
+        *,
+        moments: Sequence[str] = (),
+        cuts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._cuts, count = cuts, count_shares(folder) if cuts else 1
+        self._shares = [
+            SavedShare(folder, zero_stage, moments=moments, share=share, window_bytes=WINDOW_BYTES // count)
+            for share in range(count)
+        ]
+        self.names = self._shares[0].names
+
+    @property
+    def buffers(self) -> set[str]:
+        return self._shares[0].buffers
+
+    @property
+    def trained(self) -> dict[str, torch.Size]:
+        """Name -> shape of each weight that the optimizer holds; empty at stage 0."""
+        return {name: self._whole(name, shape) for name, shape in self._shares[0].trained.items()}
+
+    @property
+    def group_numels(self) -> list[int]:
+        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
+        trained = self.trained
+        return [sum(trained[name].numel() for name in group) for group in self._shares[0].groups]
+
+    def read(self, name: str, state: str = MASTER) -> torch.Tensor:
+        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
+        if name not in self._cuts:
+            return self._shares[0].read(name, state)
+        return shares.join([share.read(name, state) for share in self._shares], self._cuts[name])
+
+    def _whole(self, name: str, shape: torch.Size) -> torch.Size:
+        cut = self._cuts.get(name)
+        return torch.Size(size * len(self._shares) if dim == cut else size for dim, size in enumerate(shape))
+
+
+class SavedShare:
+    """What one tensor-parallel rank holds of a saved state, as `SavedWeights` describes it: all, or its `share`."""
+
+    def __init__(
+        self, folder: Path, zero_stage: int, *, moments: Sequence[str], share: int, window_bytes: int
+    ) -> None:
+        self._stage, self._states, self._window_bytes = zero_stage, (MASTER, *moments), window_bytes
+        self._ranks = optimizer_files(folder, share) if zero_stage else []
+        self._module_file = module_file(folder, zero_stage, share)
         self._open()
         model = mapped(self._module_file)
         self._same: dict[str, str] = dict(model["shared_params"]) if zero_stage else {}
@@ -57,17 +105,17 @@ class SavedWeights:
         return {name: shape for name, (_, _, shape) in self._places.items()}
 
     @property
-    def group_numels(self) -> list[int]:
-        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
-        groups: dict[int, int] = {}
-        for index, _, shape in self._places.values():
-            groups[index] = groups.get(index, 0) + shape.numel()
-        return list(groups.values())
+    def groups(self) -> list[list[str]]:
+        """The names in each group of the optimizer, below stage 3; all in one at stage 3."""
+        found: dict[int, list[str]] = {}
+        for name, (index, _, _) in self._places.items():
+            found.setdefault(index, []).append(name)
+        return list(found.values())
 
     def read(self, name: str, state: str = MASTER) -> torch.Tensor:
-        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
+        """Return a copy of one weight's share, or of one of its MOMENTS, in fp32."""
         name = self._same.get(name, name)
-        if self._read_bytes > WINDOW_BYTES:
+        if self._read_bytes > self._window_bytes:
             self._open()
         if name in self._whole:
             value = self._module[name].clone(memory_format=torch.contiguous_format)
@@ -156,15 +204,20 @@ def _slices(flats: Sequence[torch.Tensor], offset: int, numel: int) -> list[torc
     return found
 
 
-def optimizer_files(folder: Path) -> list[Path]:
-    """Return the optimizer files, one per rank, in rank order."""
-    return sorted(folder.glob("*_optim_states.pt"), key=_rank)
+def count_shares(folder: Path) -> int:
+    """Return how many ranks shared the layers when the state was saved."""
+    return len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
 
 
-def module_file(folder: Path, zero_stage: int) -> Path:
-    """Return the file in which rank 0 saved the module's states."""
-    first = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
-    return folder / first
+def optimizer_files(folder: Path, share: int = 0) -> list[Path]:
+    """Return the optimizer files of one share of the layers, one per data rank, in rank order."""
+    return sorted(folder.glob(f"*_mp_rank_{share:02d}_optim_states.pt"), key=_rank)
+
+
+def module_file(folder: Path, zero_stage: int, share: int = 0) -> Path:
+    """Return the file in which the first data rank saved the module's states, for one share of the layers."""
+    first = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return folder / f"{first}mp_rank_{share:02d}_model_states.pt"
 
 
 def mapped(file: Path) -> dict[str, Any]:
