@@ -69,7 +69,9 @@ class Manifest:
     optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
     states: str = "fp32"  # number format of that state, a value of optim.states
     tensor_parallel_size: int = 1  # consecutive ranks that shared the layers
-    cuts: dict[str, int] = field(default_factory=dict)  # weight that they shared -> dimension along which it is cut
+    cuts: dict[str, int] = field(
+        default_factory=dict
+    )  # weight that they shared -> dimension along which it is cut
 
     @property
     def size_bytes(self) -> int:

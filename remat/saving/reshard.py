@@ -150,7 +150,9 @@ def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> No
     if state.info.zero_stage:
         saved = SavedWeights(state.path / ENGINE, state.info.zero_stage, cuts=state.info.cuts).trained
         held = dict(engine.module.named_parameters())
-        now = {name: shares.whole_shape(held[name]) for group in engine._get_zero_param_shapes() for name in group}
+        now = {
+            name: shares.whole_shape(held[name]) for group in engine._get_zero_param_shapes() for name in group
+        }
         other = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
         if other:
             raise ConfigError(
@@ -199,7 +201,7 @@ def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
     torch.save(rest, target / "zero" / "optimizer_state.pt")
     module = state_files.module_file(source, stage)
     model = {name: value for name, value in state_files.mapped(module).items() if name != "module"}
-    torch.save(model, target / module.name)
+    torch.save(model | {"mp_world_size": 1}, target / module.name)  # its weights are whole
 
 
 def _step(source: Path, stage: int) -> int:

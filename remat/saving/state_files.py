@@ -9,10 +9,10 @@ memory are only the weight asked for, and at most WINDOW_BYTES of file pages.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from remat.model.optimizer import WRAPPED
 from remat.saving import safe_load, shares
 from remat.saving.manifest import SaveError
 
+T = TypeVar("T")
 WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
 MOMENTS_OF = {  # of the optimizers whose state is one number per weight, cut as DeepSpeed cuts weights
@@ -46,7 +47,7 @@ class SavedWeights:
     ) -> None:
         self._cuts, count = cuts, count_shares(folder) if cuts else 1
         self._shares = [
-            SavedShare(folder, zero_stage, moments=moments, share=share, window_bytes=WINDOW_BYTES // count)
+            SavedShare(folder, zero_stage, moments=moments, cuts=cuts, share=share, count=count)
             for share in range(count)
         ]
         self.names = self._shares[0].names
@@ -78,13 +79,25 @@ class SavedWeights:
 
 
 class SavedShare:
-    """What one tensor-parallel rank holds of a saved state, as `SavedWeights` describes it: all, or its `share`."""
+    """What the tensor-parallel rank `share` of `count` holds of a saved state, as `SavedWeights` describes it.
+
+    ZeRO 3 shards a weight that is cut over the ranks with the same share of it, and any other over all ranks: the
+    weights were sharded before AutoTP cut them.
+    """
 
     def __init__(
-        self, folder: Path, zero_stage: int, *, moments: Sequence[str], share: int, window_bytes: int
+        self,
+        folder: Path,
+        zero_stage: int,
+        *,
+        moments: Sequence[str],
+        cuts: Collection[str],
+        share: int,
+        count: int,
     ) -> None:
-        self._stage, self._states, self._window_bytes = zero_stage, (MASTER, *moments), window_bytes
-        self._ranks = optimizer_files(folder, share) if zero_stage else []
+        self._stage, self._states, self._cuts = zero_stage, (MASTER, *moments), cuts
+        self._share, self._count, self._window_bytes = share, count, WINDOW_BYTES // count
+        self._ranks = optimizer_files(folder, None if zero_stage == 3 else share) if zero_stage else []
         self._module_file = module_file(folder, zero_stage, share)
         self._open()
         model = mapped(self._module_file)
@@ -122,7 +135,7 @@ class SavedShare:
             self._read_bytes += value.nbytes
             return value.float() if self._stage and value.is_floating_point() else value
         group, offset, shape = self._places[name]
-        flats = self._flats[state]
+        flats = self._sharding(name, self._flats[state])
         if self._stage == 3:
             parts = self._parts_at_3(flats, offset, shape)
         else:
@@ -141,7 +154,7 @@ class SavedShare:
 
     def _find(self, model: dict[str, Any]) -> dict[str, tuple[int, int, torch.Size]]:
         """Return name -> (group, offset, shape). The offset is in the joined group, at stage 3 in a rank's own part."""
-        places, ranks = {}, len(self._ranks)
+        places = {}
         groups: list[dict[str, torch.Size]] = model["param_shapes"]
         if self._stage == 3:
             groups = [{name: shape for group in groups for name, shape in group.items()}]
@@ -149,10 +162,11 @@ class SavedShare:
             offset = 0
             for number, (name, shape) in enumerate(group.items()):
                 places[name] = (index, offset, shape)
+                ranks = len(self._sharding(name, self._ranks))
                 offset += -(-shape.numel() // ranks) if self._stage == 3 else shape.numel()
                 offset += self._gaps[index][number] if self._gaps is not None else 0
             for held in (self._numel(flats, index) for flats in self._flats.values()):
-                if not offset <= held < offset + (1 if self._stage == 3 else 2 * ranks):
+                if not offset <= held < offset + (1 if self._stage == 3 else 2 * len(self._ranks)):
                     raise SaveError(
                         f"group {index} of {self._ranks[0].parent} holds {held} numbers, not {offset}"
                     )
@@ -178,8 +192,12 @@ class SavedShare:
     def _parts_at_3(
         self, flats: list[list[torch.Tensor]], offset: int, shape: torch.Size
     ) -> list[torch.Tensor]:
-        numel = -(-shape.numel() // len(self._ranks))
+        numel = -(-shape.numel() // len(flats))
         return [part for own in flats for part in _slices(own, offset, numel)]
+
+    def _sharding(self, name: str, ranks: list[T]) -> list[T]:
+        """Return those of `ranks` over which ZeRO shards a weight."""
+        return ranks[self._share :: self._count] if self._stage == 3 and name in self._cuts else ranks
 
 
 def moments_in(state: dict[str, Any]) -> dict[str, Any]:
@@ -209,9 +227,10 @@ def count_shares(folder: Path) -> int:
     return len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
 
 
-def optimizer_files(folder: Path, share: int = 0) -> list[Path]:
-    """Return the optimizer files of one share of the layers, one per data rank, in rank order."""
-    return sorted(folder.glob(f"*_mp_rank_{share:02d}_optim_states.pt"), key=_rank)
+def optimizer_files(folder: Path, share: int | None = None) -> list[Path]:
+    """Return the optimizer files of all ranks, or of those with one share of the layers, in rank order."""
+    ranks = "*" if share is None else f"{share:02d}"
+    return sorted(folder.glob(f"*_mp_rank_{ranks}_optim_states.pt"), key=_rank)
 
 
 def module_file(folder: Path, zero_stage: int, share: int = 0) -> Path:
@@ -226,8 +245,9 @@ def mapped(file: Path) -> dict[str, Any]:
     return content
 
 
-def _rank(file: Path) -> int:
-    match = re.search(r"pp_rank_(\d+)_", file.name)
+def _rank(file: Path) -> tuple[int, int]:
+    """Return the data rank and the tensor-parallel rank: consecutive ranks share layers."""
+    match = re.search(r"pp_rank_(\d+)_mp_rank_(\d+)_", file.name)
     if match is None:
         raise SaveError(f"{file}: not a file of DeepSpeed's optimizer")
-    return int(match.group(1))
+    return int(match.group(1)), int(match.group(2))
