@@ -75,11 +75,6 @@ def check_plan(cfg: RunConfig) -> None:
     """Raise ConfigError for a run that no plan can be made of."""
     if missing := paths.model_problems(cfg.model):
         raise ConfigError("\n".join(missing))
-    if cfg.train.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"train.tensor_parallel_size={cfg.train.tensor_parallel_size}: remat plan does not know shared layers yet; "
-            "plan with 1"
-        )
 
 
 def check_launch(cfg: RunConfig) -> None:
