@@ -164,6 +164,35 @@ def test_the_proof_tells_what_was_partitioned(two_ranks_runs: Path) -> None:
     assert kept["zero2_partition"] == pytest.approx(half, abs=512)
 
 
+EXACT = {  # planned as measured, but for AdamW's step counts and the alignment of small tensors
+    "weights in host memory": 0.001,
+    "gradients in host memory": 0.001,
+    "optimizer state in host memory": 0.001,
+    "communication buckets in host memory": 0.001,
+    "kept activations, all layers": 0.001,
+    "recomputed FLOPs, of forward": 0.001,
+    "peak of a micro-batch, on top of the model states": 0.08,
+}
+COUNTED = [name for name in (*TWO_RANKS, *FOUR_RANKS) if name != "groups_zero3"]
+
+
+@pytest.mark.parametrize("name", cases(COUNTED, {*REST, *FOUR_RANKS}))
+def test_what_a_rank_of_shared_layers_holds_is_planned(name: str, request: pytest.FixtureRequest) -> None:
+    """Partitioned activations are planned whole; how they are cut is shown above."""
+    runs = request.getfixturevalue("four_ranks_runs" if name in FOUR_RANKS else "two_ranks_runs")
+    plan = json.loads((runs / name / "run" / "plan.json").read_text())
+    assert plan["reason"] is None and plan["planned"]["world_size"] == (4 if name in FOUR_RANKS else 2)
+    ledger = json.loads((runs / name / "run" / "ledger.json").read_text())
+    rows = {row["category"]: row for row in ledger["rows"] if row["measured"] is not None}
+    for category in EXACT.keys() & rows.keys():
+        row = rows[category]
+        assert row["measured"] == pytest.approx(row["planned"], rel=EXACT[category]), row
+    assert {"weights in host memory", "kept activations, all layers"} <= rows.keys()
+    kept = ledger["kept_bytes_per_layer"]
+    if "partition" not in name and "contiguous" not in name:
+        assert kept["planned"] == kept["measured"]
+
+
 def test_evaluation_counts_every_held_out_block_once(two_ranks_runs: Path) -> None:
     losses = [tiny.rows(two_ranks_runs / name / "run", "loss/eval")[-1]["loss/eval"] for name in EVALUATING]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
