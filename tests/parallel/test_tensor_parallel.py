@@ -24,10 +24,6 @@ SIZES: dict[str, Any] = {
 }
 SHARED = [
     "train.tensor_parallel_size=2",
-    "save.every=0",
-    "save.at_end=false",
-    "save.export=false",
-    "train.stop_at=0",
     "deepspeed.config=zero2",
 ]
 
@@ -117,12 +113,6 @@ def test_runs_that_cannot_share() -> None:
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("save.at_end=true", "save.at_end with train.tensor_parallel_size=2"),
-        ("save.every=1", "save.every with"),
-        ("save.export=true", "save.export with"),
-        ("save.rehearse=true", "save.rehearse with"),
-        ("train.stop_at=1", "train.stop_at with"),
-        ("resume=auto", "resume=auto with"),
         ("peft=lora", "peft.method=lora with"),
         ("train.tensor_parallel_size=0", "train.tensor_parallel_size=0 is too small"),
     ],
