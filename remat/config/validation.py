@@ -479,8 +479,8 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
     if cfg.peft.method is PeftMethod.none:
         return []
     return [
-        f"peft.method={cfg.peft.method} with train.tensor_parallel_size={size}: DeepSpeed's AutoTP puts its own layer in "
-        "the place of one with an adapter, and the adapter is lost; use train.tensor_parallel_size=1"
+        f"peft.method={cfg.peft.method} with train.tensor_parallel_size={size}: DeepSpeed's AutoTP puts its own layer "
+        "in the place of one with an adapter, and the adapter is lost; use train.tensor_parallel_size=1"
     ]
 
 

@@ -28,9 +28,14 @@ SHARED_GRADIENT = "replicated_with_grad_allreduce"
 OUTPUT_LAYER = "lm_head"
 
 
-def check(size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: int) -> None:
-    """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model."""
-    found = [] if size == 1 else [*_run(size, world_size, zero_stage), *_model(size, skeleton)]
+def check(
+    size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: int, on_nvme: bool = False
+) -> None:
+    """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model.
+
+    `on_nvme`: parameters or the optimizer's state lie there.
+    """
+    found = [] if size == 1 else [*_run(size, world_size, zero_stage, on_nvme), *_model(size, skeleton)]
     if found:
         raise ConfigError("\n".join(found))
 
@@ -163,8 +168,13 @@ def join(world: World, size: int) -> tuple[World, Any | None]:
     return replace(world, tensor_parallel_size=size), groups
 
 
-def _run(size: int, world_size: int, zero_stage: int) -> list[str]:
+def _run(size: int, world_size: int, zero_stage: int, on_nvme: bool) -> list[str]:
     ds_config.count_data_ranks(size, world_size)
+    if on_nvme:
+        return [
+            f"{OPTION}={size} with parameters or the optimizer on NVMe: their swap files are known by data rank alone, "
+            f"and ranks that share layers would load each other's; use deepspeed.config=zero3_offload, or {OPTION}=1"
+        ]
     if zero_stage == 0:
         return [
             f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed=zero1 or higher"

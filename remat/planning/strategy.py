@@ -141,7 +141,14 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_quantised(rendered, config)
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
-    tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
+    devices = (ds_config.optimizer_offload_device(rendered), ds_config.param_offload_device(rendered))
+    tensor_parallel.check(
+        shared_by,
+        shape.adapted,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        on_nvme="nvme" in devices,
+    )
     sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
     ds = sequence_parallel.rendered(
         tensor_parallel.rendered(rendered, shared_by), cfg.train.sequence_parallel_size

@@ -107,6 +107,8 @@ def test_runs_that_cannot_share() -> None:
         tensor_parallel.check(2, skeleton("llama"), world_size=3, zero_stage=2)
     with pytest.raises(ConfigError, match="ZeRO stage 0"):
         tensor_parallel.check(2, skeleton("llama"), world_size=2, zero_stage=0)
+    with pytest.raises(ConfigError, match="swap files"):
+        tensor_parallel.check(2, skeleton("llama"), world_size=2, zero_stage=3, on_nvme=True)
     tensor_parallel.check(1, skeleton("gpt2"), world_size=3, zero_stage=0)
 
 
