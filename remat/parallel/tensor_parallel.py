@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed._functional_collectives  # registers the collectives as operations
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from remat.config import ds_config
@@ -25,9 +28,14 @@ SHARED_GRADIENT = "replicated_with_grad_allreduce"
 OUTPUT_LAYER = "lm_head"
 
 
-def check(size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: int) -> None:
-    """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model."""
-    found = [] if size == 1 else [*_run(size, world_size, zero_stage), *_model(size, skeleton)]
+def check(
+    size: int, skeleton: PreTrainedModel, *, world_size: int, zero_stage: int, on_nvme: bool = False
+) -> None:
+    """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model.
+
+    `on_nvme`: parameters or the optimizer's state lie there.
+    """
+    found = [] if size == 1 else [*_run(size, world_size, zero_stage, on_nvme), *_model(size, skeleton)]
     if found:
         raise ConfigError("\n".join(found))
 
@@ -61,6 +69,76 @@ def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
     return found
 
 
+def share_on_meta(model: PreTrainedModel, size: int) -> None:
+    """Let a model on meta tensors hold and compute what one rank of `size` does once AutoTP has cut its layers.
+
+    The operations are those of AutoTP's layers (deepspeed/module_inject/layers.py: LinearLayer, LinearAllreduce), sums
+    over the ranks included.
+    """
+    if size == 1:
+        return
+    styles = choose_styles(model)
+    for path, module in model.named_modules():
+        style = styles.get(_pattern(path))
+        if style == COLUMN:
+            module.__class__ = _Column
+            module.out_features //= size
+            module.weight = _first(module.weight, 0, size)
+            if module.bias is not None:
+                module.bias = _first(module.bias, 0, size)
+        elif style == ROW:
+            module.__class__ = _Row
+            module.in_features //= size
+            module.weight = _first(module.weight, 1, size)
+
+
+class _SumInForward(torch.autograd.Function):
+    """The sum of the ranks' tensors, in place; its gradient goes to each rank as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return _sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _SumInBackward(torch.autograd.Function):
+    """A tensor that each rank goes on with by itself: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _sum(gradient)
+
+
+class _Column(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        output = torch.matmul(_SumInBackward.apply(input), self.weight.transpose(-1, -2))
+        return output if self.bias is None else output + self.bias
+
+
+class _Row(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        output = _SumInForward.apply(torch.matmul(input, self.weight.transpose(-1, -2)))
+        return output if self.bias is None else output + self.bias
+
+
+def _sum(value: Tensor) -> Tensor:
+    torch.ops._c10d_functional.all_reduce_(
+        value, "sum", ""
+    )  # on meta nothing is sent, and no group is asked for
+    return value
+
+
+def _first(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().chunk(size, dim)[0].clone(), requires_grad=parameter.requires_grad)
+
+
 def choose_styles(model: PreTrainedModel) -> dict[str, str]:
     """Map patterns of module names to styles. The output layer stays whole: the loss reads its weight."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
@@ -90,8 +168,13 @@ def join(world: World, size: int) -> tuple[World, Any | None]:
     return replace(world, tensor_parallel_size=size), groups
 
 
-def _run(size: int, world_size: int, zero_stage: int) -> list[str]:
+def _run(size: int, world_size: int, zero_stage: int, on_nvme: bool) -> list[str]:
     ds_config.count_data_ranks(size, world_size)
+    if on_nvme:
+        return [
+            f"{OPTION}={size} with parameters or the optimizer on NVMe: their swap files are known by data rank alone, "
+            f"and ranks that share layers would load each other's; use deepspeed.config=zero3_offload, or {OPTION}=1"
+        ]
     if zero_stage == 0:
         return [
             f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed=zero1 or higher"

@@ -264,15 +264,14 @@ def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]
 
 def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
     """Return whether the run tries its save and export after the first step."""
-    shared = cfg.train.tensor_parallel_size
-    return preflight.rehearses(cfg.save, strategy.facts.num_params, tensor_parallel_size=shared)
+    return preflight.rehearses(cfg.save, strategy.facts.num_params)
 
 
 def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: World) -> Needs:
     facts = strategy.facts
     return preflight.required(
         items,
-        num_params=facts.num_trainable_params,
+        num_params=strategy.held.num_trainable_params * cfg.train.tensor_parallel_size,  # of all ranks' files
         ds=strategy.ds,
         ranks_per_node=world.local_size,
         save=cfg.save,

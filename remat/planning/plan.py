@@ -187,8 +187,8 @@ def assemble(
     peak = max([*moments, update], key=lambda moment: moment.total_bytes)
     peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
     gpu = dict(peak.by_category)
-    overhead = overhead_bytes(peak.total_bytes, zero.world_size) if on_gpu else 0
-    outside = outside_torch_bytes(zero.world_size) if on_gpu else 0
+    overhead = overhead_bytes(peak.total_bytes, zero.world_size * zero.tensor_ranks) if on_gpu else 0
+    outside = outside_torch_bytes(zero.world_size * zero.tensor_ranks) if on_gpu else 0
     gpu[Category.overhead] = overhead
     host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
     pinned = _by_name(items, "pinned")
@@ -234,7 +234,7 @@ def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandabl
     """Return what torch's allocator reserves on each GPU of a plan, by a replay of `recording`."""
     decided = planned.strategy
     zero = ZeroSettings.of(decided.ds, planned.world_size)
-    items = decided.model_states(data_ranks=planned.world_size, ranks_per_node=1, can_pin=True)
+    items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=1, can_pin=True)
     found = recording.reserved_bytes(zero, _around(items, decided, zero), expandable=expandable)
     return replace(found, most=max(planned.plan.peak_bytes, found.most))
 
@@ -284,8 +284,8 @@ def _around(items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSetting
 
 def _update_bytes(decided: strategy.Strategy, world_size: int) -> int:
     return model_states.update_bytes(
-        num_trainable_params=decided.facts.num_trainable_params,
-        largest_trainable_param=decided.facts.largest_trainable_param,
+        num_trainable_params=decided.held.num_trainable_params,
+        largest_trainable_param=decided.held.largest_trainable_param,
         ds=decided.ds,
         world_size=world_size,
         optimizer=decided.optimizer,
@@ -346,7 +346,7 @@ class Recordings:
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
             (decided.packed, cfg.compile),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
-            (train.sequence_parallel_size, decided.router_coef > 0),
+            (train.sequence_parallel_size, train.tensor_parallel_size, decided.router_coef > 0),
         )
         key = repr(depends_on)
         if key not in self._found:
@@ -568,18 +568,18 @@ def estimate(
     """Make the plan that follows from a simulated micro-batch."""
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
     zero = ZeroSettings.of(decided.ds, world_size)
-    items = decided.model_states(data_ranks=world_size, ranks_per_node=per_node, can_pin=on_gpu)
-    trained = decided.facts.num_trainable_params
+    items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=per_node, can_pin=on_gpu)
+    trained = decided.held.num_trainable_params * zero.tensor_ranks  # what all ranks save
     plan = assemble(
         items,
         simulation,
         zero,
         capacity or capacity_of(cfg.hardware),
-        update_bytes=_update_bytes(decided, world_size),
+        update_bytes=_update_bytes(decided, zero.world_size),
         ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
         saved_state_bytes=preflight.saved_state_bytes(
-            trained, decided.ds, decided.saved_moments_bytes(items, world_size)
+            trained, decided.ds, decided.saved_moments_bytes(items, zero.world_size)
         )
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
@@ -592,6 +592,16 @@ def estimate(
             f"each sequence is shared by {shared} ranks: a rank has {tokens} tokens of a micro-batch and gives "
             f"{exchanged} in exchanges around attention, which waits for them"
         )
+    if zero.tensor_ranks > 1:
+        plan.assumptions.append(
+            f"each layer is shared by {zero.tensor_ranks} ranks: in a micro-batch they sum "
+            f"{format_size(simulation.summed_bytes)}, and each layer waits for it"
+        )
+        if cfg.checkpointing.deepspeed.partition_activations:
+            plan.assumptions.append(
+                "checkpointing.deepspeed.partition_activations=true: kept inputs of layers are counted whole; each "
+                f"rank keeps 1/{zero.tensor_ranks} of them"
+            )
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
@@ -629,8 +639,8 @@ def _time(
         simulation,
         machine=gpus.machine(cfg.hardware),
         zero=zero,
-        num_params=decided.facts.num_params,
-        num_trained=decided.facts.num_trainable_params,
+        num_params=decided.held.num_params,
+        num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
         moved_bytes=_moved_bytes(decided, simulation),
         tokens=sequence_parallel.tokens_of_rank(cfg.train),

@@ -76,8 +76,6 @@ def on_gpu(cfg: RunConfig) -> bool:
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Apply the policy of `cfg` to a model of meta tensors and count. Raises ConfigError when it cannot work."""
     config = hf_model.shape_config(cfg.model)
-    if cfg.train.tensor_parallel_size > 1:
-        raise ConfigError("train.tensor_parallel_size: layers that are shared are not counted; compare with 1")
     adapted = cfg.peft.method is not PeftMethod.none
     decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
     net = strategy.meta_model(cfg, decided.zero_stage)

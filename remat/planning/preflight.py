@@ -156,12 +156,12 @@ def saved_state_bytes(num_params: int, ds: Mapping[str, Any], moments_bytes: int
     return num_params * (each - disk_space.MOMENTS[states]) + moments_bytes
 
 
-def rehearses(save: SaveConfig, num_params: int, *, tensor_parallel_size: int) -> bool:
+def rehearses(save: SaveConfig, num_params: int) -> bool:
     """Return whether the run tries its save and export after the first step. `num_params` counts the whole model."""
     if save.rehearse is not None:
         return save.rehearse
     keeps = save.every > 0 or save.at_end or save.export or save.best
-    return keeps and num_params > REHEARSED_FROM and tensor_parallel_size == 1
+    return keeps and num_params > REHEARSED_FROM
 
 
 def states_on_disk(save: SaveConfig, steps: int | None) -> int:

@@ -181,6 +181,8 @@ def _step_time(
     for op in simulation.ops:
         if op.kind == "exchange":  # attention waits for it
             exchanges[op.phase] += terms.exchange(op.bytes // 2, sequence_ranks)
+        elif op.kind == "sum":  # the layer waits for it
+            exchanges[op.phase] += terms.sum(op.bytes // 2)
         else:
             times[op.phase] += terms.op(op, attention_share)
     exchanged = sum(exchanges.values())
@@ -225,7 +227,7 @@ def _step_time(
             "optimizer": optimizer + terms.weights_back() + boundary + nvme,
         },
         hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
-        traffic_bytes=terms.traffic(collectives, accumulation),
+        traffic_bytes=terms.traffic(collectives, accumulation, simulation.summed_bytes),
         unknown=sorted(terms.unknown),
         assumptions=[*assumptions, AFTER],
         link=terms.link_room(simulation.gathered_bytes, early, forward, times[Phase.backward]),
@@ -301,8 +303,12 @@ class _Terms:
         self.precision = precision
         self.width = 4 if precision is Precision.fp32 else 2
         self.ranks = zero.world_size
-        self.per_node = min(machine.gpus_per_node, self.ranks)
-        self.nodes = math.ceil(self.ranks / self.per_node)
+        self.sharing = (
+            zero.tensor_ranks
+        )  # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        self.ranks_per_node = min(machine.gpus_per_node, self.ranks * self.sharing)
+        self.per_node = max(1, self.ranks_per_node // self.sharing)
+        self.nodes = math.ceil(self.ranks * self.sharing / self.ranks_per_node)
         shards = self.ranks if zero.stage else 1
         self.shard = num_trained / shards
         self.param_shard = num_params / (self.ranks if zero.stage == 3 else 1)
@@ -343,12 +349,16 @@ class _Terms:
             (), _Ring(2 * gradients, self.ranks)
         )  # an all-reduce is a reduce-scatter and an all-gather
 
-    def traffic(self, collectives: _Collectives, accumulation: int) -> dict[str, int]:
+    def traffic(self, collectives: _Collectives, accumulation: int, summed_bytes: int) -> dict[str, int]:
         """Return the bytes of a step through the link of each GPU and the network of each node, where there are any."""
         rings = [*collectives.inside * accumulation, collectives.boundary]
+        sums = accumulation * self._sum(summed_bytes).sent_bytes
+        beyond = [ring.sent_bytes for ring in rings if ring.ranks > self.per_node]
         found = {
-            GPU_LINK: sum(ring.sent_bytes for ring in rings) if self.per_node > 1 else 0.0,
-            NETWORK: sum(ring.sent_bytes for ring in rings if ring.ranks > self.per_node),
+            GPU_LINK: (sum(ring.sent_bytes for ring in rings) if self.per_node > 1 else 0.0)
+            + (sums if self.ranks_per_node > 1 else 0.0),
+            NETWORK: min(self.sharing, self.ranks_per_node) * sum(beyond)
+            + (sums if self.sharing > self.ranks_per_node else 0.0),
         }
         return {name: round(size) for name, size in found.items() if size}
 
@@ -360,6 +370,14 @@ class _Terms:
         beyond = max(0, ranks - self.per_node)
         network = self._over(self.per_node * size * beyond / ranks, "nic_gbs", GB)
         return max(network, self._over(size * (ranks - 1) / ranks, "gpu_link_gbs", GB))
+
+    def sum(self, size: int) -> float:
+        """Return the time of an all-reduce of `size` bytes over the ranks that share a layer, at the bus bandwidth."""
+        rate = "gpu_link_gbs" if self.sharing <= self.ranks_per_node else "nic_gbs"
+        return self._over(self._sum(size).sent_bytes, rate, GB)
+
+    def _sum(self, size: int) -> _Ring:
+        return _Ring(2 * size, self.sharing)  # an all-reduce is a reduce-scatter and an all-gather
 
     def copies(
         self, gathered_bytes: int, early: float, moved_bytes: int, forward: float, backward: float
@@ -405,7 +423,7 @@ class _Terms:
         On the CPU it runs at the node's rate, shared by its ranks; on the GPU at the rate of its memory.
         """
         if self.zero.offload_optimizer:
-            return self._over(self.shard * self.per_node, "cpu_adam_gparams_s", GB)
+            return self._over(self.shard * self.ranks_per_node, "cpu_adam_gparams_s", GB)
         return self._over(self.shard * (streamed_bytes + self.width), "memory_gbs", GB)
 
     def nvme(self, gathered_bytes: int, optimizer: bool, params: bool, accumulation: int) -> float:
@@ -419,8 +437,8 @@ class _Terms:
         if params:
             read += accumulation * gathered_bytes / self.ranks
             written += self.width * self.param_shard * (self.trained > 0)
-        reading = self._over(self.per_node * read, "nvme_read_gbs", GB)
-        return reading + self._over(self.per_node * written, "nvme_write_gbs", GB)
+        reading = self._over(self.ranks_per_node * read, "nvme_read_gbs", GB)
+        return reading + self._over(self.ranks_per_node * written, "nvme_write_gbs", GB)
 
     def ring(self, ring: _Ring) -> float:
         """Return the time of a reduce-scatter or all-gather.
@@ -432,7 +450,8 @@ class _Terms:
             return 0.0
         rates = [self._rate("gpu_link_gbs")] if self.per_node > 1 else []
         if ring.ranks > self.per_node:
-            rates.append(self._rate("nic_gbs"))
+            network = self._rate("nic_gbs")  # the rings of all parts of the layers share it
+            rates.append(network and network / min(self.sharing, self.ranks_per_node))
         if None in rates:
             return 0.0
         return ring.sent_bytes / (min(rate for rate in rates if rate is not None) * GB)
@@ -444,7 +463,7 @@ class _Terms:
         return self._over(size * self._sharing(), "pcie_d2h_gbs", GB)
 
     def _sharing(self) -> int:
-        return min(self.machine.gpus_per_pcie_link, self.per_node)
+        return min(self.machine.gpus_per_pcie_link, self.ranks_per_node)
 
     def _arithmetic(self, flops: float, name: str) -> float:
         if flops and self.precision is Precision.fp32:

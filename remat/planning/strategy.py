@@ -141,7 +141,14 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         adapters.check_quantised(rendered, config)
     if cfg.peft.dora:
         adapters.check_dora(zero_stage)
-    tensor_parallel.check(shared_by, shape.adapted, world_size=world_size, zero_stage=zero_stage)
+    devices = (ds_config.optimizer_offload_device(rendered), ds_config.param_offload_device(rendered))
+    tensor_parallel.check(
+        shared_by,
+        shape.adapted,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        on_nvme="nvme" in devices,
+    )
     sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
     ds = sequence_parallel.rendered(
         tensor_parallel.rendered(rendered, shared_by), cfg.train.sequence_parallel_size
@@ -154,7 +161,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
     return Strategy(
         facts=facts,
-        held=_held(facts, shape.adapted, shared_by),
+        held=_held(facts, shape.adapted, shared_by, zero_stage),
         fields=fields,
         ds=ds,
         zero_stage=zero_stage,
@@ -379,6 +386,7 @@ def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
     if cfg.peft.method is PeftMethod.qlora:
         flat = zero_stage == 3
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
+    tensor_parallel.share_on_meta(net, cfg.train.tensor_parallel_size)
     trained = _with_adapters(cfg, net).to(dtype).train()
     noise.add(trained, cfg.train.neftune_alpha)
     return trained
@@ -391,14 +399,17 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
         return adapters.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
 
 
-def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int) -> hf_model.ModelFacts:
-    """Return the sizes of the part of the model that one rank holds.
+def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int, zero_stage: int) -> hf_model.ModelFacts:
+    """Return the sizes of the part of the model that one rank holds, and shards over the ranks with the same part.
 
-    Layers are never shared between ranks in a run with adapters, so every parameter is trained.
+    Layers are never shared between ranks in a run with adapters, so every parameter is trained. ZeRO-3 shards weights
+    before AutoTP cuts them: those that it leaves whole are sharded over all ranks, so that a part of them counts here.
     """
     if shared_by == 1:
         return facts
     sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
+    if zero_stage == 3:
+        sizes = [-(-p.numel() // shared_by) for p in skeleton.parameters()]
     total, largest = sum(sizes), max(sizes)
     return replace(
         facts,

@@ -18,7 +18,7 @@ import torch
 from remat.config import ds_config
 from remat.config.options import OptimStates
 from remat.model import optimizer
-from remat.saving import manifest
+from remat.saving import manifest, shares
 from remat.saving.manifest import SaveError
 
 MASTER = {OptimStates.fp32: 4, OptimStates.bf16_master: 2, OptimStates.bf16: 2}
@@ -42,7 +42,10 @@ def needed_bytes(engine: Any) -> int:
         states=states,
     )
     trained = (p for p in engine.module.parameters() if p.requires_grad)
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    if engine.zero_optimization_stage() == 3:
+        numel = sum(shares.whole_shape(p).numel() for p in trained)
+    else:  # ranks that share layers hold all other weights too
+        numel = sum(p.numel() for p in trained) * shares.group_size(engine)
     if optimizer.kind_of(engine.optimizer) == "adamw":
         return each * numel
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)

@@ -11,7 +11,7 @@ from typing import Any
 from remat.config import ds_config
 from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precision
 from remat.machine import distributed, rng
-from remat.saving import frozen, manifest, nvme, reshard, safe_load
+from remat.saving import frozen, manifest, nvme, reshard, safe_load, shares
 from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState, SaveError
 from remat.saving.save import ROUND_S, engine_layout, engine_precision, rng_file
 
@@ -181,7 +181,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         precision=engine_precision(engine),
         states=ds_config.optimizer_states(engine.config),
     )
-    same_ranks = state.info.world_size == manifest.place()[1]
+    same_ranks = reshard.same_ranks(state, manifest.place()[1], shares.group_size(engine))
     if (same_ranks or state.info.zero_stage == 0) and engine_layout(engine) != state.info.layout:
         raise ConfigError(
             f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,8 @@ TMP = "tmp-"
 OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
 UNFINISHED = ": unfinished"  # the end of the note on a folder that a kill left
 FORMAT = 1
-OWNER = re.compile(r"pp_rank_(\d+)_|offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
+OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
+SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
 MAX_THREADS = 8  # threads that hash; a rank has few large files
 
 
@@ -67,6 +68,10 @@ class Manifest:
     files: dict[str, FileEntry]
     optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
     states: str = "fp32"  # number format of that state, a value of optim.states
+    tensor_parallel_size: int = 1  # consecutive ranks that shared the layers
+    cuts: dict[str, int] = field(
+        default_factory=dict
+    )  # weight that they shared -> dimension along which it is cut
 
     @property
     def size_bytes(self) -> int:
@@ -151,7 +156,8 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
     ranks about equal. When another number of ranks wrote the state, all files are shared out by bytes.
     """
     mine, load = [], [0] * parts
-    own = {name: rank_of(name) if parts == info.world_size else None for name in info.files}
+    shared_by = info.tensor_parallel_size
+    own = {name: rank_of(name, shared_by) if parts == info.world_size else None for name in info.files}
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
     for name in sorted(
         largest_first, key=lambda name: own[name] is None
@@ -165,10 +171,17 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
     return sorted(mine)
 
 
-def rank_of(name: str) -> int | None:
-    """Return from a file's name the rank that wrote it and reads it again; None for a file that ranks share."""
-    match = OWNER.search(name)
-    return int(next(number for number in match.groups() if number is not None)) if match else None
+def rank_of(name: str, shared_by: int = 1) -> int | None:
+    """Return from a file's name the rank that wrote it and reads it again; None for a file that all ranks share.
+
+    `shared_by` consecutive ranks shared the layers. A file of one of their shares is that of the first data rank.
+    """
+    if match := OWNER.search(name):
+        return int(next(number for number in match.groups() if number is not None))
+    match = SHARE.search(name)
+    if match is None or (match[1] is None and shared_by == 1):
+        return None
+    return int(match[1] or 0) * shared_by + int(match[2])
 
 
 def is_complete(folder: Path) -> bool:

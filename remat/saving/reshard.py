@@ -19,7 +19,7 @@ import torch
 
 from remat.config.options import ConfigError, OptimStates, Reshard
 from remat.machine import distributed, rng
-from remat.saving import disk_space, frozen, manifest, safe_load, state_files
+from remat.saving import disk_space, frozen, manifest, safe_load, shares, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
 from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights
 
@@ -34,16 +34,26 @@ SHARDED = (
 )
 
 
-def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: Mapping[str, Any]) -> list[str]:
-    """Return why `world_size` ranks cannot resume from `state`, judging by its manifest and DeepSpeed's config.
+def same_ranks(state: SavedState, world_size: int, shared_by: int) -> bool:
+    """Return whether `world_size` ranks, `shared_by` of which share layers, would write the files of `state`."""
+    return (state.info.world_size, state.info.tensor_parallel_size) == (world_size, shared_by)
 
-    The list is empty when they can.
+
+def refusals(
+    state: SavedState, wanted: Reshard, *, world_size: int, shared_by: int, rendered: Mapping[str, Any]
+) -> list[str]:
+    """Return why `world_size` ranks, `shared_by` of which share layers, cannot resume from `state`.
+
+    Judged by its manifest and DeepSpeed's config. The list is empty when they can.
     """
     info = state.info
-    if info.world_size == world_size:
+    if same_ranks(state, world_size, shared_by):
         return []
-    ranks = f"it was saved by {info.world_size} ranks and this launch has {world_size}"
-    start = f"start {info.world_size} ranks"
+    then, now = ("", "")
+    if max(info.tensor_parallel_size, shared_by) > 1:
+        then, now = (f" with train.tensor_parallel_size={n}" for n in (info.tensor_parallel_size, shared_by))
+    ranks = f"it was saved by {info.world_size} ranks{then} and this launch has {world_size}{now}"
+    start = f"start {info.world_size} ranks{then}"
     if wanted is Reshard.refuse:
         return [f"{ranks}: {start}, or set reshard=auto"]
     found, zero = [], rendered["zero_optimization"]
@@ -73,12 +83,14 @@ def refusals(state: SavedState, wanted: Reshard, *, world_size: int, rendered: M
     return found
 
 
-def room(state: SavedState, world_size: int) -> tuple[int, int]:
+def room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]:
     """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
+
+    `shared_by` of them share layers.
 
     What a killed launch left is removed first. Raises ConfigError when the state cannot be resharded for so many ranks.
     """
-    return manifest.on_main(lambda: _room(state, world_size), f"looking at {state.path}")
+    return manifest.on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
 
 
 def load(engine: Any, state: SavedState) -> dict[str, Any]:
@@ -107,25 +119,25 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     finally:
         if rank == 0:
             manifest.remove(folder)
-    rng.start_anew(own["rng"], step=state.step, rank=rank)
+    rng.start_anew(own["rng"], step=state.step, rank=rank // shares.group_size(engine))
     return state.client_state
 
 
-def _room(state: SavedState, world_size: int) -> tuple[int, int]:
+def _room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]:
     manifest.remove(state.path.parent / UNIVERSAL)
     stage, folder = state.info.zero_stage, state.path / ENGINE
     if stage == 0:
         return 0, disk_space.free_bytes(state.path)
     try:
-        weights = SavedWeights(folder, stage, moments=MOMENTS_OF[state.info.optimizer])
+        weights = SavedWeights(folder, stage, moments=MOMENTS_OF[state.info.optimizer], cuts=state.info.cuts)
         _step(folder, stage)
     except SaveError as error:
         raise ConfigError(f"resume: {state.path} cannot be cut for {world_size} ranks: {error}") from error
-    smallest = min(weights.group_numels)
-    if stage < 3 and smallest < 2 * world_size**2:
+    smallest, least = min(weights.group_numels) // shared_by, 2 * (world_size // shared_by) ** 2
+    if stage < 3 and smallest < least:
         raise ConfigError(
             f"resume: {state.path} cannot be cut for {world_size} ranks at ZeRO stage {stage}: a group of the "
-            f"optimizer has {smallest} numbers and must have {2 * world_size**2}, or a rank is left without any, on "
+            f"optimizer has {smallest} numbers and must have {least}, or a rank is left without any, on "
             f"which DeepSpeed fails; start {state.info.world_size} ranks"
         )
     numel = sum(shape.numel() for shape in weights.trained.values())
@@ -136,8 +148,11 @@ def _room(state: SavedState, world_size: int) -> tuple[int, int]:
 def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> None:
     """Raise ConfigError unless names, shapes and frozen weights are as saved. Groups may be in another order."""
     if state.info.zero_stage:
-        saved = SavedWeights(state.path / ENGINE, state.info.zero_stage).trained
-        now = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+        saved = SavedWeights(state.path / ENGINE, state.info.zero_stage, cuts=state.info.cuts).trained
+        held = dict(engine.module.named_parameters())
+        now = {
+            name: shares.whole_shape(held[name]) for group in engine._get_zero_param_shapes() for name in group
+        }
         other = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
         if other:
             raise ConfigError(
@@ -158,7 +173,7 @@ def convert(state: SavedState, target: Path) -> Exception | None:
         rank, size = manifest.place()
         step = _step(source, stage)
         held = MOMENTS_OF[state.info.optimizer]
-        weights = SavedWeights(source, stage, moments=held)
+        weights = SavedWeights(source, stage, moments=held, cuts=state.info.cuts)
         for name in sorted(weights.trained)[rank::size]:
             folder = target / "zero" / name
             folder.mkdir(parents=True)
@@ -186,7 +201,7 @@ def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
     torch.save(rest, target / "zero" / "optimizer_state.pt")
     module = state_files.module_file(source, stage)
     model = {name: value for name, value in state_files.mapped(module).items() if name != "module"}
-    torch.save(model, target / module.name)
+    torch.save(model | {"mp_world_size": 1}, target / module.name)  # its weights are whole
 
 
 def _step(source: Path, stage: int) -> int:
@@ -235,7 +250,7 @@ def _restore(engine: Any, state: SavedState) -> None:
             values["step"] = torch.tensor(float(step), device=flat.device if fused else "cpu")
         else:
             values["step"] = step
-    weights = SavedWeights(source, stage)
+    weights = SavedWeights(source, stage, cuts=state.info.cuts)
     buffers = dict(engine.module.named_buffers())
     with torch.no_grad():
         for name in weights.buffers:

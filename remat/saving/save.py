@@ -29,7 +29,7 @@ from remat.config import ds_config
 from remat.config.options import ConfigError, Precision
 from remat.machine import distributed, rng
 from remat.model import optimizer
-from remat.saving import disk_space, frozen, manifest
+from remat.saving import disk_space, frozen, manifest, shares
 from remat.saving.manifest import ENGINE, SAVED, STEP, Manifest, SaveError
 
 
@@ -124,7 +124,8 @@ class PendingSave:
             return
         try:
             rank = manifest.place()[0]
-            own = [name for name in manifest.files_in(self._tmp) if (manifest.rank_of(name) or 0) == rank]
+            size = self._info.tensor_parallel_size
+            own = [name for name in manifest.files_in(self._tmp) if (manifest.rank_of(name, size) or 0) == rank]
             self._files = manifest.describe(self._tmp, own)
         except Exception as error:
             self._error = disk_space.cause(error, self._tmp)
@@ -242,6 +243,8 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         files={},
         optimizer=optimizer.kind_of(engine.optimizer),
         states=str(ds_config.optimizer_states(engine.config)),
+        tensor_parallel_size=shares.group_size(engine),
+        cuts=shares.find_cuts(engine.module),
     )
 
 

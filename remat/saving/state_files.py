@@ -2,23 +2,25 @@
 
 Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
 ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts for the ranks; ZeRO 3 cuts
-each parameter. Files are memory-mapped: in memory are only the weight asked for, and at most WINDOW_BYTES of file
-pages.
+each parameter. Where ranks share layers, there is a set of such files for each share. Files are memory-mapped: in
+memory are only the weight asked for, and at most WINDOW_BYTES of file pages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
 from remat.model.optimizer import WRAPPED
-from remat.saving import safe_load
+from remat.saving import safe_load, shares
 from remat.saving.manifest import SaveError
 
+T = TypeVar("T")
 WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
 MOMENTS_OF = {  # of the optimizers whose state is one number per weight, cut as DeepSpeed cuts weights
@@ -31,13 +33,72 @@ class SavedWeights:
     """Weights of a saved state. `names` are those that `read` accepts: trained weights and buffers.
 
     Trained weights are in fp32, at stage 0 as the module holds them. `read` also returns the `moments` of each trained
-    weight, which exist from stage 1 on. Raises SaveError when the files do not hold what they describe.
+    weight, which exist from stage 1 on. `cuts` maps weights of which ranks hold shares to the dimension along which
+    they are cut. Raises SaveError when the files do not hold what they describe.
     """
 
-    def __init__(self, folder: Path, zero_stage: int, *, moments: Sequence[str] = ()) -> None:
-        self._stage, self._states = zero_stage, (MASTER, *moments)
-        self._ranks = optimizer_files(folder) if zero_stage else []
-        self._module_file = module_file(folder, zero_stage)
+    def __init__(
+        self,
+        folder: Path,
+        zero_stage: int,
+        *,
+        moments: Sequence[str] = (),
+        cuts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._cuts, count = cuts, count_shares(folder) if cuts else 1
+        self._shares = [
+            SavedShare(folder, zero_stage, moments=moments, cuts=cuts, share=share, count=count)
+            for share in range(count)
+        ]
+        self.names = self._shares[0].names
+
+    @property
+    def buffers(self) -> set[str]:
+        return self._shares[0].buffers
+
+    @property
+    def trained(self) -> dict[str, torch.Size]:
+        """Name -> shape of each weight that the optimizer holds; empty at stage 0."""
+        return {name: self._whole(name, shape) for name, shape in self._shares[0].trained.items()}
+
+    @property
+    def group_numels(self) -> list[int]:
+        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
+        trained = self.trained
+        return [sum(trained[name].numel() for name in group) for group in self._shares[0].groups]
+
+    def read(self, name: str, state: str = MASTER) -> torch.Tensor:
+        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
+        if name not in self._cuts:
+            return self._shares[0].read(name, state)
+        return shares.join([share.read(name, state) for share in self._shares], self._cuts[name])
+
+    def _whole(self, name: str, shape: torch.Size) -> torch.Size:
+        cut = self._cuts.get(name)
+        return torch.Size(size * len(self._shares) if dim == cut else size for dim, size in enumerate(shape))
+
+
+class SavedShare:
+    """What the tensor-parallel rank `share` of `count` holds of a saved state, as `SavedWeights` describes it.
+
+    ZeRO 3 shards a weight that is cut over the ranks with the same share of it, and any other over all ranks: the
+    weights were sharded before AutoTP cut them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        zero_stage: int,
+        *,
+        moments: Sequence[str],
+        cuts: Collection[str],
+        share: int,
+        count: int,
+    ) -> None:
+        self._stage, self._states, self._cuts = zero_stage, (MASTER, *moments), cuts
+        self._share, self._count, self._window_bytes = share, count, WINDOW_BYTES // count
+        self._ranks = optimizer_files(folder, None if zero_stage == 3 else share) if zero_stage else []
+        self._module_file = module_file(folder, zero_stage, share)
         self._open()
         model = mapped(self._module_file)
         self._same: dict[str, str] = dict(model["shared_params"]) if zero_stage else {}
@@ -57,24 +118,24 @@ class SavedWeights:
         return {name: shape for name, (_, _, shape) in self._places.items()}
 
     @property
-    def group_numels(self) -> list[int]:
-        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
-        groups: dict[int, int] = {}
-        for index, _, shape in self._places.values():
-            groups[index] = groups.get(index, 0) + shape.numel()
-        return list(groups.values())
+    def groups(self) -> list[list[str]]:
+        """The names in each group of the optimizer, below stage 3; all in one at stage 3."""
+        found: dict[int, list[str]] = {}
+        for name, (index, _, _) in self._places.items():
+            found.setdefault(index, []).append(name)
+        return list(found.values())
 
     def read(self, name: str, state: str = MASTER) -> torch.Tensor:
-        """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
+        """Return a copy of one weight's share, or of one of its MOMENTS, in fp32."""
         name = self._same.get(name, name)
-        if self._read_bytes > WINDOW_BYTES:
+        if self._read_bytes > self._window_bytes:
             self._open()
         if name in self._whole:
             value = self._module[name].clone(memory_format=torch.contiguous_format)
             self._read_bytes += value.nbytes
             return value.float() if self._stage and value.is_floating_point() else value
         group, offset, shape = self._places[name]
-        flats = self._flats[state]
+        flats = self._sharding(name, self._flats[state])
         if self._stage == 3:
             parts = self._parts_at_3(flats, offset, shape)
         else:
@@ -93,7 +154,7 @@ class SavedWeights:
 
     def _find(self, model: dict[str, Any]) -> dict[str, tuple[int, int, torch.Size]]:
         """Return name -> (group, offset, shape). The offset is in the joined group, at stage 3 in a rank's own part."""
-        places, ranks = {}, len(self._ranks)
+        places = {}
         groups: list[dict[str, torch.Size]] = model["param_shapes"]
         if self._stage == 3:
             groups = [{name: shape for group in groups for name, shape in group.items()}]
@@ -101,10 +162,11 @@ class SavedWeights:
             offset = 0
             for number, (name, shape) in enumerate(group.items()):
                 places[name] = (index, offset, shape)
+                ranks = len(self._sharding(name, self._ranks))
                 offset += -(-shape.numel() // ranks) if self._stage == 3 else shape.numel()
                 offset += self._gaps[index][number] if self._gaps is not None else 0
             for held in (self._numel(flats, index) for flats in self._flats.values()):
-                if not offset <= held < offset + (1 if self._stage == 3 else 2 * ranks):
+                if not offset <= held < offset + (1 if self._stage == 3 else 2 * len(self._ranks)):
                     raise SaveError(
                         f"group {index} of {self._ranks[0].parent} holds {held} numbers, not {offset}"
                     )
@@ -130,8 +192,12 @@ class SavedWeights:
     def _parts_at_3(
         self, flats: list[list[torch.Tensor]], offset: int, shape: torch.Size
     ) -> list[torch.Tensor]:
-        numel = -(-shape.numel() // len(self._ranks))
+        numel = -(-shape.numel() // len(flats))
         return [part for own in flats for part in _slices(own, offset, numel)]
+
+    def _sharding(self, name: str, ranks: list[T]) -> list[T]:
+        """Return those of `ranks` over which ZeRO shards a weight."""
+        return ranks[self._share :: self._count] if self._stage == 3 and name in self._cuts else ranks
 
 
 def moments_in(state: dict[str, Any]) -> dict[str, Any]:
@@ -156,15 +222,21 @@ def _slices(flats: Sequence[torch.Tensor], offset: int, numel: int) -> list[torc
     return found
 
 
-def optimizer_files(folder: Path) -> list[Path]:
-    """Return the optimizer files, one per rank, in rank order."""
-    return sorted(folder.glob("*_optim_states.pt"), key=_rank)
+def count_shares(folder: Path) -> int:
+    """Return how many ranks shared the layers when the state was saved."""
+    return len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
 
 
-def module_file(folder: Path, zero_stage: int) -> Path:
-    """Return the file in which rank 0 saved the module's states."""
-    first = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
-    return folder / first
+def optimizer_files(folder: Path, share: int | None = None) -> list[Path]:
+    """Return the optimizer files of all ranks, or of those with one share of the layers, in rank order."""
+    ranks = "*" if share is None else f"{share:02d}"
+    return sorted(folder.glob(f"*_mp_rank_{ranks}_optim_states.pt"), key=_rank)
+
+
+def module_file(folder: Path, zero_stage: int, share: int = 0) -> Path:
+    """Return the file in which the first data rank saved the module's states, for one share of the layers."""
+    first = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return folder / f"{first}mp_rank_{share:02d}_model_states.pt"
 
 
 def mapped(file: Path) -> dict[str, Any]:
@@ -173,8 +245,9 @@ def mapped(file: Path) -> dict[str, Any]:
     return content
 
 
-def _rank(file: Path) -> int:
-    match = re.search(r"pp_rank_(\d+)_", file.name)
+def _rank(file: Path) -> tuple[int, int]:
+    """Return the data rank and the tensor-parallel rank: consecutive ranks share layers."""
+    match = re.search(r"pp_rank_(\d+)_mp_rank_(\d+)_", file.name)
     if match is None:
         raise SaveError(f"{file}: not a file of DeepSpeed's optimizer")
-    return int(match.group(1))
+    return int(match.group(1)), int(match.group(2))

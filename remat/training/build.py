@@ -90,7 +90,10 @@ def find_resume_point(
         cfg.resume, output_dir=cfg.output_dir, name=cfg.name, run_id=cfg.run_id, own=own, progress=progress
     )
     if found is not None:
-        also = reshard.refusals(found.state, cfg.reshard, world_size=world.size, rendered=strategy.ds)
+        shared_by = cfg.train.tensor_parallel_size
+        also = reshard.refusals(
+            found.state, cfg.reshard, world_size=world.size, shared_by=shared_by, rendered=strategy.ds
+        )
         load.check_compatible(
             found.state,
             zero_stage=strategy.zero_stage,
@@ -102,7 +105,7 @@ def find_resume_point(
         load.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
-        if found.state.info.world_size != world.size:
+        if not reshard.same_ranks(found.state, world.size, shared_by):
             _check_reshard(found.state, world, console)
     return found
 
@@ -142,7 +145,7 @@ def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatche
 
 def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     """Raise DoesNotFit if the disk has no room for the resharded copy; else say that it will be made."""
-    needed, free = reshard.room(state, world.size)
+    needed, free = reshard.room(state, world.size, world.tensor_parallel_size)
     place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
     size = disk_space.describe_size(needed)
     if needed > free:

@@ -459,12 +459,6 @@ def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
 
 def _stop(run: Run, progress: Progress) -> None:
     """Stop as asked: save the state of this step, unless it is saved already."""
-    if run.world.tensor_parallel_size > 1:
-        run.stop.clear()
-        raise TrainingFailed(
-            f"stopped after step {progress.step} ({run.stop.reason}); nothing is saved, which "
-            f"train.tensor_parallel_size={run.world.tensor_parallel_size} cannot be"
-        )
     run.console.note(
         f"stopping after step {progress.step} ({run.stop.reason})"
         + (": saving" if run.saves.last != progress.step else "")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets", "peft", "wandb")
 BAD = "train.stepz=3"
 EXPLAINED = "train.stepz=3: no such option (did you mean train.steps?)"
-SHARED = "save.every=0 save.at_end=false save.export=false train.tensor_parallel_size=2"
+SHARED = "train.tensor_parallel_size=2"
 RUNS = [
     ["plan"],
     ["plan", "--sweep", "train.steps=1,2"],
@@ -36,7 +36,7 @@ REFUSED = {  # command lines of remat, and what each is told
     "plan deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
     "plan deepspeed.overrides.zero_optimisation.stage=2": "zero_optimisation is no DeepSpeed key",
     "plan deepspeed.config=zero3_nvme": "needs hardware.nvme_path",
-    f"plan {SHARED}": "remat plan does not know shared layers yet",
+    "plan peft=lora train.tensor_parallel_size=2": "peft.method=lora with train.tensor_parallel_size=2",
     "launch": "recipe=NAME is missing",
     "compare checkpointing=none,full": "recipe=NAME is missing",
     "plan recipe=finetune model.path=/no/such": "model.path=/no/such does not exist",

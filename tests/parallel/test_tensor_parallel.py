@@ -24,10 +24,6 @@ SIZES: dict[str, Any] = {
 }
 SHARED = [
     "train.tensor_parallel_size=2",
-    "save.every=0",
-    "save.at_end=false",
-    "save.export=false",
-    "train.stop_at=0",
     "deepspeed.config=zero2",
 ]
 
@@ -111,18 +107,14 @@ def test_runs_that_cannot_share() -> None:
         tensor_parallel.check(2, skeleton("llama"), world_size=3, zero_stage=2)
     with pytest.raises(ConfigError, match="ZeRO stage 0"):
         tensor_parallel.check(2, skeleton("llama"), world_size=2, zero_stage=0)
+    with pytest.raises(ConfigError, match="swap files"):
+        tensor_parallel.check(2, skeleton("llama"), world_size=2, zero_stage=3, on_nvme=True)
     tensor_parallel.check(1, skeleton("gpt2"), world_size=3, zero_stage=0)
 
 
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("save.at_end=true", "save.at_end with train.tensor_parallel_size=2"),
-        ("save.every=1", "save.every with"),
-        ("save.export=true", "save.export with"),
-        ("save.rehearse=true", "save.rehearse with"),
-        ("train.stop_at=1", "train.stop_at with"),
-        ("resume=auto", "resume=auto with"),
         ("peft=lora", "peft.method=lora with"),
         ("train.tensor_parallel_size=0", "train.tensor_parallel_size=0 is too small"),
     ],

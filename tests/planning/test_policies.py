@@ -109,8 +109,13 @@ def test_adapters_are_counted() -> None:
     assert full.name == adapted.name == "block"
     assert adapted.kept_bytes != full.kept_bytes
     assert adapted.zero3_gathers == 0, "not held to an engine with frozen weights, so not shown"
-    shared = ["train.tensor_parallel_size=2", "save.at_end=false", "save.every=0", "save.export=false", SMALL]
-    assert "are not counted" in next(policies.rows(shared)).refused
+
+
+def test_layers_that_ranks_share_are_counted() -> None:
+    words = [SMALL, "hardware=2x4090", "model.architecture.num_attention_heads=6"]
+    words += ["model.architecture.num_key_value_heads=2", "checkpointing=none"]
+    alone, shared = (next(policies.rows([*words, f"train.tensor_parallel_size={n}"])) for n in (1, 2))
+    assert 0.4 * alone.kept_bytes < shared.kept_bytes < 0.9 * alone.kept_bytes, "norms and sums stay whole"
 
 
 def test_the_command_prints_a_table_and_json(

@@ -1,7 +1,8 @@
 """`reshard_runs.py SPEC.json`: as many_runs, and what a resumed engine holds is saved again before its first step.
 
 That copy lies in FOLDER_OF_THE_RUN/loaded-R-STEP, R being the number of ranks. SPEC.done.json has for each run the
-sample ids of its steps and the rows of its metrics. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as
+sample ids of its steps and the rows of its metrics. A run whose name ends in "stopped" gets a SIGTERM on its last rank
+in its second step. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as
 it is about to read the Nth tensor while it cuts a state.
 """
 
@@ -26,6 +27,7 @@ hide_gpus_from_cpu_ranks()
 import cpuinfo  # noqa: E402
 
 from remat.config import compose  # noqa: E402
+from remat.launch import signals  # noqa: E402
 from remat.machine import distributed, ops  # noqa: E402
 from remat.report import console  # noqa: E402
 from remat.saving import save  # noqa: E402
@@ -34,13 +36,15 @@ from remat.training import build, loop  # noqa: E402
 from tests.support import recordings, tiny  # noqa: E402
 
 
-def watch(batches: Any, ids: list[list[int]]) -> None:
-    """Note the sample ids of each step."""
+def watch(batches: Any, ids: list[list[int]], stops: bool) -> None:
+    """Note the sample ids of each step. If it `stops`, this rank gets a signal in its second step."""
     original = batches.next_step
 
     def next_step() -> Any:
         batch = original()
         ids.append(batch.sample_ids.tolist())
+        if stops and len(ids) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
         return batch
 
     batches.next_step = next_step
@@ -59,7 +63,8 @@ def kill_at(number: int) -> None:
     SavedWeights.read = read  # type: ignore[method-assign]
 
 
-def main(spec_path: Path) -> None:
+def main(argv: list[str]) -> int:
+    spec_path = Path(argv[-1])
     recordings.share()
     ops.use_environment_folder()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
@@ -75,14 +80,16 @@ def main(spec_path: Path) -> None:
             folder = parts.folder / f"loaded-{parts.world.size}-{step}"
             save.save(parts.engine, folder, step=step, client_state={}, keep=1)
         ids: list[list[int]] = []
-        watch(parts.batches, ids)
+        is_last = parts.world.rank == parts.world.size - 1
+        watch(parts.batches, ids, name.endswith("stopped") and is_last)
         loop.train(parts)
         parts.engine.destroy()
         done[name] = {"ids": ids, "rows": tiny.rows(parts.folder)}
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[-1]))
+    sys.exit(signals.around(main, sys.argv[1:]))

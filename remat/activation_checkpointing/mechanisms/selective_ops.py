@@ -403,13 +403,16 @@ def _detached(leaf: Any) -> Any:
         return leaf.detach()
 
 
+IN_PLACE = ("aten::add_", "_c10d_functional::all_reduce_")  # the second where a plan counts such a sum
+
+
 def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
     """Return what this operation edits in place, if it may be the last part of a Linear; None: it is another.
 
     ZeRO-3's Linear adds its bias so (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its product over
     the ranks (RowParallel in deepspeed/module_inject/layers.py).
     """
-    if operator.name == "aten::add_":
+    if operator.name in IN_PLACE:
         return args[0]
     if operator.name == "c10d::allreduce_" and len(args[0]) == 1:
         return args[0][0]
@@ -418,7 +421,7 @@ def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
 
 def _finished(operator: operators.Operator, target: torch.Tensor) -> Any:
     """Return what the operation returns, without running it."""
-    if operator.name == "aten::add_":
+    if operator.name in IN_PLACE:
         return target
     from torch._C._distributed_c10d import FakeWork  # torch without collectives has none
 

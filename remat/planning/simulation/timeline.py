@@ -48,6 +48,8 @@ def op_cost(
     kind = "elementwise" if formula is None else "attention" if "attention" in name else "matmul"
     if "all_to_all" in name:
         kind = "exchange"
+    if "all_reduce" in name:
+        kind = "sum"
     return OpCost(kind, flops, sum(t.nbytes for t in given) + sum(t.nbytes for t in made), phase)
 
 

@@ -36,7 +36,8 @@ class Phase(StrEnum):
 class OpCost:
     """The cost of one operation: a multiply-add counts 2 FLOPs; `bytes` are read and written.
 
-    `kind` is matmul, attention, elementwise or exchange (blocks of sequences for heads, between ranks).
+    `kind` is matmul, attention, elementwise, exchange (blocks of sequences for heads, between ranks) or sum (over the
+    ranks that share a layer, in place).
     """
 
     kind: str
@@ -98,6 +99,11 @@ class Simulation:
         return sum(op.bytes // 2 for op in self.ops if op.kind == "exchange")
 
     @property
+    def summed_bytes(self) -> int:
+        """Return the bytes of the tensors that are summed over the ranks that share the layers."""
+        return sum(op.bytes // 2 for op in self.ops if op.kind == "sum")
+
+    @property
     def peak(self) -> Moment:
         return max(self.forward_peak, self.backward_peak, key=lambda moment: moment.total_bytes)
 
@@ -121,17 +127,18 @@ class ZeroSettings:
     offload_param: bool = False
     second_shards: int = 1  # ranks that share a second copy of the weights (hpZ)
     accumulating: bool = False  # gradients of an earlier micro-batch are already there
+    tensor_ranks: int = 1  # that share each layer
 
     @classmethod
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
         """Read the settings from the dict that reaches the engine.
 
-        `world_size` counts the ranks that share the model states.
+        Of `world_size` ranks those share the model states that have the same part of each layer.
         """
-        zero = ds["zero_optimization"]
+        zero, tensor_ranks = ds["zero_optimization"], ds_config.tensor_ranks(ds)
         return cls(
             stage=ds_config.zero_stage(ds),
-            world_size=world_size,
+            world_size=world_size // tensor_ranks,
             reduce_bucket_size=int(zero.get("reduce_bucket_size", 0)),
             overlap_comm=bool(zero.get("overlap_comm", False)),
             prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 0)),
@@ -142,4 +149,5 @@ class ZeroSettings:
             offload_param=ds_config.param_offload_device(ds) is not None,
             second_shards=int(zero.get("zero_hpz_partition_size", 1)),
             accumulating=ds["gradient_accumulation_steps"] > 1,
+            tensor_ranks=tensor_ranks,
         )

@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from remat.config.options import ConfigError, Precision
 from remat.model import adapters
-from remat.saving import manifest, safe_load
+from remat.saving import manifest, safe_load, shares
 from remat.saving.exports import hf_files
 from remat.saving.manifest import ENGINE, SaveError
 from remat.saving.state_files import SavedWeights
@@ -226,7 +226,7 @@ def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
     if lost or absent:
         raise SaveError(f"export: a plain {kind} has no {lost[:3]} and this model has no {absent[:3]}")
     for name in sorted(names):
-        shape = getattr(live[name], "ds_shape", live[name].shape)
+        shape = shares.whole_shape(live[name])
         if shape != plan.skeleton.get_parameter_or_buffer(name).shape:
             raise SaveError(f"export: {name} has shape {tuple(shape)}, which is not what config.json describes")
     for name, kept in plan.tied.items():
@@ -243,7 +243,8 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
     held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     masters = _unpartitioned_masters(engine)
 
-    def copy_out(value: torch.Tensor) -> torch.Tensor | None:
+    def copy_out(name: str, value: torch.Tensor) -> torch.Tensor | None:
+        value = shares.gather(held[name], value)
         wanted = dtype if value.is_floating_point() else value.dtype
         return value.detach().to("cpu", wanted, copy=True).contiguous() if is_main else None
 
@@ -252,13 +253,13 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
         owner = module.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and adapters.is_quantised(owner):
             with deepspeed.zero.GatheredParameters([value]):  # does nothing where it is no shard
-                return copy_out(adapters.dequantise(owner))
+                return copy_out(name, adapters.dequantise(owner))
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
             if master is not None:
-                return copy_out(master)
+                return copy_out(name, master)
         with deepspeed.zero.GatheredParameters([value]):
-            return copy_out(value.data)
+            return copy_out(name, value.data)
 
     return read
 
@@ -293,7 +294,7 @@ def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype)
             f"{state_dir} was saved at ZeRO stage 0 in {info.precision}, without names for its fp32 copy: "
             f"export in {info.precision}, or set save.export=true to export from the run"
         )
-    return SavedWeights(state_dir / ENGINE, info.zero_stage)
+    return SavedWeights(state_dir / ENGINE, info.zero_stage, cuts=info.cuts)
 
 
 def write(

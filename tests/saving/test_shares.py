@@ -1,0 +1,83 @@
+"""Layers shared between ranks: an export joins the shares to the weights that were there before AutoTP cut them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from remat.machine.distributed import World
+from remat.parallel import tensor_parallel
+from remat.saving import save, shares
+from remat.saving.exports import export
+from remat.saving.state_files import SavedWeights
+from tests.support.pool import RankPool
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 66,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def model(model_type: str, tied: bool) -> Any:
+    torch.manual_seed(3)
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, tie_word_embeddings=tied, **SIZES))
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter)  # biases and norms too
+    return net
+
+
+def write(folder: str, model_type: str, tied: bool, zero_stage: int) -> dict[str, Any]:
+    """Share a model by two ranks; export and save it before any step."""
+    import deepspeed
+
+    _, group = tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 2)
+    net = model(model_type, tied)
+    tensor_parallel.prepare(net, 2)
+    ds = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=torch.optim.AdamW(net.parameters(), lr=0.1),
+        config=tensor_parallel.rendered(ds, 2),
+        mpu=group,
+        dist_init_required=False,
+    )
+    export.export(engine, Path(folder) / "export", export.Form(), tokenizer=None)
+    state = save.save(engine, Path(folder), step=1, client_state={}, keep=1)
+    held = {name: list(shares.whole_shape(p)) for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 1)
+    return {"shapes": held, "bytes": state.bytes}
+
+
+@pytest.mark.sample(one_in=3)
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi"])
+def test_shares_are_joined_bit_for_bit(
+    two_ranks: RankPool, tmp_path: Path, model_type: str, tied: bool, zero_stage: int
+) -> None:
+    plain = model(model_type, tied)
+    found = two_ranks.run(write, folder=str(tmp_path), model_type=model_type, tied=tied, zero_stage=zero_stage)
+    expected = {name: list(p.shape) for name, p in plain.named_parameters()}
+    assert [rank["shapes"] for rank in found] == [expected] * 2
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    info = save.manifest.read(tmp_path / "saved" / "step-000001")
+    assert info.tensor_parallel_size == 2
+    assert set(info.cuts.values()) == {0, 1}
+    saved = SavedWeights(tmp_path / "saved" / "step-000001" / "engine", zero_stage, cuts=info.cuts)
+    assert saved.trained == {name: torch.Size(shape) for name, shape in expected.items()}
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(exported[name], parameter), name
+        assert torch.equal(saved.read(name), parameter), name
