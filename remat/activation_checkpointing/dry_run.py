@@ -7,6 +7,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -67,14 +68,14 @@ def choose(
 
 def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
     """Return `decisions` with what of each layer is sliced, seen in a forward of the model. Raises ConfigError."""
-    was_training = model.training
+    tried = copy.deepcopy(model).to(torch.bfloat16).train()  # some kernels take nothing but 16 bits
 
     def forward() -> None:
-        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+        tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
 
     try:
         with torch.random.fork_rng(devices=[]), around(), torch.enable_grad():
-            return tiles.find_tilings(model.train(), decisions, forward)
+            return tiles.find_tilings(tried, decisions, forward)
     except ConfigError:
         raise
     except Exception as error:
@@ -82,8 +83,6 @@ def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) ->
             f"{tiles.OPTION}: the model cannot be tried without its weights, to see what its MLPs are given "
             f"({type(error).__name__}: {str(error)[:200]}); {tiles.OFF}"
         ) from error
-    finally:
-        model.train(was_training)
 
 
 def _problem(

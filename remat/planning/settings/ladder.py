@@ -95,6 +95,7 @@ def _steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "loss in chunks", ("train.loss=chunked",)
     yield "model states in host memory", ("deepspeed.config=zero3_offload",)
     yield "layer inputs in host memory", ("checkpointing=offload",)
+    yield "MLPs in slices", ("checkpointing.tiles=16",)
     ranks = cfg.hardware.ranks
     for size in range(2, ranks + 1):
         if ranks % size == 0:
