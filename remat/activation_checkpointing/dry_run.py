@@ -7,21 +7,26 @@ micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms import selective_ops, tiles
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
-from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Tiling
 from remat.config.options import CheckpointingConfig, ConfigError
 
 Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8
 META = torch.device("meta")
+# By model without storage and layers: what of each is sliced. A search for settings asks for it hundreds of times.
+LOOKED_AT: WeakKeyDictionary[Any, dict[tuple[int, ...], list[Tiling | None]]] = WeakKeyDictionary()
 REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
 
@@ -66,15 +71,28 @@ def choose(
 
 
 def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
-    """Return `decisions` with what of each layer is sliced, seen in a forward of the model. Raises ConfigError."""
-    was_training = model.training
+    """Return `decisions` with what of each layer is sliced. A model is looked at once. Raises ConfigError."""
+    wanted = tuple(index for index, decision in enumerate(decisions) if decision.tiling is not None)
+    known = LOOKED_AT.setdefault(model, {})
+    if wanted not in known:
+        known[wanted] = [decision.tiling for decision in _look_for_tilings(model, decisions, around)]
+    return [
+        replace(decision, tiling=replace(names, count=decision.tiling.count))
+        if decision.tiling is not None and names is not None
+        else decision
+        for decision, names in zip(decisions, known[wanted], strict=True)
+    ]
+
+
+def _look_for_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
+    tried = copy.deepcopy(model).to(torch.bfloat16).train()  # some kernels take nothing but 16 bits
 
     def forward() -> None:
-        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+        tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
 
     try:
         with torch.random.fork_rng(devices=[]), around(), torch.enable_grad():
-            return tiles.find_tilings(model.train(), decisions, forward)
+            return tiles.find_tilings(tried, decisions, forward)
     except ConfigError:
         raise
     except Exception as error:
@@ -82,8 +100,6 @@ def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) ->
             f"{tiles.OPTION}: the model cannot be tried without its weights, to see what its MLPs are given "
             f"({type(error).__name__}: {str(error)[:200]}); {tiles.OFF}"
         ) from error
-    finally:
-        model.train(was_training)
 
 
 def _problem(

@@ -192,6 +192,26 @@ def test_models_that_are_refused(family: str, words: str) -> None:
     assert "checkpointing.tiles=1" in str(error.value)
 
 
+def test_an_mlp_that_draws_without_a_module_for_it_is_refused() -> None:
+    class Noisy(torch.nn.SiLU):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.nn.functional.dropout(input, 0.1, self.training))
+
+    net = small_models.build("llama")
+    layers.decoder_layers(net)[1].mlp.act_fn = Noisy()
+    with pytest.raises(ConfigError, match=r"LlamaDecoderLayer draws random numbers .* \(layers 1\)"):
+        decide(net, full())
+
+
+def test_layers_that_keep_everything_keep_their_mlps_whole() -> None:
+    net, cfg = small_models.build("llama"), full(policy=Policy.interval, interval=2)
+    reference, found = watched.run(net, replace(cfg, tiles="1"), IDS), run(net, cfg)
+    assert furthest(found, reference) < ROUNDING
+    assert found.watch.flops == reference.watch.flops
+    assert [c.slices for c in found.applied.counts] == [4, 0, 4]
+    assert "MLPs of layers 0, 2 in 4 slices" in policy.describe(list(found.applied.decisions))
+
+
 def test_the_dry_run_finds_what_is_sliced() -> None:
     with torch.device("meta"):
         net = small_models.build("llama")

@@ -76,7 +76,7 @@ class _SlicedMlp:
         tokens = hidden.reshape(1, -1, hidden.shape[-1])
         length = -(-tokens.shape[1] // self._count)
         if self._scope.keeping or not torch.is_grad_enabled():
-            return torch.cat([self._compute(part) for part in tokens.split(length, 1)], 1).view_as(hidden)
+            return torch.cat([self.compute(part) for part in tokens.split(length, 1)], 1).view_as(hidden)
         kept = _Kept(tokens, length)  # the last thing that a recomputation of the layer makes
         parts, site = tokens.split(length, 1), self._site
         site.counts.slices += len(parts)
@@ -85,20 +85,18 @@ class _SlicedMlp:
         del parts
         return _Open.apply(torch.cat(results, 1), kept).view_as(hidden)
 
-    def _compute(self, part: Tensor) -> Tensor:
+    def compute(self, part: Tensor) -> Tensor:
         """Return what the layer adds to its residual stream for `part` [1, tokens, hidden]."""
         part = self._before(part) if self._before else part
         with self._scope.inside_slice():
             part = self._mlp(part)
         return self._after(part) if self._after else part
 
-    def first(self, part: Tensor) -> Tensor:
-        return self._compute(part)
-
-    def again(self, part: Tensor) -> Tensor:
+    def compute_again(self, part: Tensor) -> Tensor:
+        """Do so for the backward of this slice."""
         self._site.counts.slices_again += 1
         with self._scope.inside(self._site.index, recomputing=True):
-            return self._compute(part)
+            return self.compute(part)
 
 
 class _Slice:
@@ -112,8 +110,8 @@ class _Slice:
     def __call__(self) -> Tensor:
         part, self._part = self._part, None
         if part is not None:
-            return self._mlp.first(part)
-        return self._mlp.again(self._kept.take(self._number).requires_grad_(self._requires_grad))
+            return self._mlp.compute(part)
+        return self._mlp.compute_again(self._kept.take(self._number).requires_grad_(self._requires_grad))
 
 
 class _Kept:
@@ -353,6 +351,10 @@ class _Look(TorchDispatchMode):
             reader = self._inside[-1] if self._inside else "the layer"
             for tensor in operands((args, kwargs)):
                 self._readers.setdefault(operators.storage(tensor), set()).add(reader)
+        if self._name in self._inside and torch.Tag.nondeterministic_seeded in func.tags:
+            self._wrong = (
+                f"the MLP of {self._kind} draws random numbers ({func}), in slices others than in the whole"
+            )
         return func(*args, **(kwargs or {}))
 
     def problem(self) -> str:
