@@ -128,4 +128,4 @@ def test_the_command_prints_a_curve_and_draws_it(tmp_path: Path) -> None:
     assert found[0]["overrides"][0] == budget.CHOICE and found[0]["plan"]["checkpointing_table"]["layers"]
     assert {entry["overrides"][0] for entry in found} >= {f"checkpointing={name}" for name in sweep.NAMED}
     both = CliRunner().invoke(cli.app, ["plan", "--curve", "--sweep", *BASE])
-    assert isinstance(both.exception, ConfigError) and "--curve and --sweep" in str(both.exception)
+    assert isinstance(both.exception, ConfigError) and "--sweep and --curve" in str(both.exception)
