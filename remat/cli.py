@@ -100,7 +100,7 @@ def plan_command(
     ladder: Annotated[
         bool,
         typer.Option(
-            "--ladder", help="The longest sequence: loss in chunks, offload, ranks that share a sequence."
+            "--ladder", help="The longest sequence: loss in chunks, offload, MLPs in slices, shared sequences."
         ),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file")] = None,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from remat.activation_checkpointing.compiled import CompiledLayers
-from remat.activation_checkpointing.mechanisms import budget
+from remat.activation_checkpointing.mechanisms import budget, tiles
 from remat.activation_checkpointing.mechanisms.arguments import (
     Replayable,
     find_tensors,
@@ -156,6 +156,7 @@ def apply(
         )  # fmt: skip
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
+            tiles.slice_mlp(Site(index, layer, setup, offload=None))
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
         if any(decision.reentrant for decision in decisions):
             _let_embeddings_carry_gradient(model, applied.cleanup)
@@ -191,11 +192,12 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
     offload = host.layer(index, counts) if host and decision.offload else None
     site = Site(index, layer, setup, offload)
     mechanism = decision.mechanism.treat(site)
-    runs_once = decision.mechanism in (KEEP, budget.MECHANISM) and host is None
+    by_table = decision.mechanism == budget.MECHANISM
+    runs_once = by_table or (decision.mechanism == KEEP and not decision.offload)
     saved = SavedTensors(
         layer,
         by_reference=setup.zero_stage == 3,
-        offload=offload,
+        offload=None if by_table else offload,
         discarded=site.discarded,
         model=applied.model,
     )
@@ -224,16 +226,15 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         recorder = applied.recorder
         if runs_once and recorder is None and args:  # nothing but the table is to be kept up
             with scope.inside(index), saved.hooks():
-                output = mechanism(layer_forward, *args)
-            counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))
-            return output
+                return follow(mechanism(layer_forward, *args))
         call, args = Replayable(layer_forward, around).put_state_first(args)
         if recorder is not None:
             recorder.before(index, layer, call, args)
         with scope.inside(index), saved.hooks():
             output = mechanism(call, *args)
-        if recorder is not None:
-            output = recorder.after(index, output)
+        return follow(recorder.after(index, output) if recorder is not None else output)
+
+    def follow(output: Any) -> Any:
         if host is not None:
             host.follow(index, output)
         counts.output_bytes = sum(tensor.nbytes for _, tensor in find_tensors(output))

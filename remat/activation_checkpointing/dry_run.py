@@ -7,21 +7,26 @@ micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from remat.activation_checkpointing import apply, policy
-from remat.activation_checkpointing.mechanisms import selective_ops
+from remat.activation_checkpointing.mechanisms import selective_ops, tiles
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
-from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Tiling
 from remat.config.options import CheckpointingConfig, ConfigError
 
 Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8
 META = torch.device("meta")
+# By model without storage and layers: what of each is sliced. A search for settings asks for it hundreds of times.
+LOOKED_AT: WeakKeyDictionary[Any, dict[tuple[int, ...], list[Tiling | None]]] = WeakKeyDictionary()
 REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
 
@@ -43,6 +48,8 @@ def choose(
     not. Raises ConfigError when the model cannot be carried as asked.
     """
     decisions = policy.decide_layers(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    if any(decision.tiling is not None for decision in decisions):
+        decisions = _find_tilings(model, decisions, around)
     if not has_gpu and selective_ops.lists_attention(cfg, decisions):
         problem, tried = _problem(model, decisions, cfg, around, selective_ops.find_missing_attention)
         if problem and tried:
@@ -61,6 +68,38 @@ def choose(
     if problem and tried:
         raise ConfigError(problem)
     return decisions, ""
+
+
+def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
+    """Return `decisions` with what of each layer is sliced. A model is looked at once. Raises ConfigError."""
+    wanted = tuple(index for index, decision in enumerate(decisions) if decision.tiling is not None)
+    known = LOOKED_AT.setdefault(model, {})
+    if wanted not in known:
+        known[wanted] = [decision.tiling for decision in _look_for_tilings(model, decisions, around)]
+    return [
+        replace(decision, tiling=replace(names, count=decision.tiling.count))
+        if decision.tiling is not None and names is not None
+        else decision
+        for decision, names in zip(decisions, known[wanted], strict=True)
+    ]
+
+
+def _look_for_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
+    tried = copy.deepcopy(model).to(torch.bfloat16).train()  # some kernels take nothing but 16 bits
+
+    def forward() -> None:
+        tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+
+    try:
+        with torch.random.fork_rng(devices=[]), around(), torch.enable_grad():
+            return tiles.find_tilings(tried, decisions, forward)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{tiles.OPTION}: the model cannot be tried without its weights, to see what its MLPs are given "
+            f"({type(error).__name__}: {str(error)[:200]}); {tiles.OFF}"
+        ) from error
 
 
 def _problem(

@@ -7,6 +7,7 @@ when the forward is over is kept, be it by autograd, by a policy, or by mistake.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.model.flops import dequantised_bytes, flop_formula, operands
+from remat.model.layers import ROLES
 
 DEEPEST = 4  # containers of the model's own classes, one inside another
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
@@ -74,6 +76,8 @@ class OpTracer(TorchDispatchMode):
             p: defaultdict(int) for p in ("forward", "recompute", "backward")
         }
         self.gathered_bytes: dict[Phase, int] = dict.fromkeys(self.flops, 0)
+        # per layer, the most that one run of its MLP, or of a slice of it, made and held at a time
+        self.mlp_peak_bytes: dict[int, int] = defaultdict(int)
         self.live_bytes = 0
         self.peak_bytes = 0
         self._scope, self._device = scope, device
@@ -85,15 +89,26 @@ class OpTracer(TorchDispatchMode):
         self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
         self._gathered: set[int] = set()
         self._in_region: set[int] = set()
+        self._mlp_run, self._mlp_layer = 0, OUTSIDE  # the last one
+        self._in_mlp: dict[int, int] = {}  # what lives of what it made: where it stands in the next
+        self._mlp_bytes: list[int] = []  # that it made, and let go of, in order
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Any:
         self.calls.__enter__()
+        for layer in self.calls.layers:
+            for _, mlp in ROLES["mlp"](layer):
+                before = mlp.register_forward_pre_hook(lambda *_: self._scope.enter_mlp(), prepend=True)
+                self._hooks.callback(before.remove)
+                self._hooks.callback(mlp.register_forward_hook(self._leave_mlp, always_call=True).remove)
         self._scope.handed_out = self._hand_out
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         self._scope.handed_out = None
+        self._hooks.close()
+        self._end_mlp_run()
         self.calls.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,6 +178,9 @@ class OpTracer(TorchDispatchMode):
         """Sum matrix products and attention over the whole model, 2 per multiply-add."""
         return sum(self.flops[phase].values())
 
+    def _leave_mlp(self, *_: Any) -> None:
+        self._scope.in_mlp = 0
+
     def _phase(self) -> Phase:
         return "recompute" if self._scope.recomputing else ("backward" if self._backward else "forward")
 
@@ -178,12 +196,37 @@ class OpTracer(TorchDispatchMode):
         if self._scope.in_region:
             self._in_region.add(key)
             self.region_bytes[self._layer()] = self.region_bytes.get(self._layer(), 0) + storage.nbytes()
+        if run := self._scope.in_mlp:
+            self._track_mlp(run, key, storage.nbytes())
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._free, key).atexit = False
 
+    def _track_mlp(self, run: int, key: int, nbytes: int) -> None:
+        if run != self._mlp_run:
+            self._end_mlp_run()
+            self._mlp_run, self._mlp_layer = run, self._layer()
+        self._in_mlp[key] = len(self._mlp_bytes)
+        self._mlp_bytes.append(nbytes)
+
+    def _end_mlp_run(self) -> None:
+        if not self._mlp_bytes:
+            return
+        most = max(itertools.accumulate(self._mlp_bytes))
+        self.mlp_peak_bytes[self._mlp_layer] = max(self.mlp_peak_bytes[self._mlp_layer], most)
+        self._in_mlp.clear()
+        self._mlp_bytes.clear()
+
+    def _is_gathered(self, key: int) -> None:
+        """Note a weight: it is nothing that an MLP made."""
+        self._gathered.add(key)
+        if (place := self._in_mlp.pop(key, None)) is not None:
+            self._mlp_bytes[place] = 0
+
     def _free(self, key: int) -> None:
         entry = self._made.pop(key, None)
+        if entry and self._in_mlp.pop(key, None) is not None:
+            self._mlp_bytes.append(-entry[2])
         self.live_bytes -= entry[2] if entry else 0
         self._gathered.discard(key)
         self._in_region.discard(key)
@@ -195,10 +238,10 @@ class OpTracer(TorchDispatchMode):
         elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
             for tensor in operands(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
-                self._gathered.add(tensor.untyped_storage()._cdata)
+                self._is_gathered(tensor.untyped_storage()._cdata)
         elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
             # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
-            self._gathered.add(result.untyped_storage()._cdata)
+            self._is_gathered(result.untyped_storage()._cdata)
 
     def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
         return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)
@@ -210,7 +253,7 @@ class Calls:
     Counts while it is entered, by hooks on modules, none of which is left behind."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._hooks = ExitStack()
         self.ran: set[int] = set()  # layers of which any module ran with gradients
         self._hidden: dict[int, set[int]] = defaultdict(set)  # storage: the layers whose hidden state it was
@@ -221,7 +264,7 @@ class Calls:
         self._seen: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
 
     def __enter__(self) -> Calls:
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             before = layer.register_forward_pre_hook(self._given_to(index), with_kwargs=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(layer.register_forward_hook(self._take).remove)

@@ -15,7 +15,7 @@ from remat.activation_checkpointing.mechanisms import (
     selective_modules,
     selective_ops,
 )
-from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Mechanism, spans
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Mechanism, Tiling, spans
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
 Part = tuple[int, int, bool]  # first and last layer of one call, and whether the mechanism treats them
@@ -71,6 +71,9 @@ RULES = {
 }
 
 
+SLICEABLE = (recompute.MECHANISM, selective_ops.MECHANISM)  # they end a layer's recomputation at its MLP
+
+
 def decide_layers(
     cfg: CheckpointingConfig,
     num_layers: int,
@@ -101,12 +104,19 @@ def decide_layers(
                     last=end,
                     reentrant=mechanism.is_reentrant is not None
                     and mechanism.is_reentrant(cfg, end - start + 1, zero_stage == 3 and reentrant_segments),
-                    offload=cfg.offload.enabled and end < num_layers - cfg.offload.keep_last_layers,
+                    offload=cfg.offload.enabled
+                    and end < num_layers - cfg.offload.keep_last_layers
+                    and mechanism != budget.MECHANISM,  # which moves what its table says
                     entry="" if entry is None else str(entry),
+                    tiling=_tiling(cfg) if mechanism in SLICEABLE else None,
                 )
                 for index in range(start, end + 1)
             ]
     return decisions
+
+
+def _tiling(cfg: CheckpointingConfig) -> Tiling | None:
+    return None if cfg.tiles == "1" else Tiling(0 if cfg.tiles == "auto" else int(cfg.tiles))
 
 
 def without_engine(decisions: list[LayerDecision]) -> list[LayerDecision]:
@@ -193,7 +203,12 @@ def describe(decisions: list[LayerDecision]) -> str:
         texts.append(f"{policy}{where} ({_what(decisions, again)})")
     moved = [i for i, decision in enumerate(decisions) if decision.offload]
     if moved:
-        texts.append(f"what layers {spans(moved)} keep is in host memory")
+        part = " in part" * any(decisions[i].table is not None for i in moved)
+        texts.append(f"what layers {spans(moved)} keep is{part} in host memory")
+    counts = {d.tiling.count for d in decisions if d.tiling is not None}
+    for count in sorted(counts - {0, 1}):
+        sliced = [i for i, d in enumerate(decisions) if d.tiling is not None and d.tiling.count == count]
+        texts.append(f"MLPs of layers {spans(sliced)} in {count} slices of the tokens")
     return "; ".join(texts)
 
 

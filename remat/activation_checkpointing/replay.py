@@ -536,6 +536,8 @@ class Sample:
                 if errors and not rounded:
                     noise = _errors(self._truth(own, once=once), truth)
                     errors = _beyond_noise(errors, noise, MOST_NOISE_EPS * self._eps())
+                if self.decision.tiling is not None:
+                    errors |= self._against_whole(scope, truth)
         except CannotRunAgain as error:
             text = f"{name} cannot run again: {type(error.__cause__).__name__}: {error.__cause__}"
             (result.differences if again else result.notes).append(text + (self._remedy() if again else ""))
@@ -565,6 +567,20 @@ class Sample:
                 "equal": not wrong and not seen,
             }
         )
+
+    def _against_whole(self, scope: Scope, sliced: Quantities) -> dict[str, float]:
+        """Return by how much outputs of the region differ from those that its MLPs give whole, beyond rounding."""
+        scope.whole = True
+        try:
+            outputs, _ = self._run(self._attributes)
+        finally:
+            scope.whole = False
+        errors = _errors(sliced, {path: tensor.detach() for path, tensor in outputs.items()})
+        return {
+            f"{path}, of an MLP in slices,": size
+            for path, size in errors.items()
+            if size > MOST_NOISE_EPS * self._eps()
+        }
 
     def _seen(self, name: str, handed: list[str], again: bool) -> list[str]:
         """Tell what was seen in the run itself, whatever the values are."""
@@ -752,7 +768,7 @@ def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[s
         for name, p in layer.named_parameters()
     ]
     arguments = [(name, type(value), carry_gradient(value)) for name, value in given.items()]
-    how = (decision.policy, decision.mechanism, decision.reentrant, decision.offload)
+    how = (decision.policy, decision.mechanism, decision.reentrant, decision.offload, decision.tiling)
     return repr((how, modules, weights, arguments))
 
 

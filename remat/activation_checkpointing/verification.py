@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat.activation_checkpointing.apply import Applied
-from remat.activation_checkpointing.mechanisms import offload
+from remat.activation_checkpointing.mechanisms import offload, tiles
 from remat.activation_checkpointing.mechanisms.mechanism import (
     KEEP,
     SLACK_BYTES,
@@ -42,6 +42,10 @@ def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
             "partitioned_bytes": counts.partitioned_bytes,
             "contiguous_bytes": counts.contiguous_bytes,
             "discarded_bytes": counts.discarded_bytes,
+            "mlp_peak_bytes": watch.mlp_peak_bytes.get(index, 0),
+            "slices": counts.slices,
+            "slices_run_again": counts.slices_again,
+            "slices_run_a_third_time": counts.slices_thrice,
             "kept_results": counts.kept_outputs,
             "reused_results": counts.reused_outputs,
             "pinned_gathered_weight_bytes": watch.pinned_weight_bytes.get(index, 0),
@@ -61,6 +65,11 @@ def line(applied: Applied, watch: OpTracer) -> str:
     touched = sum(c.recomputations > 0 for c in counts)
     parts = [f"{touched} of {len(counts)} layers recomputed ({regions / forwards:g} regions per forward)"]
     parts.append(f"{kept / 2**20:.1f} MiB kept on the device")
+    if sliced := [index for index, c in enumerate(counts) if c.slices]:
+        most = max(watch.mlp_peak_bytes.get(index, 0) for index in sliced)
+        parts.append(
+            f"MLPs of layers {spans(sliced)} in slices of at most {most / 2**20:.4g} MiB, each run twice"
+        )
     for text, total in (
         ("moved to the host", sum(c.moved_bytes for c in counts) / forwards),
         ("discarded", sum(c.discarded_bytes for c in counts) / forwards),
@@ -101,7 +110,7 @@ def unmet_expectations(
     for mechanism in dict.fromkeys(decision.mechanism for decision in applied.decisions):
         own = {index: layer for index, layer in observed.items() if layer.decision.mechanism == mechanism}
         found += mechanism.unmet(cfg, own)
-    return found + offload.unmet(cfg, observed, full=full) + _check_kept_bytes(observed)
+    return found + offload.unmet(cfg, observed, full=full) + tiles.unmet(observed) + _check_kept_bytes(observed)
 
 
 def _observe(applied: Applied, watch: OpTracer, *, without: list[int]) -> Observed:

@@ -459,6 +459,9 @@ class CheckpointingConfig:
     # [GiB of each GPU] what the whole run may take under policy budget; auto: what the GPU has, less 2 %
     budget_gib: str = "auto"
     table: str | None = None  # a checkpointing_table.json that policy budget carries out; null: it is chosen
+    # [slices] of the tokens in which recomputed layers compute their MLP and the norms around it; 1: whole; auto: as
+    # many as still lower the planned peak
+    tiles: str = "1"
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 

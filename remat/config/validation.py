@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from remat.config import data_fields, paths
 from remat.config.options import (
     NOT_FOLDERS,
+    Attention,
     CheckpointingConfig,
     Compilation,
     ConfigError,
@@ -55,6 +56,7 @@ def problems(cfg: RunConfig) -> list[str]:
     return [
         *_train(cfg.train),
         *_model(cfg.model),
+        *_attention(cfg),
         *data_problems(cfg.data),
         *_optim(cfg.optim, cfg.train),
         *_states(cfg.optim, cfg.train),
@@ -62,6 +64,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_tensor_parallel(cfg),
         *_sequence_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
+        *_tiled_run(cfg),
         *_compile(cfg),
         *_save(cfg.save, cfg.peft),
         *_held_out(cfg),
@@ -246,6 +249,15 @@ def data_problems(data: DataConfig) -> list[str]:
     for name, each in data.sources().items():
         found += [of_source(name, problem) for problem in _source_problems(each)]
     return found
+
+
+def _attention(cfg: RunConfig) -> list[str]:
+    if cfg.model.attention is not Attention.flash_attention_2 or cfg.train.precision is not Precision.fp32:
+        return []
+    return [
+        f"model.attention={cfg.model.attention} with train.precision=fp32: its kernels take 16 bits alone; set "
+        "train.precision=bf16, or model.attention=sdpa"
+    ]
 
 
 def _mix(data: DataConfig) -> list[str]:
@@ -554,10 +566,74 @@ def _budget(cfg: CheckpointingConfig) -> list[str]:
     return []
 
 
+# Layers that run once, or are recomputed each by itself, to the last tensor that backward needs.
+SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block, Policy.selective_ops)
+KEPT_BESIDE_SLICES = (
+    {"attention", "communication"},
+    {"q", "k", "v", "o"},
+)  # operations and Linears outside of an MLP
+
+
+def _tiles(cfg: CheckpointingConfig) -> list[str]:
+    option = f"checkpointing.tiles={cfg.tiles}"
+    if cfg.tiles == "1":
+        return []
+    if cfg.tiles != "auto" and not (cfg.tiles.isdecimal() and int(cfg.tiles) > 0):
+        return [f"{option}: give the number of slices, for example 8, or auto"]
+    asked = {cfg.policy, *cfg.layers.values()}
+    found = [
+        f"{option} with checkpointing={policy}: slices are made inside of layers that are recomputed each by itself; "
+        "use checkpointing=full, interval, block or selective_ops"
+        for policy in sorted(asked.difference(SLICED_WITH))
+    ]
+    kept, named = cfg.selective_ops.save, cfg.selective_ops.save_linears
+    inside = [*set(kept) - KEPT_BESIDE_SLICES[0], *set(named) - KEPT_BESIDE_SLICES[1]]
+    if Policy.selective_ops in asked and inside:
+        found.append(
+            f"{option} with checkpointing=selective_ops that keeps {', '.join(sorted(inside))}: what an MLP makes is "
+            "not kept where it runs in slices; keep attention, communication and the Linears q, k, v and o alone, or "
+            "use checkpointing.tiles=1"
+        )
+    if asked == {Policy.none}:
+        found.append(
+            f"{option} with checkpointing=none: nothing is recomputed, and slices would be; use checkpointing=full"
+        )
+    if cfg.reentrant:
+        found.append(
+            f"{option} with checkpointing.reentrant=true: the reentrant variant runs a layer to its end when it is "
+            "recomputed, so its MLP would run a third time; leave checkpointing.reentrant out"
+        )
+    if not cfg.early_stop:
+        found.append(
+            f"{option} with checkpointing.early_stop=false: a layer would run to its end when it is recomputed, so its "
+            "MLP would run a third time; leave checkpointing.early_stop out"
+        )
+    return found
+
+
+def _tiled_run(cfg: RunConfig) -> list[str]:
+    """Tell what of the rest of a run MLPs in slices cannot be combined with."""
+    option, found = f"checkpointing.tiles={cfg.checkpointing.tiles}", list[str]()
+    if cfg.checkpointing.tiles == "1":
+        return []
+    if cfg.compile is Compilation.layers:
+        found.append(
+            f"{option} with compile=layers: slices are made inside of a layer, and a compiled layer is one piece; use "
+            "compile=none, or checkpointing.tiles=1"
+        )
+    if cfg.train.tensor_parallel_size > 1:
+        found.append(
+            f"{option} with train.tensor_parallel_size={cfg.train.tensor_parallel_size}: ranks that share an MLP would "
+            "add up their parts of every slice; use train.tensor_parallel_size=1, or checkpointing.tiles=1"
+        )
+    return found
+
+
 def _checkpointing(cfg: CheckpointingConfig) -> list[str]:
     return [
         *_idle_options(cfg),
         *_budget(cfg),
+        *_tiles(cfg),
         *_at_least(
             1,
             checkpointing__interval=cfg.interval,

@@ -279,6 +279,10 @@ def decide_balance(cfg: RunConfig, model: Any) -> float:
         wrong.append(f"{asked} with compile=layers: a compiled layer cannot count its tokens")
     if Policy.budget in {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}:
         wrong.append(f"{asked} with checkpointing=budget: a table does not hold what a router keeps for it")
+    if cfg.checkpointing.tiles != "1":
+        wrong.append(
+            f"{asked} with checkpointing.tiles={cfg.checkpointing.tiles}: it counts tokens of whole MLPs"
+        )
     if wrong:
         raise ConfigError(
             "\n".join(f"{problem}; change that, or set train.router_aux_loss_coef=0" for problem in wrong)

@@ -262,14 +262,12 @@ def _flash_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
 def _flash_package(query: Tensor, key: Tensor, value: Tensor, named: Mapping[str, Any]) -> Tensor:
     """Stand in for transformers' call of the flash-attn package; tensors are [batch, seq, heads, width]."""
     dtype = named.get("target_dtype") or query.dtype
-    if dtype not in FLASH_DTYPES:
-        raise ConfigError(
-            f"model.attention=flash_attention_2: its kernels take no {str(dtype).removeprefix('torch.')}; set "
-            "train.precision=bf16 (or fp16), or model.attention=sdpa"
-        )
-    heads = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    if dtype not in FLASH_DTYPES:  # a trial in fp32, not a run
+        plain = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return plain.transpose(1, 2)
     found: Tensor = aten._scaled_dot_product_flash_attention(
-        *heads, named["dropout"], named["is_causal"], False, scale=named["softmax_scale"]
+        queries, keys, values, named["dropout"], named["is_causal"], False, scale=named["softmax_scale"]
     )[0]
     return found.transpose(1, 2)
 

@@ -4,6 +4,10 @@ Each distinct layer has a frontier of time over bytes. From the fewest bytes eve
 at a time, the most seconds per byte first, the last layers before the others, as their backward comes first. That is
 exact but for the last corner that does not fit. How far they climb is judged by plans of the whole run: gathers, loss,
 workspaces, what is made again and the optimizer are in their peaks.
+
+With `checkpointing.offload.enabled` a value may also go to the host. Each layer gets as much of the link as its forward
+is of the micro-batch's, of what ZeRO leaves of it (`step_time.LinkRoom`), and as much of the free host memory as it is
+of the layers. Tables that move are taken only where they make a faster plan than those that do not.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import itertools
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,12 +28,18 @@ from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecis
 from remat.activation_checkpointing.mechanisms.recompute import MECHANISM as RECOMPUTE
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, frontier
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
-from remat.activation_checkpointing.mechanisms.tables.table import Table, choose_kept, compile_table
-from remat.config.options import CheckpointingConfig, ConfigError
+from remat.activation_checkpointing.mechanisms.tables.placement import Link, frontier_with_link
+from remat.activation_checkpointing.mechanisms.tables.table import (
+    Table,
+    choose_kept,
+    choose_moved,
+    compile_table,
+)
+from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
 from remat.config.units import GIB
 from remat.machine.gpus import Machine
 from remat.planning.simulation.types import OpCost, Phase
-from remat.planning.step_time import price
+from remat.planning.step_time import LinkRoom, price
 
 CHOICE = "checkpointing=budget"  # as it is typed
 FILE = "checkpointing_table.json"
@@ -37,17 +47,24 @@ MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
 CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon
 MOST_TRIALS = 12
 NANO = 1e9
+MORE_OFFLOAD = "; checkpointing.offload.enabled=true lets tables move to the host too"
+POOLED = 0.8  # of host memory that is free: buffers fill at least so much of the blocks that they are cut from
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan of the whole run. `seconds` of a step, 0 if unknown; `graphs` of the layers under a table; the plan."""
+    """A plan of the whole run. `seconds` of a step, 0 if unknown; `graphs` of the layers under a table; the plan.
+
+    `link` and `host_room_bytes`: what activations may take of the link and of each rank's host memory; None: unknown.
+    """
 
     needed_bytes: int
     seconds: float
     recomputed_flops: int
     graphs: Mapping[int, Graph]
     made: Any
+    link: LinkRoom | None = None
+    host_room_bytes: int | None = None
 
     @property
     def speed(self) -> tuple[float, int]:
@@ -86,28 +103,36 @@ def choose(
     """
     if cfg.table is not None:
         least = plan(decisions)
-        given = _read(Path(cfg.table).expanduser(), decisions, least.graphs)
+        given = _read(Path(cfg.table).expanduser(), decisions, least.graphs, cfg.offload.dtype)
         return plan(given), given, ""
     limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
     least = plan(decisions)
-    best: tuple[Trial, list[LayerDecision]] | None = None
-    if least.needed_bytes <= limit:
-        corners = _frontiers(least.graphs, machine, {} if known is None else known, on_gpu=on_gpu)
-        best = _keep_last(_climb(decisions, least, plan, corners, limit), plan)
-        # What `full` runs again is what the least does, or more.
-        if 2 * best[0].recomputed_flops < least.recomputed_flops:
-            return *best, ""
+    prices = Prices(machine, {} if known is None else known, on_gpu=on_gpu)
+    started = [(least, decisions, prices.frontiers(least.graphs))]
+    if cfg.offload.enabled and least.graphs:
+        corners = prices.frontiers(least.graphs, _links(cfg, len(decisions), least, prices))
+        first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
+        started.append((plan(first), first, corners))
+    climbed = [
+        _keep_last(_climb(start, first, plan, corners, limit, cfg.offload.dtype), plan)
+        for first, start, corners in started
+        if first.needed_bytes <= limit
+    ]
+    best = min(climbed, key=lambda found: found[0].speed, default=None)
+    # What `full` runs again is what the least does, or more.
+    if best and 2 * best[0].recomputed_flops < least.recomputed_flops:
+        return *best, ""
     whole = [replace(d, mechanism=RECOMPUTE) if d.mechanism == budget.MECHANISM else d for d in decisions]
     recomputed = plan(whole)
     fits = recomputed.needed_bytes <= limit
     if fits and (best is None or recomputed.speed <= best[0].speed):
         return recomputed, whole, "no table is faster than checkpointing=full here, which is taken"
     if best is None:
-        smallest = min(least.needed_bytes, recomputed.needed_bytes)
+        smallest = min(recomputed.needed_bytes, *(first.needed_bytes for first, *_ in started))
         raise NoRoom(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
-            "(train.micro_batch_size, train.seq_len, the ZeRO stage, offload)"
+            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)})"
         )
     return *best, ""
 
@@ -130,12 +155,13 @@ def _climb(
     plan: Plan,
     frontiers: Mapping[int, list[Point]],
     limit: int,
+    dtype: StorageDtype,
 ) -> tuple[Trial, list[LayerDecision]]:
     """Return the plan that keeps the most of those within `limit`, found by as few plans as may be."""
     steps, added = _order(frontiers)
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
-        tried = _after(steps[:count], decisions, least.graphs, frontiers)
+        tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
         return plan(tried), tried
 
     best, low, high, beyond = (least, decisions), 0, len(steps) + 1, 0
@@ -159,15 +185,22 @@ def _climb(
 
 
 def curve(
-    decisions: list[LayerDecision], plan: Plan, machine: Machine, parts: int, *, known: Corners
+    cfg: CheckpointingConfig,
+    decisions: list[LayerDecision],
+    plan: Plan,
+    machine: Machine,
+    parts: int,
+    *,
+    known: Corners,
 ) -> Iterator[tuple[Trial, list[LayerDecision]]]:
     """Yield plans from the fewest bytes to keeping all, `parts` steps of about as many bytes; on a GPU."""
-    least = plan(decisions)
-    yield least, decisions
-    frontiers = _frontiers(least.graphs, machine, known, on_gpu=True)
+    least, prices = plan(decisions), Prices(machine, known, on_gpu=True)
+    links = _links(cfg, len(decisions), least, prices) if cfg.offload.enabled else {}
+    frontiers = prices.frontiers(least.graphs, links)
     steps, added = _order(frontiers)
-    for count in dict.fromkeys(bisect_left(added, part / parts * added[-1]) for part in range(1, parts + 1)):
-        tried = _after(steps[:count], decisions, least.graphs, frontiers)
+    counts = dict.fromkeys(bisect_left(added, part / parts * added[-1]) for part in range(parts + 1))
+    for count in counts:
+        tried = _after(steps[:count], decisions, least.graphs, frontiers, cfg.offload.dtype)
         yield plan(tried), tried
 
 
@@ -176,11 +209,12 @@ def _after(
     decisions: Sequence[LayerDecision],
     graphs: Mapping[int, Graph],
     frontiers: Mapping[int, list[Point]],
+    dtype: StorageDtype,
 ) -> list[LayerDecision]:
-    """Return the decisions after `steps` from the fewest bytes."""
+    """Return the decisions after `steps` from the fewest bytes. `dtype`: how values are stored on the host."""
     corners = dict.fromkeys(frontiers, 0) | dict(steps)
     return [
-        _decide(decision, graphs[i], frontiers[i][corners[i]]) if i in corners else decision
+        _decide(decision, graphs[i], frontiers[i][corners[i]], dtype) if i in corners else decision
         for i, decision in enumerate(decisions)
     ]
 
@@ -197,25 +231,66 @@ def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Tr
     )
     if last is None:
         return found
-    tried = [replace(d, mechanism=KEEP, table=None) if i == last else d for i, d in enumerate(decisions)]
+    kept_whole = replace(decisions[last], mechanism=KEEP, table=None, offload=False)
+    tried = [kept_whole if i == last else d for i, d in enumerate(decisions)]
     kept = plan(tried)
     return (kept, tried) if kept.needed_bytes <= trial.needed_bytes and kept.speed < trial.speed else found
 
 
-def _frontiers(
-    graphs: Mapping[int, Graph], machine: Machine, known: Corners, *, on_gpu: bool
-) -> dict[int, list[Point]]:
-    """Return the corners of each layer, worked out once for layers that do the same."""
-    found = {}
-    for index, graph in graphs.items():
-        operations = [
+class Prices:
+    """What operations cost on one machine, and the corners of the layers that were worked out: once for equal ones."""
+
+    def __init__(self, machine: Machine, known: Corners, *, on_gpu: bool) -> None:
+        self._machine, self._known, self._on_gpu = machine, known, on_gpu
+
+    def costs(self, graph: Graph) -> list[int]:
+        """Return the nanoseconds of each operation."""
+        operations = (
             OpCost(_kind(op.label, op.flops), op.flops, op.moved_bytes, Phase.recompute) for op in graph.ops
-        ]
-        costs = [round(price(operation, machine, on_gpu=on_gpu) * NANO) for operation in operations]
-        key = tuple((value.name, value.nbytes, value.can_be_kept) for value in graph.values), tuple(costs)
-        if key not in known:
-            known[key] = frontier(graph, costs)
-        found[index] = known[key]
+        )
+        return [round(price(operation, self._machine, on_gpu=self._on_gpu) * NANO) for operation in operations]
+
+    def frontiers(
+        self, graphs: Mapping[int, Graph], links: Mapping[int, Link] | None = None
+    ) -> dict[int, list[Point]]:
+        """Return the corners of each layer; `links`: of those that may move what they keep."""
+        found = {}
+        for index, graph in graphs.items():
+            costs, link = self.costs(graph), (links or {}).get(index)
+            values = tuple((value.name, value.nbytes, value.can_be_kept) for value in graph.values)
+            key = values, tuple(costs), repr(link)
+            if key not in self._known:
+                self._known[key] = frontier_with_link(graph, costs, link) if link else frontier(graph, costs)
+            found[index] = self._known[key]
+        return found
+
+
+def _links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: Prices) -> dict[int, Link]:
+    """Return what each layer may move. Raises ConfigError where the link's rates are not known."""
+    if least.link is None:
+        raise ConfigError(
+            f"checkpointing.offload.enabled=true with {CHOICE}: hardware.pcie_d2h_gbs and hardware.pcie_h2d_gbs are "
+            "not known, so nothing can be planned over the link; name a machine (hardware=8xh100-80), measure this "
+            "one with remat calibrate, give a table that moves values (checkpointing.table=FILE), or leave offload out"
+        )
+    moving = [index for index in least.graphs if index < num_layers - cfg.offload.keep_last_layers]
+    room = least.link
+    found = {}
+    for index in moving:
+        graph = least.graphs[index]
+        sizes = {
+            value.id: budget.host_bytes(value, cfg.offload.dtype)
+            for value in graph.values
+            if value.can_be_moved
+            and value.dtype.is_floating_point
+            and value.nbytes >= max(1, cfg.offload.min_bytes)
+        }
+        share = sum(prices.costs(graph)) / NANO / room.forward_s if room.forward_s else 0.0
+        most = sum(sizes.values())
+        if least.host_room_bytes is not None:
+            most = min(most, int(POOLED * least.host_room_bytes / len(moving)))
+        free = min(most, int(min(1.0, share) * room.free_bytes))
+        found[index] = Link(sizes, free, most, room.s_per_byte * NANO)
     return found
 
 
@@ -245,7 +320,7 @@ class Tables:
     """What tables of some layers save on a GPU by what they keep. `added`: bytes before and after each climb."""
 
     def __init__(self, graphs: Mapping[int, Graph], machine: Machine, known: Corners) -> None:
-        frontiers = _frontiers(graphs, machine, known, on_gpu=True)
+        frontiers = Prices(machine, known, on_gpu=True).frontiers(graphs)
         steps, self.added = _order(frontiers)
         saved = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
         self._saved = list(itertools.accumulate(saved, initial=0))
@@ -259,13 +334,17 @@ class Tables:
         return saved / max(1, self._saved[-1])
 
 
-def _decide(decision: LayerDecision, graph: Graph, point: Point) -> LayerDecision:
-    """Give the layer its table; one that keeps all is left alone, without hooks."""
-    program = compile_table(graph, point.keep)
-    if not program.steps:
-        return replace(decision, mechanism=KEEP)
-    names = frozenset(graph.values[value].name for value in point.keep)
-    return replace(decision, table=Table(names, program.kept_bytes))
+def _decide(decision: LayerDecision, graph: Graph, point: Point, dtype: StorageDtype) -> LayerDecision:
+    """Give the layer its table; one that keeps all on the device is left alone, without hooks."""
+    program = compile_table(graph, point.keep, point.move)
+    if not (program.steps or point.move):
+        return replace(decision, mechanism=KEEP, table=None, offload=False)
+    keep, move = (
+        frozenset(graph.values[value].name for value in values)
+        for values in (point.keep - point.move, point.move)
+    )
+    moved_bytes = sum(budget.host_bytes(graph.values[value], dtype) for value in point.move)
+    return replace(decision, table=Table(keep, program.kept_bytes, move, moved_bytes), offload=bool(move))
 
 
 def pack(decisions: Sequence[LayerDecision]) -> list[tuple[str, Table | None]]:
@@ -277,7 +356,7 @@ def unpack(decisions: Sequence[LayerDecision], chosen: list[tuple[str, Table | N
     """Return the `decisions` of a policy with what was chosen in their place."""
     by_name = {mechanism.name: mechanism for mechanism in (KEEP, RECOMPUTE, budget.MECHANISM)}
     return [
-        replace(decision, mechanism=by_name[name], table=table)
+        replace(decision, mechanism=by_name[name], table=table, offload=bool(table and table.offload))
         if decision.mechanism == budget.MECHANISM
         else decision
         for decision, (name, table) in zip(decisions, chosen, strict=True)
@@ -296,17 +375,26 @@ def as_record(trial: Trial, decisions: Sequence[LayerDecision], cfg: Checkpointi
             continue
         graph = trial.graphs[members[0]]
         kept = choose_kept(graph, table)
+        moved = choose_moved(graph, table, kept)
         again = compile_table(graph, kept).steps
         layers[spans(members)] = {
             "policy": "budget",
             "kept_bytes": table.saved_bytes,
-            "keep": {graph.values[value].name: graph.values[value].nbytes for value in sorted(kept)},
-            "made_again": {graph.values[value].name: graph.values[value].nbytes for value in sorted(again)},
+            "keep": _sizes(graph, kept - moved),
+            "host_bytes": table.moved_bytes,
+            "offload": _sizes(graph, moved),
+            "made_again": _sizes(graph, again),
         }
     return {"budget_gib": cfg.budget_gib, "planned_gib": round(trial.needed_bytes / GIB, 3), "layers": layers}
 
 
-def _read(path: Path, decisions: Sequence[LayerDecision], graphs: Mapping[int, Graph]) -> list[LayerDecision]:
+def _sizes(graph: Graph, values: Iterable[int]) -> dict[str, int]:
+    return {graph.values[value].name: graph.values[value].nbytes for value in sorted(values)}
+
+
+def _read(
+    path: Path, decisions: Sequence[LayerDecision], graphs: Mapping[int, Graph], dtype: StorageDtype
+) -> list[LayerDecision]:
     """Return the decisions of a table that was written, and perhaps edited by hand. Raises ConfigError."""
     option = f"checkpointing.table={path}"
     try:
@@ -325,31 +413,45 @@ def _read(path: Path, decisions: Sequence[LayerDecision], graphs: Mapping[int, G
             f"{option}: it is for layers {spans(sorted(entries))}, and the model has {len(decisions)}; give each once"
         )
     return [
-        _given(option, index, decision, entries[index], graphs[index]) if index in graphs else decision
+        _given(f"{option}: layer {index}", decision, entries[index], graphs[index], dtype)
+        if index in graphs
+        else decision
         for index, decision in enumerate(decisions)
     ]
 
 
-def _given(option: str, index: int, decision: LayerDecision, entry: Any, graph: Graph) -> LayerDecision:
+def _given(layer: str, decision: LayerDecision, entry: Any, graph: Graph, dtype: StorageDtype) -> LayerDecision:
+    """Return the decision for one layer. `layer`: the option and the layer in words. Raises ConfigError."""
     kind = entry.get("policy", "budget") if isinstance(entry, dict) else None
     if kind == "none":
         return replace(decision, mechanism=KEEP)
-    if kind not in ("budget", "recompute") or (
-        kind == "budget" and not isinstance(entry.get("keep"), (dict, list))
-    ):
-        raise ConfigError(f"{option}: layer {index} has no list `keep`, and is not of policy none or recompute")
     if kind == "recompute":
         return replace(decision, mechanism=RECOMPUTE)
-    named = graph.named()
-    for name in entry["keep"]:
-        if name not in named or not graph.values[named[name]].can_be_kept:
-            close = difflib.get_close_matches(
-                name, [n for n, v in named.items() if graph.values[v].can_be_kept]
-            )
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise ConfigError(f"{option}: layer {index} has no {name!r} that can be kept{hint}")
-    kept = choose_kept(graph, Table(frozenset(entry["keep"])))
-    return _decide(decision, graph, Point(kept, 0, 0))
+    keep, move = (entry.get("keep"), entry.get("offload", [])) if kind == "budget" else (None, None)
+    if not isinstance(keep, (dict, list)) or not isinstance(move, (dict, list)):
+        raise ConfigError(
+            f"{layer} has no list `keep`, or an `offload` that is none, and is not of policy none or recompute"
+        )
+    table = Table(frozenset(keep), offload=frozenset(move))
+    if both := sorted(table.keep & table.offload):
+        raise ConfigError(f"{layer} has {both[0]!r} in keep and in offload; leave it out of one")
+    _check_names(layer, table.keep, graph, "kept")
+    _check_names(layer, table.offload, graph, "moved to the host")
+    kept = choose_kept(graph, table)
+    return _decide(decision, graph, Point(kept, 0, 0, choose_moved(graph, table, kept)), dtype)
+
+
+def _check_names(layer: str, names: Iterable[str], graph: Graph, done: str) -> None:
+    """Raise ConfigError for a name of no value of the layer that can be `done`."""
+    can_be = {
+        value.name
+        for value in graph.values
+        if value.name and (value.can_be_kept if done == "kept" else value.can_be_moved)
+    }
+    for name in sorted(set(names) - can_be):
+        close = difflib.get_close_matches(name, sorted(can_be))
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(f"{layer} has no {name!r} that can be {done}{hint}")
 
 
 def _indices(key: str) -> list[int]:

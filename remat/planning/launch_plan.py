@@ -24,7 +24,7 @@ from remat.machine.distributed import World
 from remat.machine.doctor import Finding, cores_of, examine
 from remat.machine.node import Machine
 from remat.model import hf_model
-from remat.planning import budget, preflight, strategy
+from remat.planning import budget, preflight, strategy, tiling
 from remat.planning.loading import Loading, plan_loading
 from remat.planning.model_states import Item
 from remat.planning.plan import (
@@ -134,7 +134,7 @@ def plan_launch(
             on_gpu=world.device.type == "cuda",
         )
         chosen = planned.strategy if planned else strategy
-        tables = budget.pack(chosen.decisions)
+        tables = budget.pack(chosen.decisions), tiling.chosen_count(chosen.decisions)
         answer = (
             _fields_to_send(planned),
             reason,
@@ -144,10 +144,12 @@ def plan_launch(
             loading,
         )
     sent, reason, refusal, tables, because, loading = distributed.broadcast(answer)
-    decisions = budget.unpack(strategy.decisions, tables)
+    decisions = tiling.with_count(budget.unpack(strategy.decisions, tables[0]), tables[1])
     strategy = replace(strategy, decisions=decisions, decided_because=because)
     if budget.is_open(decisions):
         raise ConfigError(reason or "checkpointing=budget: there is no plan to choose tables by")
+    if tiling.is_open(decisions):
+        raise ConfigError(f"{tiling.AUTO}: there is no plan to choose by ({reason}); give the number of slices")
     planned = None if sent is None else Planned(strategy=strategy, **sent)
     if reason:
         warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")

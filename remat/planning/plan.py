@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, compiled
+from remat.activation_checkpointing.mechanisms import budget as mechanism
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.activation_checkpointing.mechanisms.offload import pool_bytes
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import ds_config, validation
 from remat.config.options import (
@@ -31,12 +33,12 @@ from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import layers, loss, meta_kernels, optimizer_state
 from remat.parallel import sequence_parallel
-from remat.planning import budget, model_states, preflight, step_time, strategy
+from remat.planning import budget, model_states, preflight, step_time, strategy, tiling
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
-from remat.planning.simulation.repeat import REACHES, NotRepeated, Owners
+from remat.planning.simulation.repeat import REACHES, REACHES_OF_MOVES, NotRepeated, Owners
 from remat.planning.simulation.reserved import Around, Replayed
 from remat.planning.simulation.types import PEAKS, Category, Moment, Phase, Simulation, ZeroSettings
 
@@ -361,17 +363,32 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    for reach in REACHES:
+    for reach in REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES:
         short = strategy.shorten(cfg, decisions, reach)
         if short is None:
             break
         try:
-            return _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
+            recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
+            return _with_host_bytes(recorded, decisions, cfg)
         except NotRepeated:
             continue
         except ConfigError:  # what is wrong is told of the whole model
             break
     return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
+
+
+def _with_host_bytes(
+    recording: simulate.Recording, decisions: Sequence[LayerDecision], cfg: RunConfig
+) -> simulate.Recording:
+    """Return the recording of a model that was recorded shortened, with the host memory that its tables take."""
+    sizes = [
+        size
+        for layer, graph in sorted(recording.graphs.items())
+        if (table := decisions[layer].table)
+        for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
+    ]
+    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes))
+    return replace(recording, timeline=timeline) if sizes else recording
 
 
 def _record_layers(
@@ -398,6 +415,8 @@ def _record_layers(
             net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META, compiled=made
         )
         undo.callback(applied.remove)
+        if applied.offload:
+            applied.offload.transfers.simulates_gpu = on_gpu
         recording = simulate.record(
             net,
             loss=loss.TokenLoss(
@@ -459,6 +478,10 @@ def make_plan(
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+    if tiling.is_open(decided.decisions):
+        trial, because = tiling.choose(decided.decisions, plan)
+        sliced: Planned = replace(trial.made, strategy=replace(trial.made.strategy, decided_because=because))
+        return _both_segments(sliced, known, on_gpu=on_gpu)
     if not budget.is_open(decided.decisions):
         made: Planned = plan(decided.decisions).made
         return _both_segments(made, known, on_gpu=on_gpu)
@@ -494,7 +517,9 @@ def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[P
     decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
     plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
     machine = gpus.machine(cfg.hardware)
-    for trial, decisions in budget.curve(decided.decisions, plan, machine, parts, known=recordings.corners):
+    for trial, decisions in budget.curve(
+        cfg.checkpointing, decided.decisions, plan, machine, parts, known=recordings.corners
+    ):
         yield _with_table(trial, decisions, cfg, "")
 
 
@@ -518,7 +543,9 @@ def _planner(
             made = with_replay(made, recording)
         needed = needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes
         again = simulation.flops[Phase.recompute]
-        return Trial(needed, made.time.total_s, again, recording.graphs, made)
+        host = next(r for r in made.plan.resources if r.name == HOST_MEMORY)
+        room = None if host.spare_bytes is None else max(0, host.spare_bytes) // made.plan.ranks_per_node
+        return Trial(needed, made.time.total_s, again, recording.graphs, made, made.time.link, room)
 
     return plan
 
@@ -615,7 +642,7 @@ def _time(
         num_params=decided.held.num_params,
         num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
-        moved_bytes=simulation.host_bytes,
+        moved_bytes=_moved_bytes(decided, simulation),
         tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
@@ -623,6 +650,13 @@ def _time(
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
         sequence_ranks=cfg.train.sequence_parallel_size,
     )
+
+
+def _moved_bytes(decided: strategy.Strategy, simulation: Simulation) -> int:
+    """Return what activations take to the host in a micro-batch: as tables say, else all that lies there."""
+    if any(decision.offload and decision.table is None for decision in decided.decisions):
+        return simulation.host_bytes
+    return sum(decision.table.moved_bytes for decision in decided.decisions if decision.table)
 
 
 def capacity_of(machine: HardwareConfig) -> Capacity:

@@ -54,6 +54,20 @@ AFTER = (
 
 
 @dataclass(frozen=True)
+class LinkRoom:
+    """What activations may take of the link to the host, beside all that ZeRO moves.
+
+    `free_bytes` of a micro-batch leave and return while it computes, without any recomputation. `s_per_byte` is what
+    each byte beyond costs. `forward_s` is the micro-batch's forward. A rate of compute that is not known makes
+    `free_bytes` less than it is.
+    """
+
+    free_bytes: int
+    s_per_byte: float
+    forward_s: float
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step on each rank, by cause. They add up to `total_s`.
 
@@ -61,6 +75,7 @@ class StepTime:
     the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer.
     `traffic_bytes` is what the collectives of the step send through each GPU's link and each node's network.
     `between` is the least and the most seconds of the step where rates are not known but RANGES has all of them.
+    `link` is what activations may move; None where the link's rates are not known.
     """
 
     compute_s: float
@@ -76,6 +91,7 @@ class StepTime:
     unknown: list[str]
     assumptions: list[str]
     between: tuple[float, float] | None = None
+    link: LinkRoom | None = None
 
     @property
     def total_s(self) -> float:
@@ -214,6 +230,7 @@ def _step_time(
         traffic_bytes=terms.traffic(collectives, accumulation, simulation.summed_bytes),
         unknown=sorted(terms.unknown),
         assumptions=[*assumptions, AFTER],
+        link=terms.link_room(simulation.gathered_bytes, early, forward, times[Phase.backward]),
     )
 
 
@@ -370,12 +387,29 @@ class _Terms:
         Offloaded weights are copied with every gather, each rank its part, and the share `early` of them in
         forward. Gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
         """
-        weights = self._host_to_gpu(gathered_bytes / self.ranks if self.zero.offload_param else 0)
-        gradients = self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
+        weights, gradients = self._of_zero(gathered_bytes)
         leaving, returning = self._gpu_to_host(moved_bytes), self._host_to_gpu(moved_bytes)
         first = max(weights * early, leaving)
         second = max(weights * (1 - early) + returning, gradients)
         return first + second, max(0.0, first - forward), max(0.0, second - backward)
+
+    def _of_zero(self, gathered_bytes: int) -> tuple[float, float]:
+        """Return the seconds that weights come and gradients leave in a micro-batch."""
+        weights = self._host_to_gpu(gathered_bytes / self.ranks if self.zero.offload_param else 0)
+        return weights, self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
+
+    def link_room(self, gathered_bytes: int, early: float, forward: float, backward: float) -> LinkRoom | None:
+        """Return the most that `copies` finds time for at no cost: as long as forward and backward take anyway.
+
+        They leave in forward, against the direction of the weights, and return in backward, after those.
+        """
+        if self.machine.pcie_d2h_gbs is None or self.machine.pcie_h2d_gbs is None:
+            return None
+        weights, gradients = self._of_zero(gathered_bytes)
+        out_s, back_s = self._gpu_to_host(1.0), self._host_to_gpu(1.0)
+        leaving = max(forward, weights * early)
+        returning = max(backward, gradients, weights * (1 - early)) - weights * (1 - early)
+        return LinkRoom(int(min(leaving / out_s, returning / back_s)), out_s + back_s, forward)
 
     def weights_back(self) -> float:
         """Return the time to copy the new 16-bit weights to the GPU after a CPU step; 0 if they stay on the host."""

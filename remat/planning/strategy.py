@@ -213,8 +213,9 @@ def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> S
     config = hf_model.shape_config(cfg.model)
     text = config.get_text_config()
     depth = getattr(text, "num_hidden_layers", 0)
-    if cfg.model.trust_remote_code or len(decisions) != depth or any(d.offload for d in decisions):
-        return None  # what is moved lies in blocks of many layers
+    in_blocks = any(d.offload and d.table is None for d in decisions)  # of host memory, for many layers
+    if cfg.model.trust_remote_code or len(decisions) != depth or in_blocks:
+        return None
     fields = [value for value in vars(text).values() if isinstance(value, list) and len(value) == depth]
     likes = _shape_of(cfg, config).likes
     if len(likes) != depth:

@@ -12,6 +12,7 @@ from rich.table import Table
 from remat.activation_checkpointing import policy
 from remat.config.options import OptimStates, RunConfig
 from remat.config.units import GIB, format_size
+from remat.planning import tiling
 from remat.planning.loading import Loading
 from remat.planning.plan import (
     GPU_MEMORY,
@@ -60,8 +61,8 @@ def show(
         console.print(f"  {what_decides(plan)}", style=STYLES[plan.verdict])
     _show_memory(planned, console)
     _show_peaks(plan, console)
-    if planned.table is not None:
-        decided = planned.strategy
+    decided = planned.strategy
+    if planned.table is not None or tiling.chosen_count(decided.decisions) > 1:
         chosen = "; ".join(filter(None, [policy.describe(decided.decisions), decided.decided_because]))
         console.print(f"activations: {chosen}", highlight=False)
     console.print(f"saved states on disk: {plan.saved_state_bytes / GIB:.1f} GiB")

@@ -272,9 +272,11 @@ def _row(batch: Mapping[str, Tensor], longest: int) -> dict[str, Tensor]:
 def _losses(run: Run, sequence: SequenceParallel, batch: dict[str, Tensor]) -> tuple[float, float]:
     """Return the summed loss of `batch` by the group, and by this rank alone."""
     device = run.world.device
-    part = run.token_loss(run.engine, sequence.inputs(batch, device))
     on_device = {name: value.to(device) for name, value in batch.items()}
-    whole = sequence.run_whole(run.engine, run.token_loss, on_device)
+    with _unlearnt(run):
+        part = run.token_loss(run.engine, sequence.inputs(batch, device))
+    with _unlearnt(run):
+        whole = sequence.run_whole(run.engine, run.token_loss, on_device)
     return sequence.sum(part.double()).item(), whole.item()
 
 
@@ -285,10 +287,26 @@ def _gradient_norms(run: Run, sequence: SequenceParallel, batch: dict[str, Tenso
     """
     device, net = run.world.device, run.engine.module
     on_device = {name: value.to(device) for name, value in batch.items()}
-    with run.applied.keeping_everything():
+    with run.applied.keeping_everything(), _unlearnt(run):
         part = _squared_gradient(net, lambda: run.token_loss(net, sequence.inputs(batch, device)))
+    with run.applied.keeping_everything(), _unlearnt(run):
         whole = _squared_gradient(net, lambda: sequence.run_whole(net, run.token_loss, on_device))
     return math.sqrt(sequence.sum(part).item()), math.sqrt(whole.item())
+
+
+@contextmanager
+def _unlearnt(run: Run) -> Iterator[None]:
+    """Keep ZeRO-3 from learning the order of a pass that is no step.
+
+    It caches what it releases after each module of an order it has learnt, and does not forget that with the order
+    (runtime/zero/partitioned_param_coordinator.py:637, DeepSpeed 0.19.8): a forward alone, in which no weight is used
+    twice, would make every later micro-batch gather each weight twice.
+    """
+    yield
+    if run.strategy.zero_stage == 3:
+        coordinator = run.engine.optimizer.parameter_offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
 
 
 def _squared_gradient(net: Any, compute: Callable[[], Tensor]) -> Tensor:

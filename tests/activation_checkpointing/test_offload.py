@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.activation_checkpointing import verification
 from remat.activation_checkpointing.mechanisms import offload
@@ -407,3 +408,23 @@ def test_a_micro_batch_ends_with_nothing_under_way(monkeypatch: pytest.MonkeyPat
     assert handle is not None
     with pytest.raises(RuntimeError, match="micro-batch was over"):
         layer.unpack(handle)
+
+
+def test_a_plan_for_a_gpu_counts_what_is_on_its_way_to_the_host() -> None:
+    """A layer that leaves is there until the layer after the next begins, and the last two until backward."""
+    owner = HostOffload(OffloadConfig(min_bytes=0), torch.device("meta"), 4)
+    owner.transfers.simulates_gpu = True
+    layers = [owner.layer(index, LayerCounters()) for index in range(4)]
+    storages, handles = [], []
+    alive = []
+    for layer in layers:
+        tensor = torch.empty(1 << 20, device="meta")
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        handles.append(layer.move(tensor, 0))
+        del tensor
+        alive.append([not storage.expired() for storage in storages])
+    assert alive == [[True], [True, True], [False, True, True], [False, False, True, True]]
+    owner.forward_is_over()
+    assert all(storage.expired() for storage in storages)
+    assert layers[3].unpack(handles[3]).shape == (1 << 20,)
+    owner.transfers.finish()

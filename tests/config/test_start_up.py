@@ -171,7 +171,7 @@ def test_a_plan_and_a_rank_import_no_library_that_they_do_not_need() -> None:
     lines = ["remat plan recipe=tiny_zero3_offload", "import remat.training.build remat.training.loop", "check"]
     plan, rank, engine = run_each(lines).values()
     assert plan[0] == rank[0] == engine[0] == 0, rank[2] + engine[2]
-    heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes", "networkx"}
+    heavy = {"matplotlib", "datasets", "peft", "wandb", "bitsandbytes", "networkx", "highspy"}
     assert "torch" in plan[3] and not {*plan[3]} & {"deepspeed", *heavy}
     assert not {*rank[3]} & heavy
     muon = "deepspeed.runtime.zero.muon.original_muon"

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import apply, policy, verification
+from remat.activation_checkpointing.mechanisms import tiles
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config import compose
 from remat.config.options import CheckpointingConfig
 
@@ -22,6 +24,7 @@ NEEDS_PROCESS_GROUP = {"deepspeed"}
 OFFLOAD = ["checkpointing.offload.enabled=true"]
 MODES = {name: [f"checkpointing={name}"] for name in compose.group_choices()["checkpointing"]}
 MODES |= {f"{name} + offload": [*MODES[name], *OFFLOAD] for name in ("none", "uniform", "selective_linears")}
+MODES |= {"full, tiles=8": ["checkpointing=full", "checkpointing.tiles=8"]}
 NAMES = sorted(set(MODES) - NEEDS_PROCESS_GROUP)
 
 
@@ -46,6 +49,13 @@ def net() -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
+def decide(net: Any, cfg: CheckpointingConfig) -> list[LayerDecision]:
+    ids = torch.zeros(1, 8, dtype=torch.long, device="cuda")
+    return tiles.find_tilings(
+        net, policy.decide_layers(cfg, LAYERS), lambda: net(input_ids=ids, use_cache=False)
+    )
+
+
 def step(net: Any, applied: apply.Applied) -> torch.Tensor:
     ids = torch.arange(2 * TOKENS, device="cuda").view(2, TOKENS) % 1024
     with applied.micro_batch():
@@ -56,7 +66,7 @@ def step(net: Any, applied: apply.Applied) -> torch.Tensor:
 
 def run(net: Any, cfg: CheckpointingConfig) -> tuple[torch.Tensor, list[torch.Tensor], int, list[str]]:
     """Loss, gradients, peak above the weights, broken promises."""
-    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg, device=torch.device("cuda"))
+    applied = apply.apply(net, decide(net, cfg), cfg, device=torch.device("cuda"))
     net.zero_grad()
     ids = torch.arange(2 * TOKENS, device="cuda").view(2, TOKENS) % 1024
     watch = applied.watch(torch.device("cuda"))
@@ -89,6 +99,7 @@ def test_peaks_fall_in_the_order_of_what_is_kept(net: Any) -> None:
     peak = {name: run(net, configuration(name))[2] for name in NAMES}
     assert peak["offload"] <= peak["full"] < peak["selective_linears"] < peak["none"]
     assert peak["none + offload"] < peak["none"]
+    assert peak["full, tiles=8"] < peak["full"]
     assert peak["selective_linears + offload"] < peak["selective_linears"]
     assert peak["discard_output"] < peak["none"]
 
@@ -96,7 +107,7 @@ def test_peaks_fall_in_the_order_of_what_is_kept(net: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_fifty_steps_hold_allocated_memory_flat(name: str, net: Any) -> None:
     cfg = configuration(name)
-    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg, device=torch.device("cuda"))
+    applied = apply.apply(net, decide(net, cfg), cfg, device=torch.device("cuda"))
     for _ in range(3):
         step(net, applied)
         net.zero_grad()

@@ -16,12 +16,13 @@ from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision
 from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config import compose
-from remat.config.options import CheckpointingConfig, ConfigError, Policy
+from remat.config.options import CheckpointingConfig, ConfigError, Policy, RunConfig
 from remat.config.units import GIB
 from remat.planning import budget
+from remat.planning import plan as plan_module
 from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.simulation import simulate
-from remat.planning.simulation.types import Phase
+from remat.planning.simulation.types import Phase, ZeroSettings
 from tests.support import small_models, tiny
 
 BUDGET = CheckpointingConfig(policy=Policy.budget)
@@ -201,3 +202,126 @@ def test_a_laptop_says_what_a_budget_would_do_on_a_gpu() -> None:
     automatic = of("checkpointing=budget")
     assert automatic.plan.resources[0].needed_bytes <= 80 * GIB * (1 - budget.MARGIN)
     assert automatic.time.total_s == none.time.total_s
+
+
+# Values that go to the host
+
+GPU = [
+    "model=llama8b",
+    "hardware=1xh100-80",
+    "data=synthetic",
+    "train.seq_len=4096",
+    "deepspeed.config=zero2_offload",
+]
+GPU += ["model.architecture.vocab_size=2048", "train.micro_batch_size=2", "train.global_batch_size=2"]
+MAY_MOVE = ["checkpointing=budget", "checkpointing.offload.enabled=true"]
+ON_GPU = Recordings()
+
+
+def of_layers(depth: int, *more: str) -> RunConfig:
+    return compose.compose_run([*GPU, f"model.architecture.num_hidden_layers={depth}", *more]).run
+
+
+def on_gpu(*more: str, depth: int = 4) -> Planned:
+    return make_plan(of_layers(depth, *more), recordings=ON_GPU)
+
+
+def needed(planned: Planned) -> int:
+    return planned.plan.resources[0].needed_bytes
+
+
+def moved(planned: Planned) -> int:
+    return sum(decision.table.moved_bytes for decision in planned.strategy.decisions if decision.table)
+
+
+@pytest.fixture(scope="module")
+def between() -> str:
+    """A budget a third of the way from full to none."""
+    full, none = needed(on_gpu("checkpointing=full")), needed(on_gpu("checkpointing=none"))
+    return gib(full + (none - full) / 3)
+
+
+def test_a_free_link_is_used_and_a_busy_one_is_not(between: str) -> None:
+    stays, moves = on_gpu("checkpointing=budget", between), on_gpu(*MAY_MOVE, between)
+    assert moved(moves) > 0
+    assert moves.time.total_s < stays.time.total_s
+    assert moves.simulation.flops[Phase.recompute] < stays.simulation.flops[Phase.recompute]
+    assert needed(moves) <= float(between.partition("=")[2]) * GIB
+    assert moves.plan.pinned["offloaded activations"] >= moved(moves)
+    assert moves.time.link is not None
+    assert moved(moves) <= moves.time.link.free_bytes
+    slow = ["hardware.pcie_d2h_gbs=0.01", "hardware.pcie_h2d_gbs=0.01"]
+    assert moved(on_gpu(*MAY_MOVE, between, *slow)) == 0
+
+
+def test_more_of_a_budget_that_may_move_is_no_slower_and_all_of_it_moves_nothing() -> None:
+    full, none = needed(on_gpu("checkpointing=full")), needed(on_gpu("checkpointing=none"))
+    sizes = [full + (none - full) * share for share in (1 / 3, 2 / 3, 1.01)]
+    found = [on_gpu(*MAY_MOVE, gib(size)) for size in sizes]
+    seconds = [planned.time.total_s for planned in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert [moved(planned) > 0 for planned in found] == [True, True, False]
+    assert {decision.mechanism for decision in found[-1].strategy.decisions} == {KEEP}
+
+
+@pytest.mark.exhaustive
+def test_a_budget_below_the_fewest_bytes_is_met_where_values_may_move() -> None:
+    full = needed(on_gpu("checkpointing=full", depth=12))
+    with pytest.raises(ConfigError, match=r"offload\.enabled=true lets tables move"):
+        on_gpu("checkpointing=budget", gib(0.98 * full), depth=12)
+    found = on_gpu(*MAY_MOVE, gib(0.98 * full), depth=12)
+    assert needed(found) <= 0.98 * full
+    assert moved(found) > 0
+
+
+def test_host_memory_bounds_what_moves(between: str) -> None:
+    most = on_gpu(*MAY_MOVE, between)
+    host = next(resource for resource in most.plan.resources if resource.name.startswith("host"))
+    room = moved(most) * 9 // 10
+    size = host.needed_bytes - most.plan.pinned["offloaded activations"] + room
+    less = on_gpu(*MAY_MOVE, between, f"hardware.host_memory_gib={size / GIB:.9f}")
+    assert 0 < moved(less) <= room
+    assert less.plan.fits
+
+
+def test_a_link_of_unknown_rates_is_refused_and_a_table_by_hand_is_not(folder: Path, between: str) -> None:
+    with pytest.raises(ConfigError, match=r"pcie_d2h_gbs and hardware\.pcie_h2d_gbs are not known"):
+        plan(folder, *MAY_MOVE, "checkpointing.budget_gib=1")
+    path = folder / "moves.json"
+    written = on_gpu(*MAY_MOVE, between)
+    path.write_text(json.dumps(written.table))
+    given = on_gpu("checkpointing=budget", f"checkpointing.table={path}")
+    assert given.strategy.decisions == written.strategy.decisions
+    assert needed(given) == needed(written)
+    table = {"layers": {"0-2": {"keep": ["mlp.up_proj: mm"], "offload": ["mlp.gate_proj: mm"]}}}
+    path.write_text(json.dumps(table))
+    tiny_run = plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    decisions = tiny_run.strategy.decisions
+    assert all(decision.offload and decision.table and decision.table.moved_bytes for decision in decisions)
+    table["layers"]["0-2"]["keep"] = ["mlp.gate_proj: mm"]
+    path.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=r"has 'mlp.gate_proj: mm' in keep and in offload"):
+        plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+    table["layers"]["0-2"] = {"keep": [], "offload": ["mlp.gate_proj: nm"]}
+    path.write_text(json.dumps(table))
+    with pytest.raises(
+        ConfigError, match=r"no 'mlp.gate_proj: nm' that can be moved to the host; did you mean"
+    ):
+        plan(folder, "checkpointing=budget", f"checkpointing.table={path}")
+
+
+def test_what_tables_move_is_recorded_of_a_few_layers_for_all(tmp_path: Path) -> None:
+    """And the peak, the host memory and the operations are those of the whole model."""
+    path = tmp_path / "moves.json"
+    entry = {"keep": ["mlp.up_proj: mm"], "offload": ["input 0", "mlp.gate_proj: mm"]}
+    path.write_text(json.dumps({"layers": {"0-13": entry}}))
+    cfg = of_layers(14, "checkpointing=budget", f"checkpointing.table={path}")
+    short = make_plan(cfg, recordings=Recordings())
+    assert moved(short) == 14 * 2 * 4096 * (4096 + 14336) * 2
+    decided = short.strategy
+    whole = plan_module._record_layers(cfg, decided, decided.decisions, None, on_gpu=True)
+    simulated = whole.under(ZeroSettings.of(decided.ds, 1))
+    assert simulated.peak == short.simulation.peak
+    assert simulated.kept_bytes == short.simulation.kept_bytes
+    assert simulated.host_bytes == short.simulation.host_bytes
+    assert sorted(map(repr, simulated.ops)) == sorted(map(repr, short.simulation.ops))

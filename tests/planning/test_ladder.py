@@ -47,15 +47,15 @@ def test_the_longest_length_that_fits_is_found(excess: Callable[[int], float], f
         tried.append(length)
         return excess(length)
 
-    found = ladder._largest(counting, first)
+    found = ladder._largest(counting, {}, first)
     assert excess(found) <= 1 and found % GRANULE == 0
     assert excess(found) >= ladder.USED_WELL or excess(int(found / ladder.USED_WELL) + GRANULE) > 1
     assert len(tried) <= ladder.TRIED
 
 
 def test_nothing_fits() -> None:
-    assert ladder._largest(lambda _: 2.0, 8192) == 0
-    assert ladder._largest(lambda _: math.inf, 8192) == 0
+    assert ladder._largest(lambda _: 2.0, {}, 8192) == 0
+    assert ladder._largest(lambda _: math.inf, {}, 8192) == 0
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def test_each_rung_is_longer_and_fits_as_the_command_line_says(rungs: list[Rung]
     assert names == [
         "every layer recomputed",
         "flash attention: no mask",
+        "MLPs in 8 slices",
         "layer inputs in host memory",
         "2 ranks share each sequence",
     ]  # the loss is in chunks and the states are in host memory already

@@ -16,7 +16,7 @@ from tests.support import tiny
 NO_ACTIVATIONS = [*tiny.ON_A_4090, "hardware.gpu_memory_gib=0.9"]
 NO_HOST = [*tiny.ON_A_4090, "hardware.gpu_memory_gib=0.9", "hardware.host_memory_gib=2.51"]
 NAMES = [
-    "activation checkpointing", "a smaller micro-batch", "chunked loss", "offload of the optimizer",
+    "activation checkpointing", "a smaller micro-batch", "chunked loss", "MLPs in slices", "offload of the optimizer",
     "offload of parameters", "NVMe", "more GPUs", "16-bit optimizer states", "8-bit optimizer states", "LoRA",
     "4-bit weights with LoRA",
 ]  # fmt: skip

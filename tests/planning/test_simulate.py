@@ -425,6 +425,6 @@ def test_flash_attention_needs_no_mask_for_packed_documents() -> None:
 
 def test_flash_attention_takes_no_fp32() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.attention=flash_attention_2: its kernels take no float32.*sdpa"
+        ConfigError, match=r"model\.attention=flash_attention_2 with train\.precision=fp32: .*sdpa"
     ):
         plan_with("flash_attention_2", "train.precision=fp32")

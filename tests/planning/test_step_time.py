@@ -322,3 +322,41 @@ def test_exchanges_are_waited_for_within_a_node_and_beyond(ranks: int, seconds: 
     assert found.collectives_s - without.collectives_s == pytest.approx(seconds)
     assert found.phases_s["forward"] - without.phases_s["forward"] == pytest.approx(seconds)
     assert found.compute_s == without.compute_s
+
+
+def test_activations_may_take_of_the_link_what_zero_leaves_of_it() -> None:
+    """10 ms out and 20 ms back of an idle link; with weights that come, less of the way back; shared links, less."""
+    idle = time_of(FORWARD, BACKWARD).link
+    assert idle is not None
+    out, back = MACHINE.pcie_d2h_gbs, MACHINE.pcie_h2d_gbs
+    assert out is not None
+    assert back is not None
+    forward, backward = 0.01 + LAUNCH, 0.02 + LAUNCH
+    assert idle.free_bytes == pytest.approx(min(out * forward, back * backward) * 1e9, rel=1e-6)
+    assert idle.s_per_byte == pytest.approx((1 / out + 1 / back) / 1e9)
+    gathered = int(back * 1e9 * 0.03 / 2)  # 30 ms, of which half in forward
+    busy = time_of(FORWARD, BACKWARD, gathered=gathered, zero=zero(3, 1, offload_param=True)).link
+    assert busy is not None
+    assert busy.free_bytes == pytest.approx(min(out * 0.015, back * (backward - 0.015)) * 1e9, rel=1e-3)
+    full = time_of(FORWARD, BACKWARD, gathered=2 * gathered, zero=zero(3, 1, offload_param=True)).link
+    assert full is not None
+    assert full.free_bytes == 0
+    shared = time_of(
+        FORWARD, BACKWARD, machine=replace(MACHINE, gpus_per_node=2, gpus_per_pcie_link=2), zero=zero(2, 2)
+    ).link
+    assert shared is not None
+    assert shared.free_bytes == pytest.approx(idle.free_bytes / 2, rel=1e-6)
+    again = time_of(FORWARD, BACKWARD, RECOMPUTE).link
+    assert again == idle  # what runs again is no time to count on
+    assert time_of(FORWARD, machine=with_rate("pcie_d2h_gbs", None)).link is None
+
+
+@pytest.mark.parametrize("gathered", [0, 10**8])
+def test_what_the_link_has_left_is_hidden_and_a_byte_more_is_not(gathered: int) -> None:
+    setting = {"gathered": gathered, "zero": zero(3, 1, offload_param=True)}
+    before = time_of(FORWARD, BACKWARD, **setting)
+    assert before.link is not None
+    room = before.link.free_bytes
+    assert time_of(FORWARD, BACKWARD, moved_bytes=room, **setting).total_s == pytest.approx(before.total_s)
+    beyond = time_of(FORWARD, BACKWARD, moved_bytes=room + 10**7, **setting).total_s - before.total_s
+    assert 0 < beyond <= 10**7 * before.link.s_per_byte * 1.001

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from remat.activation_checkpointing import apply, policy
+from remat.activation_checkpointing.mechanisms import tiles
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.config import compose, ds_config
 from remat.config.options import CheckpointingConfig, LossKind, PeftConfig, PeftMethod, Policy, Precision
 from remat.model import adapters, loss
@@ -22,10 +24,17 @@ POLICIES = {
     "none": CheckpointingConfig(policy=Policy.none),
     "full": CheckpointingConfig(),
     "uniform": CheckpointingConfig(policy=Policy.uniform),
+    "tiles": CheckpointingConfig(tiles="4"),
 }
 MICRO_BATCHES = 4  # gloo's own thread may hold a buffer a moment longer: the least of the last ones counts
 LEARNT = 2
 TOLERANCE = 0.01
+
+
+def decide(name: str, stage: int) -> list[LayerDecision]:
+    decisions = policy.decide_layers(POLICIES[name], LAYERS, zero_stage=stage)
+    net, ids = small_models.build("llama", num_hidden_layers=LAYERS), torch.zeros(1, 8, dtype=torch.long)
+    return tiles.find_tilings(net, decisions, lambda: net(input_ids=ids, use_cache=False))
 
 
 def rendered(stage: int, overlap: bool) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def real(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMethod.n
     import deepspeed
 
     net, cfg = model(method, stage=stage), POLICIES[name]
-    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS, zero_stage=stage), cfg, zero_stage=stage)
+    applied = apply.apply(net, decide(name, stage), cfg, zero_stage=stage)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=rendered(stage, overlap), dist_init_required=False
@@ -94,7 +103,7 @@ def simulated(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMet
     net, cfg = model(method, "meta", stage), POLICIES[name]
     applied = apply.apply(
         net,
-        policy.decide_layers(cfg, LAYERS, zero_stage=stage),
+        decide(name, stage),
         cfg,
         zero_stage=stage,
         device=torch.device("meta"),
@@ -123,7 +132,7 @@ def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks
 
 
 @pytest.mark.sample(one_in=2)
-@pytest.mark.parametrize("name", ["none", "full"])
+@pytest.mark.parametrize("name", ["none", "full", "tiles"])
 @pytest.mark.parametrize(
     ("stage", "method"), [(2, PeftMethod.lora), (2, PeftMethod.qlora), (3, PeftMethod.qlora)]
 )

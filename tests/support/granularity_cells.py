@@ -55,6 +55,7 @@ MODES: dict[str, list[str]] = {
     ],
     "discard_output": ["checkpointing=discard_output"],
     "budget": ["checkpointing=budget"],  # with `half_way` between full and none
+    "budget + offload": ["checkpointing=budget"],  # by `TABLE`
     "deepspeed": ["checkpointing=deepspeed"],
     "deepspeed, reentrant=false": ["checkpointing=deepspeed", "checkpointing.reentrant=false"],
     "deepspeed, partition_activations": [
@@ -73,6 +74,12 @@ MODES: dict[str, list[str]] = {
     "none + offload": ["checkpointing=none", *OFFLOAD],
     "offload, dtype=fp8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=fp8"],
     "offload, dtype=int8": ["checkpointing=offload", *OFFLOAD, "checkpointing.offload.dtype=int8"],
+}
+MOVES = ["self_attn: cat 3", "self_attn: attention", "resid_dropout: mul", "mlp.activation_fn: tanh"]
+TABLE = {  # full and LoRA, under which no gradient comes to the input of the first layer
+    "0": {"keep": ["mlp.activation_fn: add 2"], "offload": MOVES},
+    "1-2": {"keep": ["mlp.activation_fn: add 2"], "offload": ["input 0", *MOVES]},
+    "3": {"policy": "none"},
 }
 VARIANTS = {  # each has its mechanism in common with another mode
     "full, early_stop=false",
@@ -238,6 +245,7 @@ def make_workshop(folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.05)
     net.save_pretrained(folder / "model")
     tiny.make_instructions(folder / "data.jsonl")
+    (folder / "moves.json").write_text(json.dumps({"layers": TABLE}))
     return folder
 
 
@@ -260,6 +268,7 @@ def words(workshop: Path, mode: str, column: str) -> list[str]:
         *TRAINED[trained],
         *MODES[mode],
         *([half_way(workshop, column)] if mode == "budget" else []),
+        *([f"checkpointing.table={workshop / 'moves.json'}"] if mode == "budget + offload" else []),
         f"train.steps={STEPS}",
         "optim.warmup_steps=0",
     ]

@@ -27,6 +27,7 @@ ZERO = {
 POLICIES = {
     "none": ["checkpointing=none"],
     "full": ["checkpointing=full"],
+    "tiles": ["checkpointing=full", "checkpointing.tiles=3"],
     "selective_linears": ["checkpointing=selective_linears"],
     "offload": [
         "checkpointing=offload",

@@ -57,7 +57,7 @@ EAGER_ONLY = {"gemma2"}  # transformers has no other attention for it
 def build(model_type: str, *, attention: str = "sdpa", **more: Any) -> Any:
     """A model in training mode, always with the same values."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(SIZES | ARCHITECTURES[model_type] | more))
+    config = AutoConfig.for_model(model_type, **(SIZES | ARCHITECTURES.get(model_type, {}) | more))
     net = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if model_type in EAGER_ONLY else attention
     )

@@ -9,6 +9,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.apply import Applied
+from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Replayed
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy
@@ -38,13 +39,14 @@ def run(
     ids: torch.Tensor | None = None,
     zero_stage: int = 0,
     token_loss: TokenLoss | None = None,
+    decisions: list[LayerDecision] | None = None,
 ) -> Watched:
     """One forward and backward under `cfg`; afterwards the model is bare again. `ids` [batch, seq].
 
-    `token_loss` takes the place of the model's own loss.
+    `token_loss` takes the place of the model's own loss, `decisions` of what follows from `cfg` alone.
     """
     depths = layers.find_stacks(net).depths
-    decisions = policy.decide_layers(cfg, sum(depths), zero_stage=zero_stage, stacks=depths)
+    decisions = decisions or policy.decide_layers(cfg, sum(depths), zero_stage=zero_stage, stacks=depths)
     applied = apply.apply(net, decisions, cfg, zero_stage=zero_stage)
     if ids is None:
         ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))

@@ -1,9 +1,10 @@
-"""Keep what a table says of each layer, and make the rest again from it, operation by operation.
+"""Keep what a table says of each layer, on the device or on the host, and make the rest again from it.
 
 The first call of a layer is written down (`tables/graph.py`), with everything kept until its forward is over. From then
-on the n-th tensor that autograd saves is entry n: it stays, is a weight that is read again, or is made again in
-backward by the operations that were seen, on demand. No dispatch mode is left. Every save is held against its entry;
-arguments of another size or kind are written down anew. `planning/budget.py` makes the tables.
+on the n-th tensor that autograd saves is entry n: it stays, is a weight that is read again, goes to host memory and
+comes back (`offload.py`), or is made again in backward by the operations that were seen, on demand. No dispatch mode
+is left. Every save is held against its entry; arguments of another size or kind are written down anew.
+`planning/budget.py` makes the tables.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     Treated,
     spans,
 )
+from remat.activation_checkpointing.mechanisms.offload import row_of, stored_bytes
 from remat.activation_checkpointing.mechanisms.tables.code import write_makers
 from remat.activation_checkpointing.mechanisms.tables.graph import (
     Geometry,
     Graph,
     Recorder,
     Ref,
+    Value,
     find_arguments,
     find_weights,
     maker,
@@ -46,11 +49,13 @@ from remat.activation_checkpointing.mechanisms.tables.table import (
     Fate,
     Program,
     Step,
+    Table,
     choose_kept,
+    choose_moved,
     compile_table,
     sign,
 )
-from remat.config.options import CheckpointingConfig
+from remat.config.options import CheckpointingConfig, StorageDtype
 from remat.config.units import MIB
 
 GRAPHS = "graphs"  # in Setup.shared: the graph of each layer's largest call, by index
@@ -105,7 +110,8 @@ class LayerRunner:
     def _run(self, program: Program, call: Replayable, args: tuple[Any, ...]) -> Any:
         self.frame = frame = Frame(self, program, args, call.keywords)
         self._calls.clear()
-        coming, gathers, make, weight = iter(program.entries), self.gathers, Fate.make, Fate.weight
+        coming, gathers = iter(program.entries), self.gathers
+        make, weight, move = Fate.make, Fate.weight, Fate.move
 
         def pack(tensor: torch.Tensor) -> Any:
             entry = next(coming, None)
@@ -114,14 +120,14 @@ class LayerRunner:
             if tensor.dtype is not entry.dtype or tensor.shape != entry.size:
                 self._check(program, entry, tensor)
             fate = entry.fate
-            if fate is make or (fate is weight and gathers):
+            if fate is make or fate is move or (fate is weight and gathers):
                 # What is given is not what will be returned: it must be what the table says.
                 if type(tensor.grad_fn) is not entry.node:
                     self._check(program, entry, tensor)
                 if fate is weight:
                     return WeightView(self.weights[entry.weight], entry.ref)
                 if entry.store:
-                    frame.put(entry.value, tensor.detach())
+                    frame.put(entry.value, tensor)
                 return [frame, entry, None]
             if entry.maker is not None:
                 tensor = tensor.detach()  # an output that is held by its own grad_fn is never freed
@@ -140,8 +146,12 @@ class LayerRunner:
         if lacking:
             total = len(program.entries)
             raise self._mismatch(f"saved {total - lacking} tensors, where its table has {total}")
-        self.site.counts.table_bytes = program.kept_bytes
+        self._count(program)
         return output
+
+    def _count(self, program: Program) -> None:
+        self.site.counts.table_bytes = program.kept_bytes
+        self.site.counts.table_moved_bytes += program.moved_bytes
 
     def _check(self, program: Program, entry: Entry, tensor: torch.Tensor) -> None:
         """Raise PolicyNotApplied for a saved tensor that is not the one of the table."""
@@ -185,11 +195,11 @@ class LayerRunner:
                 continue
             if entry.store:
                 frame.put(entry.ref.value, _unpack(alive))
-            if entry.fate is Fate.make:
+            if entry.fate in (Fate.make, Fate.move):
                 alive.handle = [frame, entry, None]
             elif entry.fate is Fate.weight and self.gathers:
                 alive.handle = WeightView(self.weights[entry.weight], entry.ref)
-        self.site.counts.table_bytes = program.kept_bytes
+        self._count(program)
         return output
 
     def _compile(self, graph: Graph) -> Program:
@@ -198,7 +208,11 @@ class LayerRunner:
         key = self.table, operations, saves, tuple(value.name for value in graph.values)
         known: dict[Any, Program] = self.site.setup.shared.setdefault(PROGRAMS, {})
         if key not in known:
-            remember(known, key, compile_table(graph, choose_kept(graph, self.table)))
+            kept = choose_kept(graph, self.table)
+            program = compile_table(graph, kept, choose_moved(graph, self.table, kept))
+            program.rows = {value: row_of_value(graph.values[value]) for value in program.moved}
+            program.moved_bytes = sum(host_sizes(graph, self.table, self.site.setup.cfg.offload.dtype))
+            remember(known, key, program)
         return known[key]
 
     def _mismatch(self, text: str) -> PolicyNotApplied:
@@ -221,7 +235,7 @@ class LayerRunner:
             self._calls[side, name] += 1
             for wanted, leaf, value in frame.program.taps.get((side, name), ()):
                 if wanted == times:
-                    frame.put(value, tree_leaves(tree)[leaf].detach())
+                    frame.put(value, tree_leaves(tree)[leaf])
 
         module, cleanup = self._modules[name], self.site.setup.cleanup
         if side == "in":
@@ -296,9 +310,10 @@ class Frame:
     """One forward of a layer until its backward is done: what is kept for programs, and who still reads it.
 
     `values` has a place for each value of the program's graph, then for the views of them that are read (`code.py`).
+    `moved` has what is in host memory, until its last reader is done.
     """
 
-    __slots__ = ("began", "constants", "program", "runner", "uses", "values", "versions")
+    __slots__ = ("began", "constants", "moved", "program", "runner", "uses", "values", "versions")
 
     def __init__(
         self, runner: LayerRunner, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -306,6 +321,7 @@ class Frame:
         self.runner, self.program, self.began = runner, program, False
         self.values: list[torch.Tensor | None] = [None] * program.places
         self.versions: dict[int, int] = {}  # of what was not made here
+        self.moved: dict[int, Any] = {}
         self.uses = program.readers.copy()
         self.constants = [
             (runner.weights[place], runner.weights[place]._version) for place in program.constants
@@ -314,10 +330,28 @@ class Frame:
             given: Any = args if root == "args" else kwargs
             for key in path:
                 given = given[key]
-            self.put(value, given.detach())
+            self.put(value, given)
 
     def put(self, value: int, tensor: torch.Tensor) -> None:
+        """Take `value` for whoever needs it in backward, to host memory where the table says so."""
+        if value in self.program.moved:
+            mover = self.runner.site.offload
+            assert mover is not None
+            self.moved[value] = mover.move(tensor, self.program.rows[value])
+            return
+        if tensor.requires_grad:
+            tensor = tensor.detach()  # an output that is held by its own grad_fn is never freed
         self.values[value], self.versions[value] = tensor, tensor._version
+
+    def bring(self, value: int) -> torch.Tensor:
+        """Return a moved value, as it was seen where it was taken."""
+        mover = self.runner.site.offload
+        assert mover is not None
+        tensor = mover.unpack(self.moved[value])
+        if self.program.graph.values[value].kind != "arg":
+            tensor = tensor.as_strided(*self.program.canon[value])
+        self.values[value] = tensor
+        return tensor
 
     def take(self, entry: Entry) -> torch.Tensor:
         """Return a saved tensor, after the operations that it needs."""
@@ -326,7 +360,10 @@ class Frame:
         value, slot, values, uses = entry.value, entry.slot, self.values, self.uses
         base = values[value]
         if base is None:
-            self._make_for_autograd(value)
+            if value in self.moved:
+                self.bring(value)
+            else:
+                self._make_for_autograd(value)
         elif value in self.versions and base._version != self.versions[value]:
             self.refuse_edit(value)
         tensor = values[slot]
@@ -336,6 +373,7 @@ class Frame:
         if not uses[value]:
             for place in self.program.seen[value]:
                 values[place] = None
+            self.moved.pop(value, None)
         return tensor
 
     def _begin(self) -> None:
@@ -377,6 +415,9 @@ class Frame:
         """Make what comes from outside of the module that owns the weights: one is gathered at a time, and once."""
         for value in step.inputs:
             if self.values[value] is not None:
+                continue
+            if value in self.moved:
+                self.bring(value)
                 continue
             before = self.program.steps.get(value)
             if before is not None and step.owners and self.runner.holders(before) == self.runner.holders(step):
@@ -495,17 +536,31 @@ def _view_of(weight: torch.Tensor, ref: Ref) -> torch.Tensor:
     return weight.as_strided(place.size, place.stride, int(weight.storage_offset()) + place.offset)
 
 
+def row_of_value(value: Value) -> int:
+    """Return how many numbers of `value` share a scale when it is stored in 8 bits; 0: it is stored as it is."""
+    if not value.differentiable:
+        return 0
+    size, stride, offset = value.canon
+    return row_of(size, stride, offset, value.nbytes // value.dtype.itemsize)
+
+
+def host_bytes(value: Value, dtype: StorageDtype) -> int:
+    """Return what the host holds of `value` when it is moved."""
+    return stored_bytes(value.nbytes, value.dtype.itemsize, row_of_value(value), dtype)
+
+
+def host_sizes(graph: Graph, table: Table, dtype: StorageDtype) -> list[int]:
+    """Return what the host holds of each value that `table` moves."""
+    moved = choose_moved(graph, table, choose_kept(graph, table)) if table.offload else ()
+    return [host_bytes(graph.values[value], dtype) for value in sorted(moved)]
+
+
 def _treat(site: Site) -> LayerForward:
     return LayerRunner(site)
 
 
 def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
     found = []
-    if cfg.offload.enabled:
-        found.append(
-            "checkpointing.offload.enabled=true with checkpointing=budget: a table does not move what it keeps to the "
-            "host; leave offload out, or use checkpointing=selective_linears with it"
-        )
     if setting.tensor_parallel_size > 1:
         found.append(
             f"train.tensor_parallel_size={setting.tensor_parallel_size} with checkpointing=budget: layers that ranks "
@@ -521,13 +576,24 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
         for index, layer in observed.items()
         if layer.own_bytes - layer.counts.table_bytes not in (0, layer.counts.output_bytes)
     ]
-    if not wrong:
-        return []
-    one = observed[wrong[0]]
-    return [
-        f"checkpointing=budget is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps "
-        f"{one.own_bytes / MIB:.3f} MiB, its table says {one.counts.table_bytes / MIB:.3f} MiB"
+    unmoved = [
+        index for index, layer in observed.items() if layer.counts.moved_bytes != layer.counts.table_moved_bytes
     ]
+    found = []
+    if wrong:
+        one = observed[wrong[0]]
+        found.append(
+            f"checkpointing=budget is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps "
+            f"{one.own_bytes / MIB:.3f} MiB, its table says {one.counts.table_bytes / MIB:.3f} MiB"
+        )
+    if unmoved:
+        counts = observed[unmoved[0]].counts
+        found.append(
+            f"checkpointing=budget is not in effect in layers {spans(unmoved)}: layer {unmoved[0]} moved "
+            f"{counts.moved_bytes / MIB:.3f} MiB to host memory, where its table says "
+            f"{counts.table_moved_bytes / MIB:.3f} MiB"
+        )
+    return found
 
 
 MECHANISM = Mechanism("budget", _treat, refuse=_refuse, unmet=_unmet)

@@ -41,7 +41,11 @@ class LayerCounters:
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group
     contiguous_bytes: int = 0  # kept in DeepSpeed's list of buffers
     output_bytes: int = 0  # of the layer's own result, in its last forward
+    slices: int = 0  # of its MLP, in all its forwards
+    slices_again: int = 0  # that ran again, each for its own backward
+    slices_thrice: int = 0  # that a recomputation of the layer ran, which its own backward makes a third time
     table_bytes: int = 0  # what its table says that it keeps of its last forward, without its result
+    table_moved_bytes: int = 0  # what its table says that was moved to host memory, in all forwards
 
     def clear(self) -> None:
         fresh = LayerCounters()
@@ -62,9 +66,12 @@ class Scope:
         self.layer: int | None = None
         self.recomputing = False
         self.keeping = False  # no policy may act: a layer is run as it is without one
+        self.whole = False  # while layers are kept: nor may their MLPs be sliced
         self.note_later_run: Callable[[int], AbstractContextManager[None]] | None = (
             None  # entered around a later run of a part of a layer, in the micro-batch that is recorded
         )
+        self.in_mlp = 0  # the number of this run of a layer's MLP, or of a slice of it; 0: in none
+        self._mlp_runs = 0
         self.in_region = False  # in the first run of a part of the layer that will be recomputed
         self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
             None  # told which results such a part may keep
@@ -77,6 +84,19 @@ class Scope:
             yield
         finally:
             self.in_region = before
+
+    def enter_mlp(self) -> None:
+        self._mlp_runs += 1
+        self.in_mlp = self._mlp_runs
+
+    @contextmanager
+    def inside_slice(self) -> Iterator[None]:
+        before = self.in_mlp
+        self.enter_mlp()
+        try:
+            yield
+        finally:
+            self.in_mlp = before
 
     def later_run(self, layer: int) -> AbstractContextManager[None]:
         """Wrap the recomputation of a part of `layer`."""

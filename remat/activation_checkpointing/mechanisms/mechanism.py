@@ -83,11 +83,25 @@ class Mechanism:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """The MLP of a layer that is computed in `count` slices of the tokens; 0: the plan is to choose how many.
+
+    `mlp`, and the norms `before` and `after` it that are sliced with it, are modules of the layer; empty: none.
+    """
+
+    count: int
+    mlp: str = ""
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
 class LayerDecision:
     """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.
 
     `offload`: what the layer keeps lives in host memory until its backward. `entry`: the range of
     `checkpointing.layers` that decided; empty: none did. `table`: what the layer keeps, where that was chosen by value.
+    `tiling`: of its MLP; None: that is computed whole.
     """
 
     policy: Policy
@@ -98,15 +112,18 @@ class LayerDecision:
     offload: bool
     entry: str = ""
     table: Table | None = None
+    tiling: Tiling | None = None
 
 
 Treated = Sequence[tuple[LayerDecision, nn.Module]]  # the layers of one mechanism
 
 
 class Mover(Protocol):
-    """Where a layer's tensors may live until backward; `None` from `pack`: this one stays."""
+    """Where a layer's tensors may live until backward; `None` from `pack`: this one stays. `move` takes any."""
 
     def pack(self, tensor: torch.Tensor) -> Any | None: ...
+
+    def move(self, tensor: torch.Tensor, row: int) -> Any: ...
 
     def unpack(self, handle: Any) -> torch.Tensor: ...
 

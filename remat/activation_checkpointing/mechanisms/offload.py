@@ -26,7 +26,7 @@ import bisect
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,16 +161,27 @@ class LayerOffload:
             or storage.nbytes() == 0
         ):
             return None
-        self._in_backward = False
-        self._owner.transfers.enter(self._index)
         if 2 * length * item >= storage.nbytes():
             start, length = 0, storage.nbytes() // item
         key = (storage._cdata, tensor._version, tensor.dtype, start, length)
         moved = self._owner.known.get(key)
         if moved is None:
-            moved = _Moved(self._owner, tensor, start, length)
-            self._owner.known[key] = moved
-            self._counts.moved_bytes += moved.nbytes
+            moved = self._owner.known[key] = self._send(tensor, start, length, _row(tensor, start, length))
+        return self._handle(moved, tensor, start)
+
+    def move(self, tensor: torch.Tensor, row: int) -> Handle:
+        """Move the whole storage of `tensor`, whatever its size. In 8 bits `row` values share a scale; 0: as it is."""
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return self._handle(self._send(tensor, 0, length, row), tensor, 0)
+
+    def _send(self, tensor: torch.Tensor, start: int, length: int, row: int) -> _Moved:
+        self._in_backward = False
+        self._owner.transfers.enter(self._index)
+        moved = _Moved(self._owner, tensor, start, length, row)
+        self._counts.moved_bytes += moved.nbytes
+        return moved
+
+    def _handle(self, moved: _Moved, tensor: torch.Tensor, start: int) -> Handle:
         self._moved[next(self._saves)] = moved
         return Handle(
             moved, Version(tensor), tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start
@@ -236,8 +247,8 @@ class _Moved:
     and a second backward finds everything in place.
     """
 
-    def __init__(self, owner: HostOffload, tensor: torch.Tensor, start: int, length: int) -> None:
-        """`start` and `length` count elements of the storage."""
+    def __init__(self, owner: HostOffload, tensor: torch.Tensor, start: int, length: int, row: int) -> None:
+        """`start` and `length` count elements of the storage. `row`: values that share a scale; 0: there is none."""
         self._owner = owner
         self.storage = StorageWeakRef(tensor.untyped_storage())  # keeps the key in `known` unique
         self._dtype, self._shape = tensor.dtype, (length,)
@@ -246,7 +257,6 @@ class _Moved:
         self._arrival: torch.cuda.Event | None = None
         with torch.no_grad():
             flat = tensor.detach().as_strided((length,), (1,), start)
-            row = _row(tensor, start, length)
             if owner.cfg.dtype is not StorageDtype.same and row:
                 parts = list(encode(flat.view(-1, row), owner.cfg.dtype))
             else:
@@ -304,11 +314,15 @@ class _Transfers:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layer: int | None = None
         self._leaving: list[torch.Tensor] = []  # of the layer that runs
-        self._left: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()  # of the layers before
+        # of the layers before
+        self._left: deque[tuple[torch.cuda.Event | None, list[torch.Tensor]]] = deque()
+        self.simulates_gpu = (
+            False  # on meta tensors: no copy is an operation of the GPU, and each takes its time
+        )
 
     def enter(self, layer: int) -> None:
         """Free what the layer before the last sent away, now that `layer` runs forward."""
-        if self._side is None or layer == self._layer:
+        if self._copies_at_once or layer == self._layer:
             return
         self._layer = layer
         self._close()
@@ -316,6 +330,9 @@ class _Transfers:
 
     def send(self, parts: list[torch.Tensor], host: list[torch.Tensor]) -> None:
         """Copy device tensors to host tensors. The device memory stays allocated until the copy is done."""
+        if self.simulates_gpu:
+            self._leaving += parts
+            return
         if self._side is None:
             for target, part in zip(host, parts, strict=True):
                 target.copy_(part)
@@ -335,6 +352,8 @@ class _Transfers:
         record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
         """
         parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in host]
+        if self.simulates_gpu:
+            return parts, None
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
@@ -344,7 +363,7 @@ class _Transfers:
 
     def forward_is_over(self) -> None:
         """Free all that left: nothing more leaves before the first copy comes back."""
-        if self._side is not None:
+        if not self._copies_at_once:
             self._layer = None
             self._close()
             self._free(keep=0)
@@ -355,15 +374,20 @@ class _Transfers:
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
 
+    @property
+    def _copies_at_once(self) -> bool:
+        return self._side is None and not self.simulates_gpu
+
     def _close(self) -> None:
-        if self._side is not None and self._leaving:
-            self._left.append((self._side.record_event(), self._leaving))
+        if self._leaving:
+            self._left.append((self._side.record_event() if self._side else None, self._leaving))
             self._leaving = []
 
     def _free(self, keep: int) -> None:
         while len(self._left) > keep:
             event, parts = self._left.popleft()
-            torch.cuda.current_stream(self._device).wait_event(event)
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
             del parts
 
 
@@ -376,16 +400,38 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _row(tensor: torch.Tensor, start: int, length: int) -> int:
-    """Return how many values share a scale: the last dimension of an activation. 0: `tensor` is stored as it is.
+    """Return how many values share a scale. 0: `tensor` is stored as it is.
 
     Statistics of a norm or of attention carry no gradient and decide over everything else, so they stay exact.
     """
-    if not tensor.requires_grad or tensor.dim() < 2 or tensor.stride(-1) != 1:
+    if not tensor.requires_grad:
         return 0
-    row = tensor.size(-1)
-    steps = [step for n, step in zip(tensor.size()[:-1], tensor.stride()[:-1], strict=True) if n > 1]
-    whole = [length, tensor.storage_offset() - start, *steps]
-    return row if row >= SHORTEST_ROW and all(n % row == 0 for n in whole) else 0
+    return row_of(tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start, length)
+
+
+def row_of(size: Sequence[int], stride: Sequence[int], offset: int, length: int) -> int:
+    """Return the last dimension of an activation in a range of `length` elements; 0: it does not divide the range."""
+    if len(size) < 2 or stride[-1] != 1:
+        return 0
+    steps = [step for n, step in zip(size[:-1], stride[:-1], strict=True) if n > 1]
+    row = size[-1]
+    return row if row >= SHORTEST_ROW and all(n % row == 0 for n in (length, offset, *steps)) else 0
+
+
+def pool_bytes(sizes: Iterable[int]) -> int:
+    """Return the host memory that buffers of `sizes`, taken in this order, are cut from."""
+    pool = HostPool(torch.device("meta"))
+    for size in sizes:
+        pool.take(size)
+    return pool.slab_bytes
+
+
+def stored_bytes(nbytes: int, element_bytes: int, row: int, dtype: StorageDtype) -> int:
+    """Return what the host holds of `nbytes` of a tensor: a byte for each value and a scale (fp32) for each row."""
+    if dtype is StorageDtype.same or not row:
+        return nbytes
+    values = nbytes // element_bytes
+    return values + 4 * (values // row)
 
 
 def encode(tensor: torch.Tensor, dtype: StorageDtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,7 +81,7 @@ def recompute_inside(
     undo = ExitStack()
     for name, module in whole:
         in_it = [role for role, several in found.items() if _any_inside(several, name)]
-        undo.callback(_wrap_forward(module, region_of(module, name, *in_it)))
+        undo.callback(wrap_forward(module, region_of(module, name, *in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
             region = region_of(nn.Module(), name, layers.CORE_ATTENTION)  # no Linear inside
@@ -136,7 +136,7 @@ def _run(
     return output
 
 
-def _wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
+def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
     """Wrap it on the instance: hooks stay outside, names and classes as they are."""
     before = module.__dict__.get("forward")
     forward = module.forward

@@ -21,7 +21,8 @@ from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 GRANULE = 1024  # tokens: lengths are multiples of it
 SMALLER = 0.995  # of the share of the memory that is tried next, at most, where a whole plan does not fit
 USED_WELL = 0.98  # share of the memory from which on a length counts as the longest
-TRIED = 10  # lengths of one rung, at most
+TRIED = 12  # lengths of one rung, at most
+SLICES = 8  # of an MLP: of long sequences each is still long
 FIRST = 8192  # tokens: where the search begins
 GROWS_BY = 8  # times: how far a guess may go beyond the longest length that was tried
 BASE = ("train.micro_batch_size=1", "checkpointing=full")
@@ -94,6 +95,7 @@ def _steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "flash attention: no mask", ("model.attention=flash_attention_2",)
     yield "loss in chunks", ("train.loss=chunked",)
     yield "model states in host memory", ("deepspeed.config=zero3_offload",)
+    yield f"MLPs in {SLICES} slices", (f"checkpointing.tiles={SLICES}",)
     yield "layer inputs in host memory", ("checkpointing=offload",)
     ranks = cfg.hardware.ranks
     for size in range(2, ranks + 1):
@@ -107,24 +109,24 @@ class _Search:
     def __init__(self, args: Sequence[str], words: tuple[str, ...], recordings: Recordings) -> None:
         self._args, self._words, self._recordings = args, words, recordings
         self._screen = Screen(recordings)
-        self._known: dict[int, tuple[float, str]] = {}  # bytes needed over bytes found, and what is full
+        self._known: dict[int, float] = {}  # bytes needed over bytes found, by length
+        self._why: dict[int, str] = {}  # what is full at a length, or why it is refused
 
     def longest(self, name: str, first: int) -> Rung:
         """Return the rung `name`. The search begins at `first` tokens."""
         limit = 1.0
-        while length := _largest(self._estimate, first, limit):
+        while length := _largest(self._excess, self._known, first, limit):
             planned = make_plan(self._run(length), recordings=self._recordings)
             if planned.plan.fits:
                 bound_by = self._why_no_longer(length) or search.fullest(planned)
                 return Rung(name, self._all_words(length), length, planned, bound_by, helps=True)
-            first, limit = length, limit * min(SMALLER, 1 / search.excess(planned))
+            limit *= min(SMALLER, 1 / search.excess(planned))
         return Rung(name, self._words, 0, None, self._why_no_longer(0), helps=False)
 
-    def _estimate(self, length: int) -> float:
+    def _excess(self, length: int) -> float:
         """Return bytes needed over bytes found at a length; infinite where it is refused."""
-        if length not in self._known:
-            self._known[length] = self._look_at(length)
-        return self._known[length][0]
+        excess, self._why[length] = self._look_at(length)
+        return excess
 
     def _look_at(self, length: int) -> tuple[float, str]:
         try:
@@ -136,8 +138,8 @@ class _Search:
 
     def _why_no_longer(self, length: int) -> str:
         """Return what is full, or why it is refused, at the shortest of the longer lengths that do not fit."""
-        longer = {n: why for n, (excess, why) in self._known.items() if n > length and excess > 1}
-        return longer[min(longer)] if longer else ""
+        longer = [n for n, excess in self._known.items() if n > length and excess > 1]
+        return self._why[min(longer)] if longer else ""
 
     def _run(self, length: int) -> RunConfig:
         return _compose(self._args, self._all_words(length))
@@ -146,37 +148,47 @@ class _Search:
         return _joined(self._words, (f"train.seq_len={length}",))
 
 
-def _largest(excess: Callable[[int], float], first: int, limit: float = 1.0) -> int:
+def _largest(excess: Callable[[int], float], known: dict[int, float], first: int, limit: float = 1.0) -> int:
     """Return about the longest length at which `excess`, which grows with it, is at most `limit`; 0: there is none.
 
-    Memory grows nearly linearly with the length: the next guess lies on a line through the nearest two. Where such a
-    guess left most of the range open, the next halves it.
+    `known` are the values that were asked for; it grows. Memory grows nearly linearly with the length: the next guess
+    lies on a line through the nearest two. Where such a guess left most of the range open, the next halves it.
     """
-    known: dict[int, float] = {}
-    guess, fits, fails, halve = _multiple(first), 0, math.inf, False
+    halve = 0.0  # where the next guess shall lie, if not on the line
     for _ in range(TRIED):
-        before = fails - fits
-        known[guess] = excess(guess) / limit
-        fits, fails = (guess, fails) if known[guess] <= 1 else (fits, guess)
-        if known.get(fits, 0.0) >= USED_WELL or fails - fits <= max(GRANULE, (1 - USED_WELL) * fits):
+        fits = max((n for n, value in known.items() if value <= limit), default=0)
+        fails = min((n for n, value in known.items() if value > limit), default=math.inf)
+        if known.get(fits, 0.0) >= USED_WELL * limit or fails - fits <= max(GRANULE, (1 - USED_WELL) * fits):
             break
-        halve = not halve and fails - fits > before / 2
-        open_middle = (fits + fails) / 2 if fails < math.inf else 2 * fits
-        guess = _between(open_middle if halve else _on_line(known) or open_middle, fits, fails)
-    return fits
+        guess = (
+            first if not known else halve or _on_line(known, limit) or _without_line(known, fits, fails, limit)
+        )
+        guess = _between(guess, fits, fails) if known else _multiple(first)
+        known[guess] = excess(guess)
+        at_an_end = guess in (fits + GRANULE, fails - GRANULE)
+        halve = (fits + fails) / 2 if at_an_end and not halve and fails < math.inf else 0.0
+    return max((n for n, value in known.items() if value <= limit), default=0)
 
 
-def _on_line(known: Mapping[int, float]) -> float | None:
-    """Return the length of excess 1 on a line through the two nearest to it; None without such a line."""
-    finite = sorted((n for n, value in known.items() if value < math.inf), key=lambda n: abs(known[n] - 1))
+def _on_line(known: Mapping[int, float], limit: float) -> float | None:
+    """Return the length of excess `limit` on a line through the two nearest to it; None without such a line."""
+    finite = sorted((n for n, value in known.items() if value < math.inf), key=lambda n: abs(known[n] - limit))
     if len(finite) < 2 or known[finite[0]] == known[finite[1]]:
         return None
     one, other = finite[:2]
-    return one + (1 - known[one]) * (other - one) / (known[other] - known[one])
+    return one + (limit - known[one]) * (other - one) / (known[other] - known[one])
+
+
+def _without_line(known: Mapping[int, float], fits: int, fails: float, limit: float) -> float:
+    """Return the middle of what is open; with nothing that fails, the length in proportion to the first, or double."""
+    if fails < math.inf:
+        return (fits + fails) / 2
+    return fits * limit / known[fits] if len(known) == 1 else 2.0 * fits
 
 
 def _between(length: float, fits: int, fails: float) -> int:
-    return _multiple(min(max(length, fits + GRANULE), fails - GRANULE, GROWS_BY * max(fits, GRANULE)))
+    highest = fails - GRANULE if fails < math.inf else GROWS_BY * fits
+    return _multiple(min(max(length, fits + GRANULE), highest))
 
 
 def _multiple(length: float) -> int:

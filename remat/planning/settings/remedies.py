@@ -66,6 +66,10 @@ def _parameter_offload(planned: Planned) -> Sequence[str] | None:
     return None if ds_config.param_offload_device(planned.strategy.ds) else ("deepspeed.config=zero3_offload",)
 
 
+def _slices(planned: Planned) -> Sequence[str] | None:
+    return ("checkpointing=full", "checkpointing.tiles=8") if planned.cfg.checkpointing.tiles == "1" else None
+
+
 def _nvme(planned: Planned) -> Sequence[str] | None:
     if ds_config.optimizer_offload_device(planned.strategy.ds) == "nvme":
         return None
@@ -104,6 +108,7 @@ REMEDIES = (
             ("activation checkpointing", "a smaller micro-batch", "chunked loss"), SAVING_MOST, strict=True
         )
     ),
+    Remedy("MLPs in slices", _slices),
     Remedy("offload of the optimizer", _optimizer_offload),
     Remedy("offload of parameters", _parameter_offload),
     Remedy("NVMe", _nvme),

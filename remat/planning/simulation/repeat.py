@@ -22,7 +22,8 @@ from remat.planning.simulation.timeline import Mark, Part, Place, Ready, Record,
 from remat.planning.simulation.types import OpCost, Phase
 from remat.planning.simulation.zero3 import Event, Parameters
 
-REACHES = (1, 2)  # how far layers may act on their neighbours, in periods; tried in this order
+REACHES = (1, 2)
+REACHES_OF_MOVES = (3, 4)  # what a layer moves leaves while two others run, and comes back before its backward
 LONGEST_PERIOD = 12
 WORTH_IT = 0.75  # of the layers: recording so many of them saves too little
 

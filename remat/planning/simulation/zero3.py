@@ -67,10 +67,15 @@ class Parameters:
             item_bytes=tuple(p.element_size() for p in found),
             trained=tuple(p.requires_grad for p in found),
             owned=tuple(
-                () if part else tuple(sorted({index[id(p)] for p in m.parameters(recurse=is_whole(m))}))
+                () if part else tuple(sorted({index[id(p)] for p in _gathered_for(m)}))
                 for m, part in _with_parts(model)
             ),
         )
+
+
+def _gathered_for(module: nn.Module) -> list[nn.Parameter]:
+    """Return what is gathered when `module` is called: DeepSpeed also lets one name parameters of others."""
+    return [*module.parameters(recurse=is_whole(module)), *getattr(module, "_external_params", {}).values()]
 
 
 def is_whole(module: nn.Module) -> bool:

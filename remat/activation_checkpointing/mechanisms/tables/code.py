@@ -49,6 +49,8 @@ def _write(program: Program, step: Step, names: dict[str, Any], *, gathers: bool
         if (before := program.steps.get(value)) is not None:
             make = f"frame.make({value})" if gathers and before.owners else f"{_name(before)}(frame)"
             lines.append(f"if values[{value}] is None: {make}")
+        elif value in program.moved:
+            lines.append(f"if values[{value}] is None: frame.bring({value})")
         else:
             lines.append(f"if values[{value}]._version != frame.versions[{value}]: frame.refuse_edit({value})")
     arguments = []
@@ -82,6 +84,8 @@ def _write(program: Program, step: Step, names: dict[str, Any], *, gathers: bool
     for value in step.inputs:
         free = " = ".join(f"values[{slot}]" for slot in program.seen[value])
         lines += [f"uses[{value}] -= 1", f"if not uses[{value}]: {free} = None"]
+        if value in program.moved:
+            lines.append(f"if not uses[{value}]: del frame.moved[{value}]")
     return [f"def {_name(step)}(frame):", *(f"    {line}" for line in lines)]
 
 

@@ -8,7 +8,7 @@ bytes. All capacities are integers, so every rank and machine finds the same cut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
@@ -18,11 +18,15 @@ PREFER_BYTES = 10**30  # a price that no time outweighs
 
 @dataclass(frozen=True)
 class Point:
-    """A choice for one layer: the values it keeps by number, their bytes, and the cost of what runs again."""
+    """A choice for one layer: the values it keeps by number, of which it moves `move` to the host.
+
+    `bytes` are those on the device, `cost` is of what runs again and of the link.
+    """
 
     keep: frozenset[int]
     bytes: int
     cost: int
+    move: frozenset[int] = frozenset()
 
 
 def cut(
@@ -86,6 +90,11 @@ def frontier(graph: Graph, costs: Sequence[int]) -> list[Point]:
     """Return the corners of the frontier, from the fewest bytes to no recomputation. `costs`: integers."""
     few = cut(graph, costs, byte_price=PREFER_BYTES)
     fast = cut(graph, costs, byte_price=1, cost_price=PREFER_BYTES)
+    return corners(few, fast, lambda height, width: cut(graph, costs, byte_price=height, cost_price=width))
+
+
+def corners(few: Point, fast: Point, solve: Callable[[int, int], Point]) -> list[Point]:
+    """Return the corners from `few` to `fast`. `solve(height, width)`: the least height x bytes + width x cost."""
     if fast.cost >= few.cost:
         return [few]
 
@@ -93,7 +102,7 @@ def frontier(graph: Graph, costs: Sequence[int]) -> list[Point]:
         width, height = high.bytes - low.bytes, low.cost - high.cost
         if width <= 0 or height <= 0:
             return []
-        found = cut(graph, costs, byte_price=height, cost_price=width)
+        found = solve(height, width)
         if height * found.bytes + width * found.cost >= height * low.bytes + width * low.cost:
             return []
         return [*between(low, found), found, *between(found, high)]

@@ -52,7 +52,8 @@ class Value:
     """One storage in one state. `kind`: op, arg, weight, or outside (neither made in the layer nor given to it).
 
     `where`: the path of an argument, the place of a weight among `find_weights`. `free`: it lives anyway.
-    `canon`: as the operation returned it. `taps`: where it can be had, and how it is seen there.
+    `canon`: as the operation returned it. `taps`: where it can be had, and how it is seen there. `differentiable`: a
+    gradient comes to it.
     """
 
     id: int
@@ -64,12 +65,18 @@ class Value:
     where: Any = None
     free: bool = False
     overwritten: bool = False
+    differentiable: bool = False
     taps: dict[Tap, Geometry] = field(default_factory=dict)
     name: str = ""
 
     @property
     def can_be_kept(self) -> bool:
         return self.free or (bool(self.taps) and not self.overwritten)
+
+    @property
+    def can_be_moved(self) -> bool:
+        """Return whether it need not be on the device until backward: what lives anyway would not be freed."""
+        return self.can_be_kept and not self.free and self.nbytes > 0
 
 
 @dataclass(eq=False)
@@ -188,6 +195,7 @@ class Recorder(TorchDispatchMode):
             if operators.storage(tensor) not in self._now and self._weight(tensor) is None:
                 value = self._new(tensor, "arg")
                 value.where, value.free = where, not tensor.requires_grad
+                value.differentiable = tensor.requires_grad
                 value.taps["arg", where] = value.canon
                 self._start[value.id] = value.canon.offset
 
@@ -323,7 +331,9 @@ class Recorder(TorchDispatchMode):
     def _tap(self, tap: Tap, tensor: torch.Tensor) -> None:
         number = self._now.get(operators.storage(tensor))
         if number is not None and self._weight(tensor) is None and self.graph.values[number].kind == "op":
-            self.graph.values[number].taps[tap] = geometry(tensor)
+            value = self.graph.values[number]
+            value.taps[tap] = geometry(tensor)
+            value.differentiable |= tensor.requires_grad
 
     def _listeners(self, name: str) -> tuple[Any, Any]:
         def look(side: str, tree: Any) -> None:
@@ -331,7 +341,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     tap = (side, name, self._calls[name] - 1, leaf)
                     self._tap(tap, tensor)
-                    self.tapped[tap] = tensor.detach()
+                    self.tapped[tap] = tensor
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._calls[name] += 1

@@ -1,4 +1,4 @@
-"""A table: which values of a layer are kept, by name. `compile_table` makes of it what a forward and backward do.
+"""A table: which values of a layer are kept, and where, by name. `compile_table` makes of it what a layer's passes do.
 
 Names say where a value is made ("mlp.act_fn: silu", "self_attn: attention [1]"), so that a table made on meta tensors
 holds for the real ones, and for other lengths. What a table leaves out and cannot be made again is kept all the same.
@@ -20,10 +20,16 @@ from remat.activation_checkpointing.mechanisms.tables.graph import Geometry, Gra
 
 @dataclass(frozen=True)
 class Table:
-    """What one layer keeps. `saved_bytes`: of what it makes itself and keeps, in a full micro-batch; 0: not planned."""
+    """What one layer keeps: `keep` on the device, `offload` in host memory.
+
+    Bytes are of a full micro-batch; 0: not planned. `saved_bytes`: of what it makes itself and keeps on the device.
+    `moved_bytes`: what the host holds.
+    """
 
     keep: frozenset[str] = frozenset()
     saved_bytes: int = 0
+    offload: frozenset[str] = frozenset()
+    moved_bytes: int = 0
 
 
 Maker = Callable[[Any], None]  # fn(frame): makes a value there
@@ -32,11 +38,12 @@ NOTHING = Table()  # keeps what cannot be made again
 
 
 class Fate(Enum):
-    """What becomes of a saved tensor: it stays, is a weight that is read again, or is made again."""
+    """What becomes of a saved tensor: it stays, is a weight that is read again, is made again, or is moved."""
 
     keep = "keep"
     weight = "weight"
     make = "make"
+    move = "move"
 
 
 @dataclass(eq=False)
@@ -70,16 +77,18 @@ class Step:
 
 @dataclass(eq=False)
 class Program:
-    """One graph under one table.
+    """One graph under one table. `kept`: values, of which `moved` are in host memory.
 
     `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of what
     is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame. `constants`:
     buffers and the like that operations read again. `slots`: the views of values that are read, numbered after the
     values; `views`: the reverse. `readers`: `uses` of each value. `seen`: the slots of each value, its own first.
+    `rows`: moved value -> how many of its numbers share a scale in 8 bits. `moved_bytes`: what the host holds.
     """
 
     graph: Graph
     kept: frozenset[int]
+    moved: frozenset[int] = frozenset()
     entries: list[Entry] = field(default_factory=list)
     steps: dict[int, Step] = field(default_factory=dict)  # by each value they make
     uses: Counter[int] = field(default_factory=Counter)
@@ -91,6 +100,8 @@ class Program:
     views: dict[int, Ref] = field(default_factory=dict)
     readers: list[int] = field(default_factory=list)
     seen: dict[int, list[int]] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    moved_bytes: int = 0
     makers: dict[int, Maker] = field(default_factory=dict)  # written when a backward first needs them
 
     def slot(self, ref: Ref) -> int:
@@ -110,23 +121,35 @@ class Program:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of kept values that the layer makes itself; what it is given belongs to others."""
-        return sum(
-            value.nbytes for value in map(self.graph.values.__getitem__, self.kept) if value.kind == "op"
-        )
+        """Bytes on the device of kept values that the layer makes itself; what it is given belongs to others."""
+        on_device = map(self.graph.values.__getitem__, self.kept - self.moved)
+        return sum(value.nbytes for value in on_device if value.kind == "op")
 
 
 def choose_kept(graph: Graph, table: Table) -> frozenset[int]:
-    """Return the values that `table` keeps of `graph`, and what must be kept besides."""
+    """Return the values that `table` keeps of `graph`, wherever, and what must be kept besides; nothing unread."""
     named = graph.named()
     held = frozenset(
-        named[name] for name in table.keep if name in named and graph.values[named[name]].can_be_kept
+        named[name]
+        for name in table.keep | table.offload
+        if name in named and graph.values[named[name]].can_be_kept
     )
-    return least(graph, held).keep
+    kept = least(graph, held).keep
+    read = set(graph.saved()).union(*(graph.ops[number].ins for number in _operations(graph, kept)))
+    return kept & read
 
 
-def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
-    program = Program(graph, kept)
+def choose_moved(graph: Graph, table: Table, kept: frozenset[int]) -> frozenset[int]:
+    """Return those of the values `kept` that `table` moves to the host."""
+    return frozenset(
+        value
+        for value in kept
+        if graph.values[value].name in table.offload and graph.values[value].can_be_moved
+    )
+
+
+def compile_table(graph: Graph, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Program:
+    program = Program(graph, kept, moved)
     for number in _operations(graph, kept):
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
@@ -137,7 +160,7 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         program.uses.update(op.ins)
     for save in graph.saves:
         value = graph.values[save.ref.value]
-        if not (save.dead or value.free or value.id in kept):
+        if not (save.dead or value.free or value.id in kept - moved):
             program.uses[value.id] += 1
     stores = _find_taps(program)
     for number, save in enumerate(graph.saves):
@@ -145,6 +168,8 @@ def compile_table(graph: Graph, kept: frozenset[int]) -> Program:
         stays = save.dead or value.free or value.id in kept
         gathered = value.kind == "weight" and graph.owner(value.where) is not None
         fate = Fate.weight if gathered else Fate.keep if stays else Fate.make
+        if value.id in moved and not save.dead:
+            fate = Fate.move
         program.entries.append(
             Entry(
                 fate, save.ref, save.maker if value.kind in ("op", "weight") else None,
