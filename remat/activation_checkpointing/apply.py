@@ -36,6 +36,7 @@ from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.activation_checkpointing.op_tracer import OpTracer
 from remat.activation_checkpointing.replay import Recorder
 from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model.layers import Stacks, find_stacks
 
 
@@ -130,11 +131,13 @@ def apply(
     device: torch.device | None = None,
     tensor_parallel: Any = None,
     compiled: CompiledLayers | None = None,
+    allocators: Allocators = TORCH_DEFAULT,
 ) -> Applied:
     """Put `decisions` (one per decoder layer; none at all: nothing is touched) in place.
 
     `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants, `compiled`
-    what compiles the layers, where that is asked for. Raises ConfigError when the model has not what a policy asks for.
+    what compiles the layers, where that is asked for, `allocators` how torch rounds page-locked memory.
+    Raises ConfigError when the model has not what a policy asks for.
     """
     if not decisions:
         return Applied()
@@ -149,7 +152,7 @@ def apply(
         applied.cleanup.callback(compiled.close)
     try:
         if any(decision.offload for decision in decisions):
-            applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers))
+            applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers), allocators)
         setup = Setup(
             decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
             compiled=compiled is not None,

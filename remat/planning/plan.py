@@ -344,7 +344,7 @@ class Recordings:
         train = cfg.train
         depends_on = (
             (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
-            (decided.packed, cfg.compile),
+            (decided.packed, cfg.compile, decided.allocators.exact_above_bytes),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
             (train.sequence_parallel_size, train.tensor_parallel_size, decided.router_coef > 0),
         )
@@ -412,7 +412,13 @@ def _record_layers(
     with ExitStack() as undo:
         given = undo.enter_context(sequence_parallel.planned(cfg.train, cfg.model, decided.packed, net))
         applied = apply.apply(
-            net, decisions, cfg.checkpointing, zero_stage=decided.zero_stage, device=META, compiled=made
+            net,
+            decisions,
+            cfg.checkpointing,
+            zero_stage=decided.zero_stage,
+            device=META,
+            compiled=made,
+            allocators=decided.allocators,
         )
         undo.callback(applied.remove)
         if applied.offload:

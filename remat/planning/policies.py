@@ -91,6 +91,7 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
             cfg.checkpointing,
             zero_stage=decided.zero_stage,
             device=META,
+            allocators=decided.allocators,
         )
         undo.callback(applied.remove)
         watch, events = applied.watch(META), list[Event]()

@@ -534,6 +534,7 @@ def _engine(
         device=world.device,
         tensor_parallel=group,
         compiled=compiled.CompiledLayers() if cfg.compile is Compilation.layers else None,
+        allocators=strategy.allocators,
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     with optim.held_still(optimizer), optim.muon_left_eager():

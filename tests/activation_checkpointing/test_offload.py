@@ -18,6 +18,7 @@ from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.offload import HostOffload, HostPool, LayerOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig, StorageDtype
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from tests.support import small_models, watched
 
 CPU = torch.device("cpu")
@@ -288,16 +289,28 @@ def test_little_of_a_slab_is_lost_to_powers_of_two(mebibytes: int) -> None:
     assert slab <= max(offload.SMALLEST_SLAB_BYTES, 32 * size)
 
 
+EXACT = Allocators(exact_above_bytes=16 << 20)
+
+
+@pytest.mark.parametrize("mebibytes", [17, 20, 33, 48, 100, 513])
+def test_nothing_of_a_slab_is_lost_where_page_locked_memory_is_exact(mebibytes: int) -> None:
+    assert offload.slab_bytes(mebibytes << 20, EXACT) == mebibytes << 20
+    assert offload.slab_bytes(1 << 20, EXACT) == offload.SMALLEST_SLAB_BYTES
+
+
+@pytest.mark.parametrize("allocators", [TORCH_DEFAULT, EXACT], ids=["powers_of_two", "exact"])
 @pytest.mark.parametrize("lengths", ["rising", "falling", "random"])
 @pytest.mark.parametrize("policy", [Policy.full, Policy.none])
-def test_sequences_of_many_lengths_do_not_let_the_pool_grow(policy: Policy, lengths: str) -> None:
+def test_sequences_of_many_lengths_do_not_let_the_pool_grow(
+    policy: Policy, lengths: str, allocators: Allocators
+) -> None:
     """32 layers 4096 wide; once the longest was there, not more than an eighth above what it needed."""
     steps = list(range(64, 4096, 64))
     if lengths == "falling":
         steps.reverse()
     if lengths == "random":
         random.Random(0).shuffle(steps)
-    pool, most = HostPool(torch.device("meta")), 0
+    pool, most = HostPool(torch.device("meta"), allocators), 0
     for tokens in steps:
         widths = [4096] if policy is Policy.full else [4096] * 4 + [11008] * 3 + [1024, 64]
         held = [pool.take(2 * tokens * width) for _ in range(32) for width in widths]

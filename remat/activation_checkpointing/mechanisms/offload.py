@@ -14,10 +14,10 @@ In 8 bits (`encode`, `decode`) a tensor has one scale per row, which is its last
 mantissa bits: an error of at most 1/16 of each value), int8 is uniform (at most 1/254 of the largest value of the row).
 It changes the gradients slightly, so it is never a default.
 
-Buffers (`HostPool`) are used again. torch rounds every page-locked allocation up to a power of two, so asking it for
-each would waste up to half. They are cut from slabs that are powers of two themselves, large enough that at most an
-eighth is left. What comes back is joined with what is free beside it, and slabs that nothing uses make room for one
-that is larger: with sequences of many lengths the pool would otherwise keep the buffers of each of them.
+Buffers (`HostPool`) are used again. They are cut from slabs. Where torch page-locks exact sizes, a large buffer is a
+slab of its own. Where it rounds up to a power of two, slabs are powers of two, large enough that at most an eighth is
+left. What comes back is joined with what is free beside it, and slabs that nothing uses make room for one that is
+larger: with sequences of many lengths the pool would otherwise keep the buffers of each of them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
 from remat.activation_checkpointing.mechanisms.operators import Version
 from remat.config.options import CheckpointingConfig, OffloadConfig, StorageDtype
 from remat.config.units import MIB
+from remat.machine.allocator import TORCH_DEFAULT, Allocators
 
 LARGEST_VALUE = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
 STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}
@@ -61,9 +62,15 @@ SHORTEST_ROW = 16  # values that share a scale; below, the scales would cost mor
 class HostOffload:
     """Moves what the layers of one model keep. One per model and device."""
 
-    def __init__(self, cfg: OffloadConfig, device: torch.device, num_layers: int) -> None:
+    def __init__(
+        self,
+        cfg: OffloadConfig,
+        device: torch.device,
+        num_layers: int,
+        allocators: Allocators = TORCH_DEFAULT,
+    ) -> None:
         self.cfg, self.device = cfg, device
-        self.pool = HostPool(device)
+        self.pool = HostPool(device, allocators)
         self.transfers = _Transfers(device)
         self._layers: list[LayerOffload | None] = [None] * num_layers
         # What several saves, or several layers (masks, rotary tables), share is moved once. Every value keeps its
@@ -460,8 +467,9 @@ def decode(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 class HostPool:
     """`take(nbytes)` a uint8 buffer and `give` it back."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device` is where the model computes."""
+    def __init__(self, device: torch.device, allocators: Allocators = TORCH_DEFAULT) -> None:
+        """`device` is where the model computes, `allocators` how torch rounds page-locked memory."""
+        self._allocators = allocators
         self._pinned = device.type == "cuda"
         self._device = torch.device("meta" if device.type == "meta" else "cpu")
         self._slabs: dict[int, _Slab] = {}  # by the identity of their memory
@@ -499,7 +507,9 @@ class HostPool:
             del self._slabs[key]
         if unused and self._pinned:
             torch.accelerator.empty_host_cache()  # else torch keeps the page-locked memory for itself
-        memory = torch.empty(slab_bytes(size), dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        memory = torch.empty(
+            slab_bytes(size, self._allocators), dtype=torch.uint8, device=self._device, pin_memory=self._pinned
+        )
         key = memory.untyped_storage()._cdata
         self._slabs[key] = _Slab(memory)
         return key
@@ -534,8 +544,13 @@ class _Slab:
         self.free.insert(place, (start, end))
 
 
-def slab_bytes(size: int) -> int:
-    """Return the smallest power of two of which buffers of `size` bytes fill at least seven eighths."""
+def slab_bytes(size: int, allocators: Allocators = TORCH_DEFAULT) -> int:
+    """Return the bytes of a slab for buffers of `size` bytes: one large buffer, where torch does not round it up.
+
+    Else the smallest power of two of which such buffers fill at least seven eighths.
+    """
+    if 2 * size > SMALLEST_SLAB_BYTES and allocators.pinned_bytes(size) == size:
+        return size
     slab = max(SMALLEST_SLAB_BYTES, 1 << (size - 1).bit_length())
     while slab % size > slab // 8 and slab < LARGEST_SLAB_IN_BUFFERS * size:
         slab *= 2
