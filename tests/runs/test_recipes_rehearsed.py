@@ -7,6 +7,7 @@ at a few layers and a small width, with weights on disk. `make test` rehearses a
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from remat.config import compose, ds_config
-from remat.config.options import FileType, PeftMethod
+from remat.config.options import Attention, FileType, PeftMethod
 from remat.model import hf_model, small_copy
 from remat.planning import retune
 from tests.support import tiny
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.launch
 
 LAYERS = 2
 NOT_HERE = {"gpt2_medium_lab", "tiny_zero3_offload"}  # random weights and made-up data: launched by other tests
+ON_A_CPU = {Attention.flash_attention_2: Attention.sdpa}  # with a mask, which flash attention does not need
 BUDGET = [
     "checkpointing.budget_gib=2",  # of host memory: a CPU has none of its own to fill
     # some rates of a CPU, so that seconds are planned
@@ -38,9 +40,9 @@ BUDGET = [
 def make_model(recipe: str, folder: Path) -> Path:
     """Save a model of the recipe's architecture with two layers and random weights in `folder`."""
     torch.manual_seed(3)
-    config = small_copy._reduced(
-        hf_model.shape_config(compose.compose_run([f"recipe={recipe}"]).run.model), True, LAYERS
-    )
+    asked = compose.compose_run([f"recipe={recipe}"]).run.model
+    as_published = replace(asked, rope_scaling=None, rope_factor=1.0)  # the run itself stretches positions
+    config = small_copy._reduced(hf_model.shape_config(as_published), True, LAYERS)
     config.vocab_size = 300  # bytes and special tokens
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -49,12 +51,14 @@ def make_model(recipe: str, folder: Path) -> Path:
 def words(recipe: str, folder: Path) -> list[str]:
     cfg = compose.compose_run([f"recipe={recipe}"]).run
     more = BUDGET if cfg.checkpointing.policy == "budget" else []
+    more = [*more, *["checkpointing.offload.min_bytes=1"] * cfg.checkpointing.offload.enabled]
     return [
         f"recipe={recipe}",
         "model=hf",
         f"model.path={make_model(recipe, folder / recipe)}",
         "model.tokenizer=bytes",
-        f"model.attention={cfg.model.attention}",
+        f"model.attention={ON_A_CPU.get(cfg.model.attention, cfg.model.attention)}",
+        f"train.sequence_parallel_size={min(2, cfg.train.sequence_parallel_size)}",
         "hardware=this_machine",
         f"hardware.nvme_path={folder}/nvme",
         f"data.path={folder / ('texts.jsonl' if cfg.data.file_type is FileType.jsonl else 'rows.json')}",
