@@ -40,7 +40,7 @@ def same_ranks(state: SavedState, world_size: int, shared_by: int) -> bool:
 
 
 def refusals(
-    state: SavedState, wanted: Reshard, *, world_size: int, shared_by: int, rendered: Mapping[str, Any]
+    state: SavedState, wanted: Reshard, *, world_size: int, shared_by: int = 1, rendered: Mapping[str, Any]
 ) -> list[str]:
     """Return why `world_size` ranks, `shared_by` of which share layers, cannot resume from `state`.
 
@@ -83,7 +83,7 @@ def refusals(
     return found
 
 
-def room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]:
+def room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
     """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
 
     `shared_by` of them share layers.

@@ -59,7 +59,7 @@ def model(name: str) -> PreTrainedModel:
 
 
 def engine(net: torch.nn.Module) -> Any:
-    return SimpleNamespace(module=net, optimizer=None, zero_optimization_stage=lambda: 0)
+    return SimpleNamespace(module=net, optimizer=None, zero_optimization_stage=lambda: 0, autotp_size=lambda: 0)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

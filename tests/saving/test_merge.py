@@ -73,7 +73,7 @@ def adapted(base: Path, cfg: PeftConfig) -> PeftModel:
 
 
 def engine(net: nn.Module) -> Any:
-    return SimpleNamespace(module=net, optimizer=None, zero_optimization_stage=lambda: 0)
+    return SimpleNamespace(module=net, optimizer=None, zero_optimization_stage=lambda: 0, autotp_size=lambda: 0)
 
 
 def run_of(base: Path, peft: PeftConfig) -> RunConfig:

@@ -249,7 +249,7 @@ def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, *words: st
     found = build.find_resume_point(
         cfg,
         SimpleNamespace(ds=CPU, zero_stage=3),  # type: ignore[arg-type]
-        SimpleNamespace(size=1),  # type: ignore[arg-type]
+        SimpleNamespace(size=1, tensor_parallel_size=1),  # type: ignore[arg-type]
         SimpleNamespace(note=told.append, warning=told.append),  # type: ignore[arg-type]
     )
     assert found is not None
@@ -282,6 +282,7 @@ def test_a_failure_names_its_rank_and_leaves_nothing(tmp_path: Path, monkeypatch
     shapes = {name: shape for group in SHAPES for name, shape in group.items()}
     engine = SimpleNamespace(
         zero_optimization_stage=lambda: 3,
+        autotp_size=lambda: 0,
         bfloat16_enabled=lambda: False,
         fp16_enabled=lambda: False,
         config={},

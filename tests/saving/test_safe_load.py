@@ -182,7 +182,7 @@ def test_a_resume_refuses_every_kind_of_file_before_a_model(tmp_path: Path, kind
     ).run
     cfg.train.precision = "fp32"  # type: ignore[assignment]
     strategy: Any = SimpleNamespace(zero_stage=2, ds={"zero_optimization": {}})
-    world: Any = SimpleNamespace(size=1, is_main=True)
+    world: Any = SimpleNamespace(size=1, is_main=True, tensor_parallel_size=1)
     console: Any = SimpleNamespace(warning=print, note=print)
     with pytest.raises(ConfigError, match=rf"resume: .*{Path(kind).name} is refused"):
         build.find_resume_point(cfg, strategy, world, console)

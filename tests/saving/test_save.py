@@ -47,6 +47,9 @@ class Engine:
     def zero_optimization_stage(self) -> int:
         return 0
 
+    def autotp_size(self) -> int:
+        return 0
+
     def bfloat16_enabled(self) -> bool:
         return False
 
