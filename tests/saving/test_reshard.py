@@ -287,7 +287,7 @@ def test_a_failure_names_its_rank_and_leaves_nothing(tmp_path: Path, monkeypatch
         fp16_enabled=lambda: False,
         config={},
         _get_zero_param_shapes=lambda: [shapes],
-        module=torch.nn.Module(),
+        module=torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()}),
     )
 
     def full(*args: Any) -> None:
@@ -298,6 +298,7 @@ def test_a_failure_names_its_rank_and_leaves_nothing(tmp_path: Path, monkeypatch
         load.load(engine, state)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000004"]
     shapes["d"] = torch.Size([1])
+    engine.module["d"] = torch.zeros(1)
     with pytest.raises(ConfigError, match=r"has other parameters than this run \(d and 0 more\)"):
         load.load(engine, state)
 
