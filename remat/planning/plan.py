@@ -30,6 +30,7 @@ from remat.config.options import (
 )
 from remat.config.units import GIB, format_size
 from remat.machine import gpus
+from remat.machine.allocator import Allocators
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import layers, loss, meta_kernels, optimizer_state
 from remat.parallel import sequence_parallel
@@ -369,7 +370,7 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
             break
         try:
             recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
-            return _with_host_bytes(recorded, decisions, cfg)
+            return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
         except NotRepeated:
             continue
         except ConfigError:  # what is wrong is told of the whole model
@@ -378,7 +379,10 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
 
 
 def _with_host_bytes(
-    recording: simulate.Recording, decisions: Sequence[LayerDecision], cfg: RunConfig
+    recording: simulate.Recording,
+    decisions: Sequence[LayerDecision],
+    cfg: RunConfig,
+    allocators: Allocators,
 ) -> simulate.Recording:
     """Return the recording of a model that was recorded shortened, with the host memory that its tables take."""
     sizes = [
@@ -387,7 +391,7 @@ def _with_host_bytes(
         if (table := decisions[layer].table)
         for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
     ]
-    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes))
+    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes, allocators))
     return replace(recording, timeline=timeline) if sizes else recording
 
 

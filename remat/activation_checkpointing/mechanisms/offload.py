@@ -425,9 +425,9 @@ def row_of(size: Sequence[int], stride: Sequence[int], offset: int, length: int)
     return row if row >= SHORTEST_ROW and all(n % row == 0 for n in (length, offset, *steps)) else 0
 
 
-def pool_bytes(sizes: Iterable[int]) -> int:
+def pool_bytes(sizes: Iterable[int], allocators: Allocators) -> int:
     """Return the host memory that buffers of `sizes`, taken in this order, are cut from."""
-    pool = HostPool(torch.device("meta"))
+    pool = HostPool(torch.device("meta"), allocators)
     for size in sizes:
         pool.take(size)
     return pool.slab_bytes
