@@ -46,6 +46,7 @@ def main() -> None:
     from benchmarks.environment import environment
 
     result: dict[str, Any] = {"store": {}, "vote": {}, "save": {}, "plan": {}}
+    measure_plan(8)  # imports
     for ranks in args.ranks:
         result["store"][ranks] = measure_store(ranks)
         result["save"][ranks] = measure_save(ranks)
