@@ -336,6 +336,7 @@ class Recordings:
         self.made = 0
         self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
+        self._reaches: dict[Any, int] = {}  # that were enough for layers of a kind: what is tried first
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
         """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
@@ -351,30 +352,38 @@ class Recordings:
         )
         key = repr(depends_on)
         if key not in self._found:
-            self._found[key] = _record(cfg, decided, on_gpu=on_gpu)
+            self._found[key] = _record(cfg, decided, self._reaches, on_gpu=on_gpu)
             self.made += 1
         return self._found[key]
 
 
-def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simulate.Recording:
-    """Record one micro-batch of the real model on meta tensors, with the run's policies applied."""
+def _record(
+    cfg: RunConfig, decided: strategy.Strategy, reaches: dict[Any, int], *, on_gpu: bool
+) -> simulate.Recording:
+    """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
+
+    `reaches` has how far layers of each kind were found to act on their neighbours; it gets what is found here.
+    """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
         raise ConfigError(
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    for reach in REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES:
+    kind = decided.zero_stage == 3, frozenset((d.mechanism.name, d.offload) for d in decisions)
+    possible = REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES
+    for reach in sorted(possible, key=lambda reach: reach != reaches.get(kind)):
         short = strategy.shorten(cfg, decisions, reach)
         if short is None:
-            break
+            continue
         try:
             recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
-            return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
         except NotRepeated:
             continue
         except ConfigError:  # what is wrong is told of the whole model
             break
+        reaches[kind] = reach
+        return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
     return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
 
 
