@@ -400,8 +400,10 @@ def _with_host_bytes(
         if (table := decisions[layer].table)
         for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
     ]
-    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes, allocators))
-    return replace(recording, timeline=timeline) if sizes else recording
+    host_bytes = pool_bytes(sizes, allocators)
+    return replace(
+        recording, timeline=replace(recording.timeline, host_bytes=host_bytes, moved_bytes=sum(sizes))
+    )
 
 
 def _record_layers(
@@ -457,7 +459,9 @@ def _record_layers(
             on_gpu=on_gpu,
             marked=marked,
         )
-        recording = replace(recording, graphs=applied.graphs())
+        moved_bytes = sum(counts.moved_bytes for counts in applied.counts)
+        timeline = replace(recording.timeline, moved_bytes=moved_bytes)
+        recording = replace(recording, timeline=timeline, graphs=applied.graphs())
     if short is None:
         return recording
     del net, marked, applied  # what they still hold is freed, and that is part of the record
@@ -661,7 +665,7 @@ def _time(
         num_params=decided.held.num_params,
         num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
-        moved_bytes=_moved_bytes(decided, simulation),
+        moved_bytes=simulation.moved_bytes,
         tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
@@ -669,13 +673,6 @@ def _time(
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
         sequence_ranks=cfg.train.sequence_parallel_size,
     )
-
-
-def _moved_bytes(decided: strategy.Strategy, simulation: Simulation) -> int:
-    """Return what activations take to the host in a micro-batch: as tables say, else all that lies there."""
-    if any(decision.offload and decision.table is None for decision in decided.decisions):
-        return simulation.host_bytes
-    return sum(decision.table.moved_bytes for decision in decided.decisions if decision.table)
 
 
 def capacity_of(machine: HardwareConfig) -> Capacity:

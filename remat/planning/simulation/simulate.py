@@ -49,6 +49,7 @@ class Recording:
             gathered_bytes=found.gathered_bytes,
             assumptions=self.assumptions,
             peaks=found.by_part,
+            moved_bytes=timeline.moved_bytes,
         )
 
     def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:

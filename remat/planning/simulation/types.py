@@ -92,6 +92,7 @@ class Simulation:
     gathered_bytes: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
     peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
+    moved_bytes: int = 0  # of activations that go to host memory, and come back
 
     @property
     def exchanged_bytes(self) -> int:
