@@ -25,6 +25,7 @@ POLICIES = {
     "full": CheckpointingConfig(),
     "uniform": CheckpointingConfig(policy=Policy.uniform),
     "tiles": CheckpointingConfig(tiles="4"),
+    "budget": CheckpointingConfig(policy=Policy.budget),  # the fewest bytes
 }
 MICRO_BATCHES = 4  # gloo's own thread may hold a buffer a moment longer: the least of the last ones counts
 LEARNT = 2
