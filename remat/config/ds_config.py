@@ -62,6 +62,9 @@ def values_of(
     shared_by, sequences = cfg.train.tensor_parallel_size, world_size
     if sequences is not None:
         sequences = count_data_ranks(
+            cfg.train.pipeline_parallel_size, sequences, option="train.pipeline_parallel_size"
+        )
+        sequences = count_data_ranks(
             cfg.train.sequence_parallel_size, sequences, option="train.sequence_parallel_size"
         )
     return RunValues(
