@@ -281,7 +281,8 @@ class PipelineParallel:
         """Let saved states have the weights of a stage in the file of other runs, not in one for each layer."""
         from deepspeed import DeepSpeedEngine
 
-        engine.module_state_dict = MethodType(DeepSpeedEngine.module_state_dict, engine)
+        for name in ("module_state_dict", "load_module_state_dict"):
+            setattr(engine, name, MethodType(getattr(DeepSpeedEngine, name), engine))
 
 
 def _as_it_is(value: Tensor) -> Tensor:
@@ -333,11 +334,6 @@ def hand_on(net: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the hidden states after the last layer of a stage that is not the last, [batch, seq, hidden]."""
     hidden: Tensor = net.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden
-
-
-def model_of(module: Any) -> Any:
-    """Return the transformers model of an engine's module, which is itself where there are no stages."""
-    return getattr(module, "transformers_model", module)
 
 
 Around = Callable[

@@ -93,7 +93,12 @@ def find_resume_point(
     if found is not None:
         shared_by = cfg.train.tensor_parallel_size
         also = reshard.refusals(
-            found.state, cfg.reshard, world_size=world.size, shared_by=shared_by, rendered=strategy.ds
+            found.state,
+            cfg.reshard,
+            world_size=world.size,
+            shared_by=shared_by,
+            stages=cfg.train.pipeline_parallel_size,
+            rendered=strategy.ds,
         )
         load.check_compatible(
             found.state,
@@ -106,7 +111,7 @@ def find_resume_point(
         load.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
-        if not reshard.same_ranks(found.state, world.size, shared_by):
+        if not reshard.same_ranks(found.state, world.size, shared_by, cfg.train.pipeline_parallel_size):
             _check_reshard(found.state, world, console)
     return found
 
@@ -275,7 +280,7 @@ def _build(
     if world.is_main:
         _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
-        _write_config_and_tokenizer(folder, hf_config, tokenizer, pipeline_parallel.model_of(engine.module))
+        _write_config_and_tokenizer(folder, hf_config, tokenizer, hf_model.model_of(engine.module))
     snapshots.take("engine")
     run = Run(
         cfg=cfg,

@@ -17,9 +17,8 @@ from remat.data.cache import Splits
 from remat.machine import distributed
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import loss, packing
+from remat.model import hf_model, loss, packing
 from remat.model.hf_model import Loaded
-from remat.parallel import pipeline_parallel
 from remat.parallel.pipeline_parallel import PipelineParallel
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.planning.launch_plan import LaunchPlan
@@ -132,7 +131,7 @@ class Run:
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in (micro_batch | ends).items()
         }
-        return packing.given(packed, found, pipeline_parallel.model_of(self.engine.module))
+        return packing.given(packed, found, hf_model.model_of(self.engine.module))
 
     def take_memory_peaks(self) -> dict[str, float]:
         """Return memory since the last call, over all ranks, and keep the maxima for the final table. Collective.
