@@ -87,6 +87,11 @@ def tensor_ranks(ds: Mapping[str, Any]) -> int:
     return int((ds.get("tensor_parallel") or {}).get("autotp_size", 1))
 
 
+def pipeline_stages(ds: Mapping[str, Any]) -> int:
+    """Return into how many stages the layers are divided under the dict that reaches the engine."""
+    return int((ds.get("pipeline") or {}).get("stages", 1))
+
+
 def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:
     """Groups of ranks, each of which reads data of its own. Raises ConfigError when ranks are left over."""
     if world_size % shared_by:

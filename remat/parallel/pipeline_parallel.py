@@ -103,7 +103,7 @@ def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
         return dict(ds)
     rest = {key: value for key, value in ds.items() if key != "train_batch_size"}
     zero = {**ds["zero_optimization"], "overlap_comm": False}
-    return rest | {"zero_optimization": zero, "pipeline": {"activation_checkpoint_interval": 0}}
+    return rest | {"zero_optimization": zero, "pipeline": {"stages": size, "activation_checkpoint_interval": 0}}
 
 
 def join(world: World, size: int) -> World:
@@ -332,8 +332,30 @@ def _make_module(own: PipelineParallel) -> Any:
 
 def hand_on(net: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the hidden states after the last layer of a stage that is not the last, [batch, seq, hidden]."""
-    hidden: Tensor = net.base_model(**inputs, use_cache=False).last_hidden_state
+    own = {name: value for name, value in inputs.items() if name != "labels"}
+    hidden: Tensor = net.base_model(**own, use_cache=False).last_hidden_state
     return hidden
+
+
+def planned(
+    net: Any, stages: Stages, stage: int, token_loss: Callable[[Any, dict[str, Any]], Tensor] | None
+) -> Callable[[Any, dict[str, Any]], Tensor]:
+    """Return a function that computes, on meta tensors, what a stage does of one micro-batch, given its inputs.
+
+    `net` has been cut by `keep_stage`. `token_loss` is that of the last stage. The engine keeps what it received and
+    trains on a copy of it.
+    """
+    width, dtype = net.config.get_text_config().hidden_size, net.dtype
+
+    def compute(module: Any, inputs: dict[str, Any]) -> Tensor:
+        own = dict(inputs)
+        if stage > 0:
+            ids = own.pop("input_ids")
+            received = torch.empty(*ids.shape, width, dtype=dtype, device=ids.device, requires_grad=True)
+            own["inputs_embeds"] = received.clone()
+        return hand_on(module, own) if token_loss is None else token_loss(module, own)
+
+    return compute
 
 
 Around = Callable[

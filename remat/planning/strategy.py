@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,8 @@ class Strategy:
     allocators: Allocators = TORCH_DEFAULT
     router_coef: float = 0.0  # of the loss that balances a mixture of experts
     stages: Stages | None = None  # which layers each stage has, where there are several
+    facts_of_stages: tuple[hf_model.ModelFacts, ...] = ()
+    stage: int | None = None  # whose decisions and `held` these are; None: of all
 
     @property
     def warnings(self) -> list[str]:
@@ -83,6 +86,18 @@ class Strategy:
             return self.decisions
         own = self.stages.layers(stage)
         return [_moved(self.decisions[layer], -own.start) for layer in own]
+
+    @property
+    def num_saved_params(self) -> int:
+        """Return the trained parameters in a saved state, of all ranks together."""
+        if self.facts_of_stages:
+            return sum(facts.num_trainable_params for facts in self.facts_of_stages)
+        return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
+
+    def of_stage(self, stage: int) -> Strategy:
+        """Return the strategy of the ranks of one stage, which holds its layers alone."""
+        own = self.decisions_of(stage)
+        return replace(self, decisions=own, held=self.facts_of_stages[stage], stage=stage)
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Return the model states of one rank, sharded over `data_ranks` ranks."""
@@ -170,12 +185,15 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         raise ConfigError(own_slices.refusal(cfg.model, because))
     one_width = packed.form is not Packing.none
     stages = None if num_stages == 1 else _divide(cfg, skeleton, num_stages)
+    of_stages = () if stages is None else tuple(_facts_of(skeleton, stages, s) for s in range(stages.size))
     decisions, stacks, because = _decisions(
         cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width, stages=stages
     )
     return Strategy(
         facts=facts,
-        held=_held(facts, shape.adapted, shared_by, zero_stage),
+        held=max(of_stages, key=lambda facts: facts.num_params)
+        if of_stages
+        else _held(facts, shape.adapted, shared_by, zero_stage),
         fields=fields,
         ds=ds,
         zero_stage=zero_stage,
@@ -188,7 +206,31 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         allocators=allocator.in_effect(cfg.allocator),
         router_coef=loss.decide_balance(cfg, skeleton),
         stages=stages,
+        facts_of_stages=of_stages,
     )
+
+
+def _facts_of(skeleton: Any, stages: Stages, stage: int) -> hf_model.ModelFacts:
+    net = copy.deepcopy(skeleton)
+    pipeline_parallel.keep_stage(net, stages, stage)
+    return hf_model.facts(net)
+
+
+def find_like(cfg: RunConfig, decided: Strategy) -> list[int]:
+    """Return for each stage the first one that computes the same."""
+    assert decided.stages is not None
+    likes = _shape_of(cfg, hf_model.shape_config(cfg.model)).likes
+    size = decided.stages.size
+    keys = [
+        (
+            stage == 0,
+            stage == size - 1,
+            decided.decisions_of(stage),
+            [likes[i] for i in decided.stages.layers(stage)],
+        )
+        for stage in range(size)
+    ]
+    return [keys.index(key) for key in keys]
 
 
 def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
