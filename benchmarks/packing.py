@@ -6,7 +6,7 @@ row is padded to one length, or to the longest of their micro-batch, from batche
 last pads too, but takes about as many tokens a step as the packed one, in more micro-batches. Launches take turns; each
 figure is the median of the steady steps of all launches of its kind. The load of the machine is recorded.
 
-    python benchmarks/packing.py [--repeats 2] [--steps 14] [--micro-batch 4]     # benchmarks/results/packing.json
+    python benchmarks/packing.py [--repeats 2] [--steps 14] [--micro-batches 1 2 4]  # benchmarks/results/packing.json
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULT = ROOT / "benchmarks" / "results" / "packing.json"
-RANKS, SEQ_LEN, GLOBAL_BATCH = 2, 512, 8
+RANKS, SEQ_LEN = 2, 512
 TO_SEQ_LEN = "REMAT_BENCHMARK_PADS_TO_SEQ_LEN"  # set in the ranks of that kind
 FIRST_STEADY = 3  # micro-batches of the first step are watched operation by operation
-ALONE = "data.packing=none"
-VARIANTS = {
-    "packed": ["data.packing=documents"],
-    "padded to train.seq_len": [ALONE],
-    "padded to the longest": [ALONE],
-    "padded to the longest, as many tokens a step": [ALONE, f"train.global_batch_size={4 * GLOBAL_BATCH}"],
+VARIANTS = {  # data.packing, and how many micro-batches a rank has in a step
+    "packed": ("documents", 1),
+    "padded to train.seq_len": ("none", 1),
+    "padded to the longest": ("none", 1),
+    "padded to the longest, as many tokens a step": ("none", 4),
 }
 
 
@@ -41,41 +40,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from benchmarks.environment import environment
     from tests.support.chats import make_chats
 
-    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in VARIANTS}
-    data: dict[str, dict[str, Any]] = {}
+    result: dict[str, Any] = {"micro_batches": {}, "ranks": RANKS, "seq_len": SEQ_LEN}
     with tempfile.TemporaryDirectory() as scratch:
         chats = make_chats(Path(scratch) / "chats.jsonl")
-        for repeat in range(args.repeats):
-            for name, words in VARIANTS.items():
-                words = [*words, f"train.micro_batch_size={args.micro_batch}", f"train.steps={args.steps}"]
-                os.environ[TO_SEQ_LEN] = str(int(name.endswith("seq_len")))
-                run = launch(Path(scratch), chats, f"{re.sub('[^a-z]+', '-', name)}-{repeat}", words)
-                lines = (run / "metrics.jsonl").read_text().splitlines()
-                rows = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
-                found[name].append([row for row in rows if row["step"] >= FIRST_STEADY])
-                data[name] = json.loads((run / "data.json").read_text())
+        for rows in args.micro_batches:
+            result["micro_batches"][rows] = compare(Path(scratch), chats, rows, args.repeats, args.steps)
+    result["load_average"] = os.getloadavg()
+    result["environment"] = environment("cpu")
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+def compare(scratch: Path, chats: Path, micro_batch: int, repeats: int, steps: int) -> dict[str, Any]:
+    """Launch each variant `repeats` times in turns, with one micro-batch a rank and step, but for the last variant."""
+    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in VARIANTS}
+    data: dict[str, dict[str, Any]] = {}
+    for repeat in range(repeats):
+        for name, (packing, factor) in VARIANTS.items():
+            words = [f"data.packing={packing}", f"train.micro_batch_size={micro_batch}", f"train.steps={steps}"]
+            words.append(f"train.global_batch_size={factor * RANKS * micro_batch}")
+            os.environ[TO_SEQ_LEN] = str(int(name.endswith("seq_len")))
+            run = launch(scratch, chats, f"{re.sub('[^a-z]+', '-', name)}-{micro_batch}-{repeat}", words)
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+            rows = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
+            found[name].append([row for row in rows if row["step"] >= FIRST_STEADY])
+            data[name] = json.loads((run / "data.json").read_text())
     result: dict[str, Any] = {name: figures(found[name], data[name]) for name in VARIANTS}
     packed = result["packed"]["trained_tokens_per_s"]
     result["packed_to_others"] = {
         name: packed / result[name]["trained_tokens_per_s"] for name in VARIANTS if name != "packed"
     }
-    result["shape"] = {
-        "ranks": RANKS,
-        "seq_len": SEQ_LEN,
-        "micro_batch": args.micro_batch,
-        "global_batch": GLOBAL_BATCH,
-        "steps": args.steps,
-    }
-    result["load_average"] = os.getloadavg()
-    result["environment"] = environment("cpu")
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+    return result
 
 
 def launch(scratch: Path, chats: Path, name: str, words: list[str]) -> Path:
@@ -84,7 +85,7 @@ def launch(scratch: Path, chats: Path, name: str, words: list[str]) -> Path:
     done = deepspeed(
         "recipe=tiny_zero3_offload", f"name={name}", "run_id=run", f"output_dir={scratch}/out",
         "data=chat", f"data.path={chats}", f"data.cache_dir={scratch}/cache", "data.eval_fraction=0",
-        "train.precision=fp32", f"train.seq_len={SEQ_LEN}", f"train.global_batch_size={GLOBAL_BATCH}",
+        "train.precision=fp32", f"train.seq_len={SEQ_LEN}",
         "train.log_every=1",
         "train.eval_every=0", "save.every=0", "save.at_end=false", "save.export=false", "tracking=wandb_disabled",
         *words, script="benchmarks/packing.py", real=True,

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class OpTracer(TorchDispatchMode):
         self.gathered_bytes: dict[Phase, int] = dict.fromkeys(self.flops, 0)
         # per layer, the most that one run of its MLP, or of a slice of it, made and held at a time
         self.mlp_peak_bytes: dict[int, int] = defaultdict(int)
+        self.choices: dict[int, Choices] = defaultdict(Choices)  # of the routers of each layer
         self.live_bytes = 0
         self.peak_bytes = 0
         self._scope, self._device = scope, device
@@ -235,7 +237,11 @@ class OpTracer(TorchDispatchMode):
         formula = flop_formula(func)
         if formula is not None:
             self.flops[self._phase()][self._layer()] += formula(*args, **kwargs, out_val=result)
-        elif isinstance(func, torch._ops.OpOverload) and func._schema.name in GATHERS:
+        elif not isinstance(func, torch._ops.OpOverload):
+            return
+        elif func._schema.name in operators.CHOICES:
+            self.choices[self._layer()].note(result, again=self._scope.recomputing)
+        elif func._schema.name in GATHERS:
             for tensor in operands(args[0]):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._is_gathered(tensor.untyped_storage()._cdata)
@@ -245,6 +251,27 @@ class OpTracer(TorchDispatchMode):
 
     def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
         return bool(self._gathered) and all(t.untyped_storage()._cdata in self._gathered for t in tensors)
+
+
+@dataclass
+class Choices:
+    """What the routers of a layer chose: positions that `operators.CHOICES` return.
+
+    `made_again` counts those of a recomputation, `changed` those of them that are none of the forward's.
+    """
+
+    made: list[bytes] = field(default_factory=list)
+    made_again: int = 0
+    changed: int = 0
+
+    def note(self, result: Any, *, again: bool) -> None:
+        chosen = [t for t in tensors_in(result) if not (t.is_meta or t.is_floating_point())]
+        found = b"".join(t.cpu().numpy().tobytes() for t in chosen)
+        if again:
+            self.made_again += 1
+            self.changed += found not in self.made
+        else:
+            self.made.append(found)
 
 
 class Calls:

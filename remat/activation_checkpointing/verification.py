@@ -46,6 +46,9 @@ def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
             "slices": counts.slices,
             "slices_run_again": counts.slices_again,
             "slices_run_a_third_time": counts.slices_thrice,
+            "router_choices": len(watch.choices[index].made),
+            "router_choices_made_again": watch.choices[index].made_again,
+            "router_choices_changed": watch.choices[index].changed,
             "kept_results": counts.kept_outputs,
             "reused_results": counts.reused_outputs,
             "pinned_gathered_weight_bytes": watch.pinned_weight_bytes.get(index, 0),
@@ -81,6 +84,8 @@ def line(applied: Applied, watch: OpTracer) -> str:
         parts.append(f"layers {spans(idle)} did not run in the first step")
     if repeated := [index for index, c in enumerate(counts) if c.repeated]:
         parts.append(f"layers {spans(repeated)} ran again more than once, for checkpoints of their own")
+    if again := sum(choices.made_again for choices in watch.choices.values()):
+        parts.append(f"{again} choices of routers made again, the same")
     if words := applied.stacks.describe():
         parts.append(words)
     return ", ".join(parts)
@@ -110,7 +115,21 @@ def unmet_expectations(
     for mechanism in dict.fromkeys(decision.mechanism for decision in applied.decisions):
         own = {index: layer for index, layer in observed.items() if layer.decision.mechanism == mechanism}
         found += mechanism.unmet(cfg, own)
+    found += _check_choices(watch)
     return found + offload.unmet(cfg, observed, full=full) + tiles.unmet(observed) + _check_kept_bytes(observed)
+
+
+def _check_choices(watch: OpTracer) -> list[str]:
+    """Check that no router chose other experts when its layer ran again."""
+    changed = [index for index, choices in sorted(watch.choices.items()) if choices.changed]
+    if not changed:
+        return []
+    return [
+        f"checkpointing changes what the model computes in layers {spans(changed)}: a router that ran again chose "
+        f"other experts than in the forward ({sum(watch.choices[index].changed for index in changed)} choices); use "
+        "checkpointing=budget, which never makes a choice again, or give such layers the policy none with "
+        "checkpointing.layers"
+    ]
 
 
 def _observe(applied: Applied, watch: OpTracer, *, without: list[int]) -> Observed:

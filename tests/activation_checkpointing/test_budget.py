@@ -15,12 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from remat.activation_checkpointing import apply, policy, validation, verification
-from remat.activation_checkpointing.mechanisms import budget
+from remat.activation_checkpointing.mechanisms import budget, operators
 from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Setting
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, cut, frontier
 from remat.activation_checkpointing.mechanisms.tables.graph import (
-    CHOICES,
     Geometry,
     Graph,
     Op,
@@ -137,9 +136,13 @@ def test_the_choice_of_experts_is_always_kept(family: str) -> None:
     for graph in graphs.values():
         program = compile_table(graph, choose_kept(graph, Table()))
         again = {step.op.func for step in program.steps.values()}
-        assert not {func for func in again if func._schema.name in CHOICES}
-        chosen += any(op.func._schema.name in CHOICES for op in graph.ops)
+        assert not {func for func in again if func._schema.name in operators.CHOICES}
+        chosen += any(op.func._schema.name in operators.CHOICES for op in graph.ops)
     assert chosen >= 2
+    found, _ = under(small_models.build(family), [None] * 3)
+    choices = found.watch.choices.values()
+    assert sum(bool(layer.made) for layer in choices) == chosen
+    assert not any(layer.made_again for layer in choices)
 
 
 def applied_to(net: Any, table: Table | None, **cfg: Any) -> apply.Applied:

@@ -320,3 +320,26 @@ def test_a_layer_whose_own_hooks_keep_everything_is_found() -> None:
         layer.__class__ = Layer
     (text,) = problems(net, CheckpointingConfig())
     assert "counted [0, 0, 0] (saved-tensor hooks of the layer's own keep what backward needs" in text
+
+
+@pytest.mark.parametrize("policy", [Policy.full, Policy.selective_ops])
+def test_choices_of_routers_that_run_again_are_counted(policy: Policy) -> None:
+    result = proven_equal(small_models.build("mixtral"), CheckpointingConfig(policy=policy))
+    rows = verification.rows(result.applied, result.watch)
+    assert all(row["router_choices"] == row["router_choices_made_again"] > 0 for row in rows)
+    assert "choices of routers made again, the same" in verification.line(result.applied, result.watch)
+
+
+def test_a_router_that_chooses_other_experts_when_it_runs_again_is_found() -> None:
+    net = small_models.build("mixtral")
+    router, runs = net.model.layers[1].mlp.gate, []
+
+    def turn(module: Any, args: Any) -> Any:
+        runs.append(1)
+        return (args[0] if len(runs) == 1 else -args[0],)
+
+    router.register_forward_pre_hook(turn)
+    cfg = CheckpointingConfig(policy=Policy.full)
+    result = watched.run(net, cfg)
+    (text,) = verification.unmet_expectations(result.applied, result.watch, cfg)
+    assert text.startswith("checkpointing changes what the model computes in layers 1: a router that ran again")

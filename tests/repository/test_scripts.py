@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from deepspeed.launcher import launch, runner
 
-from remat.config import compose
+from remat.config import compose, metrics
 from remat.launch import arguments
+from scripts import wandb_workspace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -192,3 +193,13 @@ def test_the_image_is_built_from_files_that_are_there_and_the_pinned_torch() -> 
     assert sorted(copied) == sorted(kept) and all((ROOT / name).exists() for name in copied)
     pinned = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert pinned and f"pip install --no-cache-dir {pinned[1]}\n" in text
+
+
+def test_the_view_of_weights_and_biases_draws_metrics_that_runs_log() -> None:
+    view = wandb_workspace.make_workspace("team", "remat")
+    panels = [panel for section in view.sections for panel in section.panels]
+    drawn = [name for panel in panels for name in panel.y]
+    logged = {value for name, value in vars(metrics).items() if name.isupper()}
+    assert len(drawn) == len(set(drawn)) and set(drawn) <= logged
+    written = view._to_model().model_dump_json()  # what would be sent
+    assert all(f'"{name}"' in written for name in drawn)

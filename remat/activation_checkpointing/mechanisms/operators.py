@@ -35,6 +35,8 @@ FUSED_ATTENTION = re.compile(
     r"|flex_attention"
 )
 COLLECTIVES = re.compile(r"_c10d_functional(_autograd)?::(?!wait_tensor)\w+(?<!_)(?<!_out)")
+# What a router chooses experts with: a result that is rounded otherwise may choose others.
+CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
 GROUPS: dict[str, Callable[[str], bool]] = {
     "attention": lambda name: FUSED_ATTENTION.fullmatch(name) is not None,
     "communication": lambda name: COLLECTIVES.fullmatch(name) is not None,

@@ -28,7 +28,6 @@ from remat.model.flops import flop_formula
 # Where a running layer can lay hands on a value: ("save", n), ("in" or "out", module, call, leaf).
 Tap = tuple[Any, ...]
 VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}  # which one: whether a mode is active
-CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
 FIXED_RESULT = "bitsandbytes::"  # of a library whose operations draw no random numbers
 DATA_SIZED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -274,7 +273,7 @@ class Recorder(TorchDispatchMode):
             return "it communicates"
         if "::empty" in name or "::new_empty" in name:
             return "a kernel that is not seen here may fill it"
-        if name in CHOICES:
+        if name in operators.CHOICES:
             return "it chooses"
         if operators.FUSED_ATTENTION.fullmatch(name):
             return "" if _without_dropout(op.func, args, kwargs) else "it draws random numbers"
