@@ -175,7 +175,7 @@ def _plan_one(
     if plot is not None:
         from remat.report import plan_charts
 
-        plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
+        plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy_of_fullest), plot)
     return planned.plan.verdict is not Verdict.too_large
 
 
