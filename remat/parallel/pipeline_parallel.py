@@ -251,9 +251,9 @@ class PipelineParallel:
     ) -> None:
         """Run forward and backward of `count` micro-batches through all stages by 1F1B. Collective.
 
-        `batches` are inputs of the model. With `updates` the gradients are reduced and the optimizer updates the
-        weights after that. `weigh` makes of a
-        summed loss what is trained on. `forward_done` is called with what each forward returned.
+        `batches` are inputs of the model. `weigh` makes of a summed loss what is trained on. With `updates` the
+        gradients are reduced after the last backward, and the optimizer updates the weights. `forward_done` is called
+        with what each forward returned.
         """
         from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -443,7 +443,7 @@ def _model(size: int, skeleton: Any) -> list[str]:
         return [f"{OPTION}={size}: {name} has more than one stack of layers; use {OPTION}=1"]
     count = len(stacks.treated[0].layers)
     if count < size:
-        return [f"{OPTION}={size}: {name} has {count} layers; give at most {count}"]
+        return [f"{OPTION}={size}: {name} has {count} layer{'s' * (count > 1)}; give at most {count}"]
     if len(skeleton.get_submodule(stacks.treated[0].name)) != count:
         return [f"{OPTION}={size}: {name} lists layers of several kinds together; use {OPTION}=1"]
     ties = tied_names(skeleton)

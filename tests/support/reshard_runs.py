@@ -1,9 +1,9 @@
 """`reshard_runs.py SPEC.json`: as many_runs, and what a resumed engine holds is saved again before its first step.
 
 That copy lies in FOLDER_OF_THE_RUN/loaded-R-STEP, R being the number of ranks. SPEC.done.json has for each run the
-sample ids of its steps, the rows of its metrics, and of stages what each rank holds (tests/support/stages.py). A run whose name ends in "stopped" gets a SIGTERM on its last rank
-in its second step. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as
-it is about to read the Nth tensor while it cuts a state.
+sample ids of its steps, the rows of its metrics, and of stages what each rank holds (tests/support/stages.py). A run
+whose name ends in "stopped" gets a SIGTERM on its last rank in its second step. With KILL_IN_RESHARD=N in the
+environment, rank 0 kills itself as it is about to read the Nth tensor while it cuts a state.
 """
 
 from __future__ import annotations
