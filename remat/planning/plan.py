@@ -512,14 +512,14 @@ class Planned:
     table: dict[str, Any] | None = None  # of checkpointing=budget, as it is written to the run
     stages: list[StagePlan] = field(default_factory=list)  # the rest is of the fullest; [] without stages
 
-    @property
-    def strategy_of_fullest(self) -> strategy.Strategy:
-        """Return the strategy of the ranks that `plan` is of."""
-        of_it = [number for number, stage in enumerate(self.stages) if stage.plan is self.plan]
-        return self.strategy.of_stage(of_it[0]) if of_it else self.strategy
-
     def simulation_of(self, stage: int) -> Simulation:
         return self.stages[stage].simulation if self.stages else self.simulation
+
+
+def strategy_of_fullest(planned: Planned) -> strategy.Strategy:
+    """Return the strategy of the ranks that `planned.plan` is of."""
+    of_it = [number for number, stage in enumerate(planned.stages) if stage.plan is planned.plan]
+    return planned.strategy.of_stage(of_it[0]) if of_it else planned.strategy
 
 
 def make_plan(
