@@ -345,6 +345,7 @@ class Recordings:
         self.made = 0
         self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
+        self._reaches: dict[Any, int] = {}  # that were enough for layers of a kind: what is tried first
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
         """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
@@ -361,13 +362,18 @@ class Recordings:
         )
         key = repr(depends_on)
         if key not in self._found:
-            self._found[key] = _record(cfg, decided, on_gpu=on_gpu)
+            self._found[key] = _record(cfg, decided, self._reaches, on_gpu=on_gpu)
             self.made += 1
         return self._found[key]
 
 
-def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simulate.Recording:
-    """Record one micro-batch of the real model on meta tensors, with the run's policies applied."""
+def _record(
+    cfg: RunConfig, decided: strategy.Strategy, reaches: dict[Any, int], *, on_gpu: bool
+) -> simulate.Recording:
+    """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
+
+    `reaches` has how far layers of each kind were found to act on their neighbours; it gets what is found here.
+    """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
         raise ConfigError(
@@ -376,17 +382,20 @@ def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simu
         )
     if decided.stage is not None:
         return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
-    for reach in REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES:
+    kind = decided.zero_stage == 3, frozenset((d.mechanism.name, d.offload) for d in decisions)
+    possible = REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES
+    for reach in sorted(possible, key=lambda reach: reach != reaches.get(kind)):
         short = strategy.shorten(cfg, decisions, reach)
         if short is None:
-            break
+            continue
         try:
             recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
-            return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
         except NotRepeated:
             continue
         except ConfigError:  # what is wrong is told of the whole model
             break
+        reaches[kind] = reach
+        return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
     return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
 
 
@@ -403,8 +412,10 @@ def _with_host_bytes(
         if (table := decisions[layer].table)
         for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
     ]
-    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes, allocators))
-    return replace(recording, timeline=timeline) if sizes else recording
+    host_bytes = pool_bytes(sizes, allocators)
+    return replace(
+        recording, timeline=replace(recording.timeline, host_bytes=host_bytes, moved_bytes=sum(sizes))
+    )
 
 
 def _record_layers(
@@ -456,7 +467,9 @@ def _record_layers(
             on_gpu=on_gpu,
             marked=marked,
         )
-        recording = replace(recording, graphs=applied.graphs())
+        moved_bytes = sum(counts.moved_bytes for counts in applied.counts)
+        timeline = replace(recording.timeline, moved_bytes=moved_bytes)
+        recording = replace(recording, timeline=timeline, graphs=applied.graphs())
     if short is None:
         return recording
     del net, marked, applied  # what they still hold is freed, and that is part of the record
@@ -788,7 +801,7 @@ def _time(
         num_params=decided.held.num_params,
         num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
-        moved_bytes=_moved_bytes(decided, simulation),
+        moved_bytes=simulation.moved_bytes,
         tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
@@ -796,13 +809,6 @@ def _time(
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
         sequence_ranks=cfg.train.sequence_parallel_size,
     )
-
-
-def _moved_bytes(decided: strategy.Strategy, simulation: Simulation) -> int:
-    """Return what activations take to the host in a micro-batch: as tables say, else all that lies there."""
-    if any(decision.offload and decision.table is None for decision in decided.decisions):
-        return simulation.host_bytes
-    return sum(decision.table.moved_bytes for decision in decided.decisions if decision.table)
 
 
 def capacity_of(machine: HardwareConfig) -> Capacity:

@@ -42,6 +42,7 @@ UNTIL_UPDATE = "gradients of small weights"  # that wait for it in host memory, 
 ON_GPU = "GPU, allocated at the peak"
 MICRO_BATCH = "peak of a micro-batch, on top of the model states"
 KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
+MOVED = "activations moved to the host, per micro-batch"
 SHORT = {ON_GPU: "GPU peak", MICRO_BATCH: "micro-batch", KEPT: "activations", HOST: "host", STEP: "step"}
 AT_MOST, AT_LEAST, ABOUT = "at most", "at least", "about"  # plans are for full micro-batches
 TENSORS = "storages of the engine's tensors in the first step, the most of any rank"
@@ -210,7 +211,8 @@ def _states(run: Run, first: FirstStep) -> list[Row]:
 
 def _activations(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.trace
-    ahead = dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(run)
+    names = ("kept", "moved", "gathered", "recomputed")
+    ahead = dict.fromkeys(names, None) if planned is None else _planned_counts(run)
     found = [
         Row(
             KEPT,
@@ -229,6 +231,9 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
             ABOUT * bool(_at_most(run, first.shape)),
         ),
     ]
+    if any(decision.offload for decision in run.applied.decisions):
+        how = "counted as tensors left in the first micro-batch, on rank 0"
+        found.append(Row(MOVED, ahead["moved"], first.moved_bytes, "bytes", how, _at_most(run, first.shape)))
     if run.strategy.zero_stage == 3:
         settled = first.steady_trace
         gathered = sum(settled.gathered_bytes.values()) if settled else None
@@ -260,6 +265,7 @@ def _planned_counts(run: Run) -> dict[str, Any]:
     flops = simulation.flops
     return {
         "kept": sum(simulation.kept_bytes),
+        "moved": simulation.moved_bytes,
         "gathered": simulation.gathered_bytes,
         "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }

@@ -49,6 +49,7 @@ class FirstStep:
         0,
     )  # rows and positions of the first micro-batch; the width may differ from others'
     steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
+    moved_bytes: int | None = None  # that activations took to host memory in the first micro-batch
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
@@ -79,6 +80,7 @@ def watching(
             rows, width = micro_batch["input_ids"].shape
             if first.trace is None:
                 first.trace, first.shape = watch, (rows, width)
+                first.moved_bytes = sum(counts.moved_bytes for counts in run.applied.counts)
             if run.strategy.zero_stage < 3 or wanted == LEARNT:
                 first.steady_trace, first.steady_shape = watch, (rows, width)
         else:

@@ -50,6 +50,7 @@ class Recording:
             assumptions=self.assumptions,
             peaks=found.by_part,
             forward_end_bytes=timeline.parts[timeline.backward_begins_at].at_cut.total,
+            moved_bytes=timeline.moved_bytes,
         )
 
     def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:

@@ -93,6 +93,7 @@ class Simulation:
     assumptions: list[str]
     peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
     forward_end_bytes: int = 0  # all that the micro-batch holds between forward and backward
+    moved_bytes: int = 0  # of activations that go to host memory, and come back
 
     @property
     def exchanged_bytes(self) -> int:
