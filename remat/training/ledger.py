@@ -93,7 +93,7 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
         "rows": [asdict(line) for line in lines],
         "loaded": [asdict(each) for each in run.loaded],
         "kept_bytes_per_layer": {
-            "planned": planned.simulation.kept_bytes if planned else None,
+            "planned": planned.simulation_of(run.world.stage).kept_bytes if planned else None,
             "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
         },
     }
@@ -128,7 +128,7 @@ def in_words(lines: list[Row]) -> dict[str, str]:
 
 def _peaks(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.steady_trace
-    stated = planned.simulation.peak.total_bytes if planned else None
+    stated = planned.simulation_of(run.world.stage).peak.total_bytes if planned else None
     found = [
         Row(
             MICRO_BATCH,
@@ -261,11 +261,12 @@ def _how_steady(run: Run, first: FirstStep) -> str:
 def _planned_counts(run: Run) -> dict[str, Any]:
     planned = run.plan.planned
     assert planned is not None
-    flops = planned.simulation.flops
+    simulation = planned.simulation_of(run.world.stage)
+    flops = simulation.flops
     return {
-        "kept": sum(planned.simulation.kept_bytes),
-        "moved": planned.simulation.moved_bytes,
-        "gathered": planned.simulation.gathered_bytes,
+        "kept": sum(simulation.kept_bytes),
+        "moved": simulation.moved_bytes,
+        "gathered": simulation.gathered_bytes,
         "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }
 
