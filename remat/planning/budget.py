@@ -132,7 +132,8 @@ def choose(
         raise NoRoom(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
-            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)})"
+            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)}); "
+            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices"
         )
     return *best, ""
 

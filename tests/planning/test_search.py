@@ -103,6 +103,20 @@ def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     assert best.planned.simulation.moved_bytes == 0
 
 
+def test_mlps_are_sliced_where_nothing_else_fits(known: Recordings) -> None:
+    words = [*BASE[:4], "train.seq_len=16384", "model.architecture.intermediate_size=4096"]
+    words += ["train.micro_batch_size=1", "train.global_batch_size=1"]
+    sliced = f"checkpointing={choices.IN_SLICES}".split()
+    for size_gib, fits in ((2.1, [sliced]), (1.8, [])):
+        args = [*words, f"hardware.gpu_memory_gib={size_gib}"]
+        found = Search(args, compose.compose_run(args).run, known).fastest(2, pinned=PINNED)
+        assert [setting.overrides for setting in found] == fits
+        assert all(setting.planned.plan.fits for setting in found)
+    args = [*words, "hardware.gpu_memory_gib=23.5"]
+    best = Search(args, compose.compose_run(args).run, known).fastest(1, pinned=PINNED)[0]
+    assert best.planned.cfg.checkpointing.tiles == "1"
+
+
 def test_a_budget_that_nothing_fits_is_refused_by_an_estimate_too(known: Recordings) -> None:
     words = [*BASE, "model.architecture.num_hidden_layers=16", "checkpointing=budget"]
     cfg = compose.compose_run([*words, "checkpointing.budget_gib=0.3"]).run

@@ -29,6 +29,7 @@ POLICIES = (
     "none", "budget", MOVING, "discard_output", "selective_modules", "block", "selective_linears", "interval",
     "selective_ops", "full", "offload", "uniform", "sqrt",
 )  # fmt: skip
+IN_SLICES = "full checkpointing.tiles=auto"  # trains the same within rounding, so only where nothing else fits
 # What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
 OUTDONE_BY_TABLES = (
     "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",

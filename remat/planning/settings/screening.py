@@ -13,7 +13,7 @@ from typing import Any
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism
 from remat.config.options import OffloadConfig, RunConfig
 from remat.machine import gpus
-from remat.planning import budget, plan, strategy
+from remat.planning import budget, plan, strategy, tiling
 from remat.planning.plan import Planned, Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 from remat.planning.strategy import Strategy
@@ -21,6 +21,7 @@ from remat.planning.strategy import Strategy
 MAY_FIT_BELOW = 1.0  # share of the machine up to which an estimate may fit when it is planned whole
 TABLES_MAY_FIT_BELOW = 1.08  # the same of tables, whose peak is only near that of the tables that are chosen
 LAYERS_ON_THEIR_WAY = 2  # whose moved values are on the GPU all the same
+SLICES = 8  # of MLPs, where their number is still to be chosen
 SURELY_FITS_BELOW = 0.93  # share up to which it does fit: a replay of the allocator may find more gaps
 
 
@@ -40,6 +41,7 @@ class Screen:
         bound = plan.estimate(cfg, decided, NO_ACTIVATIONS, world_size=ranks)
         if not bound.plan.fits:
             return bound
+        decided = replace(decided, decisions=tiling.with_count(decided.decisions, SLICES))
         if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
             return self._with_tables(cfg, decided)
         if decided.stages is not None:

@@ -123,6 +123,7 @@ class Search:
         self._args, self._recordings, self._progress = list(args), recordings, progress
         self._cfg = cfg
         self._axes = choices.same_training(self._args, self._cfg, policies)
+        self._in_slices = choices.same_training(self._args, self._cfg, (choices.IN_SLICES,))["checkpointing"]
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
@@ -141,10 +142,13 @@ class Search:
         Of tables there is one in all.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
-        first.
+        first. Where nothing fits, MLPs are computed in slices, which rounds otherwise.
         """
         axes = self._axes | {name: [None] for name in pinned}
-        return self._best_of(list(self._look(axes)), limit)
+        found = self._best_of(list(self._look(axes)), limit)
+        if found or "checkpointing" in pinned:
+            return found
+        return self._best_of(list(self._look(axes | {"checkpointing": self._in_slices})), limit)
 
     def with_change(self, change: Option) -> Setting | None:
         """Return the fastest setting that fits with `change`, of the policies that save most, at micro-batch 1."""
