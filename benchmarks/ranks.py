@@ -33,6 +33,7 @@ HOST = "127.0.0.1"
 CLIENT_PROCESSES = 8
 WATCHED_S = 20.0  # of a steady run
 VOTES = 100
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning for each connection
 BLOCKS = 10_000_000  # of the data whose order each rank computes
 REPORT = {"phase": "step", "step": 1234, "seconds": 1801.0, "deadline_s": 1800.0, "host": "node-0123", "pid": 4711,
           "where": "all_reduce (distributed_c10d.py:2810) < reduce_gradients (stage3.py:1430)"}  # fmt: skip
@@ -46,6 +47,7 @@ def main() -> None:
     from benchmarks.environment import environment
 
     result: dict[str, Any] = {"store": {}, "vote": {}, "save": {}, "plan": {}}
+    measure_plan(8)  # imports
     for ranks in args.ranks:
         result["store"][ranks] = measure_store(ranks)
         result["save"][ranks] = measure_save(ranks)

@@ -147,7 +147,7 @@ def _plan_one(
     compose.check_plan(run)
     with without_garbage():
         from remat.planning.loading import plan_loading
-        from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json
+        from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
         from remat.planning.settings import search
         from remat.report import plan
 
@@ -175,7 +175,7 @@ def _plan_one(
     if plot is not None:
         from remat.report import plan_charts
 
-        plan_charts.draw_plan(planned, known.get(planned.cfg, planned.strategy), plot)
+        plan_charts.draw_plan(planned, known.get(planned.cfg, strategy_of_fullest(planned)), plot)
     return planned.plan.verdict is not Verdict.too_large
 
 

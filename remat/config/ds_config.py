@@ -62,6 +62,9 @@ def values_of(
     shared_by, sequences = cfg.train.tensor_parallel_size, world_size
     if sequences is not None:
         sequences = count_data_ranks(
+            cfg.train.pipeline_parallel_size, sequences, option="train.pipeline_parallel_size"
+        )
+        sequences = count_data_ranks(
             cfg.train.sequence_parallel_size, sequences, option="train.sequence_parallel_size"
         )
     return RunValues(
@@ -82,6 +85,11 @@ def values_of(
 def tensor_ranks(ds: Mapping[str, Any]) -> int:
     """Return how many ranks share each layer under the dict that reaches the engine."""
     return int((ds.get("tensor_parallel") or {}).get("autotp_size", 1))
+
+
+def pipeline_stages(ds: Mapping[str, Any]) -> int:
+    """Return into how many stages the layers are divided under the dict that reaches the engine."""
+    return int((ds.get("pipeline") or {}).get("stages", 1))
 
 
 def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:

@@ -99,7 +99,7 @@ REFUSED: dict[str, str] = {
     "expert_parallel": _ONE_DIMENSION,
     "sequence_parallel_size": "sequences are shared by train.sequence_parallel_size: delete the key",
     "use_data_before_expert_parallelism": _ONE_DIMENSION,
-    "pipeline": _NO_EFFECT,
+    "pipeline": "stages are asked for by train.pipeline_parallel_size: delete the section",
     "compile": _NO_EFFECT,
     "hybrid_engine": _NO_EFFECT,
     "weight_quantization": _NO_EFFECT,

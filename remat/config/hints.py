@@ -74,6 +74,8 @@ train.seed
     seed random_seed data_seed
 train.tensor_parallel_size
     tensor_parallel tp tp_size tensor_model_parallel_size
+train.pipeline_parallel_size
+    pipeline_parallel pp pp_size pipeline_model_parallel_size num_stages pipeline_stages
 train.sequence_parallel_size
     sequence_parallel sp sp_size context_parallel cp cp_size context_parallel_size ulysses
     ulysses_sequence_parallel_size sequence_parallel_degree

@@ -360,6 +360,8 @@ class TrainConfig:
     micro_batch_size: int = 1  # [blocks] what one rank takes in one forward pass
     tensor_parallel_size: int = 1  # [ranks] how many share each layer and read the same blocks
     sequence_parallel_size: int = 1  # [ranks] how many share each sequence, every rank a block of its tokens
+    # [stages] into how many the layers are divided; ranks of one stage hold its layers alone, hidden states travel
+    pipeline_parallel_size: int = 1
     global_batch_size: int = 8  # [blocks] what one optimizer step takes over all ranks; accumulation is derived
     precision: Precision = Precision.bf16  # number format of forward and backward
     loss: LossKind = LossKind.chunked  # how logits and loss are computed

@@ -35,6 +35,7 @@ from remat.config.options import (
     RunConfig,
     SaveConfig,
     Schedule,
+    StrategyChoice,
     TrainConfig,
 )
 
@@ -63,6 +64,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_peft(cfg.peft, cfg.optim),
         *_tensor_parallel(cfg),
         *_sequence_parallel(cfg),
+        *_pipeline_parallel(cfg),
         *_checkpointing(cfg.checkpointing),
         *_tiled_run(cfg),
         *_compile(cfg),
@@ -523,6 +525,79 @@ def _sequence_parallel(cfg: RunConfig) -> list[str]:
             "rank has, not by the sequence's; set train.neftune_alpha=0"
         )
     return found
+
+
+def _pipeline_parallel(cfg: RunConfig) -> list[str]:
+    """What a run whose layers are divided into stages cannot be combined with."""
+    train, policies = cfg.train, {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}
+    size = train.pipeline_parallel_size
+    if size <= 1:
+        return _at_least(1, train__pipeline_parallel_size=size)
+    several = "a stage runs the forwards of several micro-batches before the first backward"
+    refused = [
+        (
+            train.tensor_parallel_size > 1,
+            f"train.tensor_parallel_size={train.tensor_parallel_size}: stages of ranks that share layers have not been "
+            "built; set one of them to 1",
+        ),
+        (
+            train.sequence_parallel_size > 1,
+            f"train.sequence_parallel_size={train.sequence_parallel_size}: stages of ranks that share sequences have "
+            "not been built; set one of them to 1",
+        ),
+        (
+            cfg.peft.method is not PeftMethod.none,
+            f"peft.method={cfg.peft.method}: adapters of a stage are not saved and exported yet; use peft=none",
+        ),
+        (
+            train.precision is Precision.fp16,
+            "train.precision=fp16: a loss scale over stages has not been proven; use bf16 or fp32",
+        ),
+        (
+            cfg.optim.name is not OptimName.adamw,
+            f"optim.name={cfg.optim.name}: only AdamW has been proven with stages; use optim=adamw",
+        ),
+        (
+            cfg.optim.states is not OptimStates.fp32,
+            f"optim.states={cfg.optim.states}: not proven with stages; use optim.states=fp32",
+        ),
+        (
+            cfg.compile is not Compilation.none,
+            f"compile={cfg.compile}: compiled layers have not been proven with stages; use compile=none",
+        ),
+        (
+            bool(train.neftune_alpha),
+            f"train.neftune_alpha={train.neftune_alpha:g}: not proven with stages; set train.neftune_alpha=0",
+        ),
+        (
+            cfg.strategy is StrategyChoice.auto,
+            "strategy=auto: the search does not know stages; use strategy=given",
+        ),
+        (
+            Policy.deepspeed in policies,
+            f"checkpointing=deepspeed: its buffers hold one micro-batch, and {several}; use checkpointing=full",
+        ),
+        (
+            Policy.budget in policies,
+            "checkpointing=budget: a table is chosen for one rank's memory, not for each stage; give the layers of "
+            "each stage their policy with checkpointing.layers",
+        ),
+        (
+            cfg.checkpointing.offload.enabled,
+            f"checkpointing.offload: its buffers on the host hold one micro-batch, and {several}; use "
+            "checkpointing=full",
+        ),
+        (
+            bool(cfg.checkpointing.reentrant),
+            f"checkpointing.reentrant=true: {several}, which the reentrant variant takes for layers that are used "
+            "twice; leave it out",
+        ),
+        (
+            cfg.checkpointing.tiles == "auto",
+            "checkpointing.tiles=auto: slices are chosen for one rank's memory; give their number",
+        ),
+    ]
+    return [f"train.pipeline_parallel_size={size} with {text}" for applies, text in refused if applies]
 
 
 OPTIONS_OF = {  # what only some policies read

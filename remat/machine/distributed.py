@@ -36,7 +36,8 @@ class World:
 
     `tensor_parallel_size` consecutive ranks share layers, or `sequence_parallel_size` share sequences. All ranks of
     such a group read the same data, as group `data_rank` of `data_size`. ZeRO shards over `zero_size` ranks and
-    averages gradients over them: ranks that share sequences have gradients of their own.
+    averages gradients over them: ranks that share sequences have gradients of their own. With stages, the ranks of one
+    stage are consecutive, and a pipeline has one rank of each stage.
     """
 
     rank: int
@@ -46,6 +47,12 @@ class World:
     device: torch.device
     tensor_parallel_size: int = 1
     sequence_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def stage(self) -> int:
+        """Return the stage of this rank's pipeline that it runs."""
+        return self.rank // self.zero_size if self.pipeline_parallel_size > 1 else 0
 
     @property
     def data_rank(self) -> int:
@@ -57,10 +64,12 @@ class World:
 
     @property
     def zero_size(self) -> int:
-        return self.size // self.tensor_parallel_size
+        return self.size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
     def data_rank_of(self, rank: int) -> int:
         """Return the group of ranks with the same data that `rank` is in."""
+        if self.pipeline_parallel_size > 1:
+            return rank % self.data_size
         return rank // (self.tensor_parallel_size * self.sequence_parallel_size)
 
     @property

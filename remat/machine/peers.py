@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ ASK_EVERY_S = 0.2
 SAME_WORD_S = 10.0  # time for the ranks to read why the launch is refused, before the rank with the store exits
 SILENT_S = 60.0  # a rank that lives says so every 10 s
 MOST_NAMED = 8
+CONNECTIONS_OF_A_RANK = 2  # to the store: for these messages, and for torch's process groups
+OTHER_FILES = 512  # that rank 0 may have open: weights, data, libraries
 
 _launches = 0  # how many runs this process has connected, one after another
 _present: Peers | None = None
@@ -217,9 +220,12 @@ def present() -> Peers | None:
 
 def _open(*, holds: bool) -> Any:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    ranks = distributed.world_size_from_env()
+    if holds:
+        _allow_connections(ranks)
     try:
         return dist.TCPStore(
-            host, port, distributed.world_size_from_env(), holds, datetime.timedelta(seconds=ANSWER_S),
+            host, port, ranks, holds, datetime.timedelta(seconds=ANSWER_S),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
     except RuntimeError as error:
@@ -227,6 +233,24 @@ def _open(*, holds: bool) -> Any:
             f"MASTER_ADDR={host} MASTER_PORT={port}: {str(error).splitlines()[0]}; choose a free port "
             "(--master_port) on the node of rank 0"
         ) from error
+
+
+def _allow_connections(ranks: int) -> None:
+    """Raise this process's limit on open files to what a store of `ranks` ranks needs.
+
+    Raises ConfigError when the system does not allow it. At the limit, torch's store would reset the connections of the
+    last ranks.
+    """
+    needed = CONNECTIONS_OF_A_RANK * ranks + OTHER_FILES
+    soft, hard = (float("inf") if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if hard < needed:
+        raise ConfigError(
+            f"{ranks} ranks: rank 0 holds {CONNECTIONS_OF_A_RANK} connections to each, so it may need {needed} open "
+            f"files, and {socket.gethostname()} allows {hard} (ulimit -Hn): raise the limit there (limits.conf: "
+            "nofile; systemd: LimitNOFILE)"
+        )
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _unreachable() -> str | None:

@@ -209,6 +209,11 @@ def _name_flash(net: PreTrainedModel) -> None:
         config._attn_implementation = str(Attention.flash_attention_2)
 
 
+def model_of(module: Any) -> Any:
+    """Return the transformers model of an engine's module: what a stage has of it, else the module itself."""
+    return getattr(module, "transformers_model", module)
+
+
 def configs_of(net: nn.Module) -> list[PretrainedConfig]:
     """Return the configs that the modules of `net` read, each once."""
     every: list[Any] = [getattr(module, "config", None) for module in net.modules()]

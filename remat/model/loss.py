@@ -275,6 +275,10 @@ def decide_balance(cfg: RunConfig, model: Any) -> float:
         wrong.append(
             f"{asked} with ranks that share a block: a rank does not know where the others send its tokens"
         )
+    if cfg.train.pipeline_parallel_size > 1:
+        wrong.append(
+            f"{asked} with stages: the last one, which has the loss, does not know the routers of the others"
+        )
     if cfg.compile is Compilation.layers:
         wrong.append(f"{asked} with compile=layers: a compiled layer cannot count its tokens")
     if Policy.budget in {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}:

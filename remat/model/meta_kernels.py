@@ -13,7 +13,7 @@ A kernel without a meta version is replaced by a function that saves the same te
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,12 +132,16 @@ class _Kernels(TorchDispatchMode):
     transformers asks for one value, which meta tensors do not have: are these sequences whole? The answer is yes,
     except inside `packed`. Meta tensors refuse a grouped product in all dtypes but bf16; the kernels take others too.
     A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
+
+    torch's rules for meta tensors are written in Python. What an operation that makes new tensors returned is
+    remembered by the shapes of its arguments, and the next result is made like it.
     """
 
     def __init__(self, assumed: list[str], on_gpu: bool) -> None:
         super().__init__()
         self._assumed, self._on_gpu = assumed, on_gpu
         self._whole = True
+        self._known: dict[Any, _Like | None] = {}  # None: it returns something else than new tensors
 
     def packed(self, position_ids: Tensor) -> Tensor | None:
         """Answer transformers' question for position ids that restart."""
@@ -164,11 +168,78 @@ class _Kernels(TorchDispatchMode):
         unchecked = func is aten._grouped_mm.default and args[0].is_meta
         if unchecked and (args[0].dtype is not torch.bfloat16 or not self._on_gpu):
             return _grouped_mm(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if func is aten.native_layer_norm.default and args[0].is_meta and not self._on_gpu:
             dtype = args[0].dtype if args[2] is None else args[2].dtype
             return result[0], result[1].to(dtype), result[2].to(dtype)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what `func` does, or tensors like those that it returned for arguments of these shapes."""
+        found: list[Tensor] = []
+        key = func, _describe(args, found), _describe(tuple(kwargs.items()), found)
+        if not found or not all(type(each) in PLAIN and each.is_meta for each in found):
+            return func(*args, **kwargs)
+        try:
+            like = self._known.get(key, UNKNOWN)
+        except TypeError:  # an argument that is neither plain nor a tensor
+            return func(*args, **kwargs)
+        if like is UNKNOWN:
+            result = func(*args, **kwargs)
+            self._known[key] = _Like.of(func, result, found)
+            return result
+        return func(*args, **kwargs) if like is None else like.make()
+
+
+PLAIN = (Tensor, nn.Parameter)
+UNKNOWN: Any = object()
+
+
+class _Like(NamedTuple):
+    """The tensors that an operation returns: size, stride and dtype of each. `alone`: one, not a tuple of them."""
+
+    tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    alone: bool
+
+    @classmethod
+    def of(cls, func: Any, result: Any, given: Sequence[Tensor]) -> _Like | None:
+        """Describe `result`; None where it is not made of new, whole tensors alone."""
+        made = (result,) if isinstance(result, Tensor) else result
+        if (
+            not isinstance(func, torch._ops.OpOverload)
+            or func._schema.is_mutable
+            or not isinstance(made, tuple)
+        ):
+            return None
+        if not made or not all(type(each) is Tensor and each.is_meta for each in made):
+            return None
+        like = cls(tuple((each.size(), each.stride(), each.dtype) for each in made), made is not result)
+        own, others = ({each.untyped_storage()._cdata for each in group} for group in (made, given))
+        is_whole = all(
+            not one.storage_offset() and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+            for one, other in zip(made, like.tensors_made(), strict=True)
+        )
+        return like if len(own - others) == len(made) and is_whole else None
+
+    def tensors_made(self) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_strided(*place, dtype=dtype, device="meta") for *place, dtype in self.tensors)
+
+    def make(self) -> Any:
+        made = self.tensors_made()
+        return made[0] if self.alone else made
+
+
+def _describe(value: Any, found: list[Tensor]) -> Any:
+    """Return an argument as something that equal ones share: of a tensor what a result's shape follows from.
+
+    Tensors are added to `found`.
+    """
+    if isinstance(value, Tensor):
+        found.append(value)
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_describe(each, found) for each in value)
+    return type(value), value
 
 
 def _grouped_mm(

@@ -256,9 +256,15 @@ def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[l
 def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
     """Return the model states of one rank."""
     return strategy.model_states(
-        data_ranks=ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size),
+        data_ranks=_data_ranks(cfg, world),
         ranks_per_node=world.local_size,
         can_pin=world.device.type == "cuda",
+    )
+
+
+def _data_ranks(cfg: RunConfig, world: World) -> int:
+    return ds_config.count_data_ranks(
+        cfg.train.tensor_parallel_size * cfg.train.pipeline_parallel_size, world.size
     )
 
 
@@ -271,14 +277,12 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
     facts = strategy.facts
     return preflight.required(
         items,
-        num_params=strategy.held.num_trainable_params * cfg.train.tensor_parallel_size,  # of all ranks' files
+        num_params=strategy.num_saved_params,
         ds=strategy.ds,
         ranks_per_node=world.local_size,
         save=cfg.save,
         steps=cfg.train.steps,
-        moments_bytes=strategy.saved_moments_bytes(
-            items, ds_config.count_data_ranks(cfg.train.tensor_parallel_size, world.size)
-        ),
+        moments_bytes=strategy.saved_moments_bytes(items, _data_ranks(cfg, world)),
         rehearse=makes_trial_save(cfg, strategy),
         num_merged_params=facts.num_params * cfg.save.merge,
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
@@ -318,7 +322,8 @@ def _fields_to_send(planned: Planned | None) -> dict[str, Any] | None:
     if planned is None:
         return None
     found = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
-    return found | {"simulation": replace(planned.simulation, ops=[])}
+    stages = [replace(stage, simulation=replace(stage.simulation, ops=[])) for stage in planned.stages]
+    return found | {"simulation": replace(planned.simulation, ops=[]), "stages": stages}
 
 
 def _as_record(planned: Planned) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
 
     That is done on the GPU if it has room for the buffer beside the model, else on the host, which then holds both for
     a while (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:452-518). A GPU's rank hands on one weight after another,
-    unless layers are shared between ranks: those are cut on the host.
+    unless ranks share layers or have stages: those are cut out on the host.
     """
     skeleton = plain_model(cfg)
     layout, _ = _layout(cfg, decided, skeleton)
@@ -128,7 +128,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     bounce = max([largest, *(_whole_4bit(size, width) for size in decided.held.quantised_weights)])
     gpu_bytes = capacity_of(cfg.hardware).gpu_bytes
     has_room = gpu_bytes is None or gpu_bytes - outside_torch_bytes(world_size) - held >= flat
-    onto_gpu = on_gpu and cfg.train.tensor_parallel_size == 1
+    onto_gpu = on_gpu and max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) == 1
     if on_gpu:
         reading = largest if onto_gpu else whole
         host = max(reading, 0 if has_room else 2 * flat)

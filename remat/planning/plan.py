@@ -32,8 +32,8 @@ from remat.config.units import GIB, format_size
 from remat.machine import gpus
 from remat.machine.allocator import Allocators
 from remat.machine.gpus import outside_torch_bytes
-from remat.model import layers, loss, meta_kernels, optimizer_state
-from remat.parallel import sequence_parallel
+from remat.model import hf_model, layers, loss, meta_kernels, optimizer_state
+from remat.parallel import pipeline_parallel, sequence_parallel
 from remat.planning import budget, model_states, preflight, step_time, strategy, tiling
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
@@ -173,23 +173,28 @@ def assemble(
     num_nodes: int,
     saved_state_bytes: int,
     extra_host_bytes: int,
+    in_flight_bytes: int = 0,
     on_gpu: bool = True,
 ) -> Plan:
     """Combine the model states and one simulated micro-batch into a plan.
 
     `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is what each process needs
-    in host memory besides (libraries, the data's page cache). Without a GPU (`on_gpu=False`) the bytes of `gpu`
+    in host memory besides (libraries, the data's page cache). `in_flight_bytes` are activations of other micro-batches
+    that a stage holds meanwhile. Without a GPU (`on_gpu=False`) the bytes of `gpu`
     are host memory too, with no allocator or context around them.
     """
     simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
     states = _persistent(item for item in items if item.name not in simulated)
+    if in_flight_bytes:
+        states[Category.activations] = in_flight_bytes
     moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
     update = _optimizer_step(_persistent(items), update_bytes)
     peak = max([*moments, update], key=lambda moment: moment.total_bytes)
     peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
     gpu = dict(peak.by_category)
-    overhead = overhead_bytes(peak.total_bytes, zero.world_size * zero.tensor_ranks) if on_gpu else 0
-    outside = outside_torch_bytes(zero.world_size * zero.tensor_ranks) if on_gpu else 0
+    ranks = zero.world_size * zero.tensor_ranks * zero.stages
+    overhead = overhead_bytes(peak.total_bytes, ranks) if on_gpu else 0
+    outside = outside_torch_bytes(ranks) if on_gpu else 0
     gpu[Category.overhead] = overhead
     host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
     pinned = _by_name(items, "pinned")
@@ -236,7 +241,9 @@ def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandabl
     decided = planned.strategy
     zero = ZeroSettings.of(decided.ds, planned.world_size)
     items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=1, can_pin=True)
-    found = recording.reserved_bytes(zero, _around(items, decided, zero), expandable=expandable)
+    held = _in_flight_bytes(planned.cfg, decided, planned.simulation)
+    in_flight = [held] if held else []
+    found = recording.reserved_bytes(zero, _around(items, decided, zero, in_flight), expandable=expandable)
     return replace(found, most=max(planned.plan.peak_bytes, found.most))
 
 
@@ -272,12 +279,14 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
     )
 
 
-def _around(items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSettings) -> Around:
+def _around(
+    items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSettings, in_flight: list[int]
+) -> Around:
     """Return what a run allocates on a GPU outside of its micro-batches."""
     simulated = IN_BACKWARD if zero.stage < 3 else ()
     sizes = [(item.name, item.bytes_per_rank) for item in items if item.place == "gpu"]
     return Around(
-        states=[size for name, size in sizes if name != "moments" and name not in simulated],
+        states=[size for name, size in sizes if name != "moments" and name not in simulated] + in_flight,
         from_update=[size for name, size in sizes if name == "moments"],
         update_bytes=_update_bytes(decided, zero.world_size),
     )
@@ -336,6 +345,7 @@ class Recordings:
         self.made = 0
         self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
+        self._reaches: dict[Any, int] = {}  # that were enough for layers of a kind: what is tried first
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
         """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
@@ -348,33 +358,44 @@ class Recordings:
             (decided.packed, cfg.compile, decided.allocators.exact_above_bytes),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
             (train.sequence_parallel_size, train.tensor_parallel_size, decided.router_coef > 0),
+            (decided.stages, decided.stage),
         )
         key = repr(depends_on)
         if key not in self._found:
-            self._found[key] = _record(cfg, decided, on_gpu=on_gpu)
+            self._found[key] = _record(cfg, decided, self._reaches, on_gpu=on_gpu)
             self.made += 1
         return self._found[key]
 
 
-def _record(cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool) -> simulate.Recording:
-    """Record one micro-batch of the real model on meta tensors, with the run's policies applied."""
+def _record(
+    cfg: RunConfig, decided: strategy.Strategy, reaches: dict[Any, int], *, on_gpu: bool
+) -> simulate.Recording:
+    """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
+
+    `reaches` has how far layers of each kind were found to act on their neighbours; it gets what is found here.
+    """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
         raise ConfigError(
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
-    for reach in REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES:
+    if decided.stage is not None:
+        return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
+    kind = decided.zero_stage == 3, frozenset((d.mechanism.name, d.offload) for d in decisions)
+    possible = REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES
+    for reach in sorted(possible, key=lambda reach: reach != reaches.get(kind)):
         short = strategy.shorten(cfg, decisions, reach)
         if short is None:
-            break
+            continue
         try:
             recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
-            return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
         except NotRepeated:
             continue
         except ConfigError:  # what is wrong is told of the whole model
             break
+        reaches[kind] = reach
+        return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
     return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
 
 
@@ -391,8 +412,10 @@ def _with_host_bytes(
         if (table := decisions[layer].table)
         for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
     ]
-    timeline = replace(recording.timeline, host_bytes=pool_bytes(sizes, allocators))
-    return replace(recording, timeline=timeline) if sizes else recording
+    host_bytes = pool_bytes(sizes, allocators)
+    return replace(
+        recording, timeline=replace(recording.timeline, host_bytes=host_bytes, moved_bytes=sum(sizes))
+    )
 
 
 def _record_layers(
@@ -405,6 +428,8 @@ def _record_layers(
 ) -> simulate.Recording:
     """Record the model, or those of its layers that stand for all. Raises NotRepeated where they do not."""
     net = strategy.meta_model(cfg, decided.zero_stage, short and short.config)
+    if decided.stages is not None and decided.stage is not None:
+        pipeline_parallel.keep_stage(net, decided.stages, decided.stage)
     marked = layers.decoder_layers(net) if short else ()
     owners = Owners.of(net, marked)
     made = None
@@ -429,13 +454,7 @@ def _record_layers(
             applied.offload.transfers.simulates_gpu = on_gpu
         recording = simulate.record(
             net,
-            loss=loss.TokenLoss(
-                net,
-                cfg.train.loss,
-                verify=False,
-                cross_entropy=meta_kernels.cross_entropy if on_gpu else None,
-                router_coef=decided.router_coef,
-            ),
+            loss=_loss(cfg, decided, net, on_gpu=on_gpu),
             scope=applied.scope,
             around=applied.micro_batch(),
             stage_3=decided.zero_stage == 3,
@@ -448,11 +467,49 @@ def _record_layers(
             on_gpu=on_gpu,
             marked=marked,
         )
-        recording = replace(recording, graphs=applied.graphs())
+        moved_bytes = sum(counts.moved_bytes for counts in applied.counts)
+        timeline = replace(recording.timeline, moved_bytes=moved_bytes)
+        recording = replace(recording, timeline=timeline, graphs=applied.graphs())
     if short is None:
         return recording
     del net, marked, applied  # what they still hold is freed, and that is part of the record
     return simulate.lengthened(recording, owners, short.repeats)
+
+
+def _loss(cfg: RunConfig, decided: strategy.Strategy, net: Any, *, on_gpu: bool) -> simulate.Loss:
+    """Return what a rank computes of a micro-batch: the loss, or what its stage hands on."""
+    token_loss = None
+    if decided.stages is None or decided.stage in (None, decided.stages.size - 1):
+        token_loss = loss.TokenLoss(
+            net,
+            cfg.train.loss,
+            verify=False,
+            cross_entropy=meta_kernels.cross_entropy if on_gpu else None,
+            router_coef=decided.router_coef,
+        )
+    if decided.stages is None or decided.stage is None:
+        assert token_loss is not None, "without stages every rank has the loss"
+        return token_loss
+    return pipeline_parallel.planned(net, decided.stages, decided.stage, token_loss)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of a rank of one stage of a pipeline.
+
+    `kept_bytes` is what one micro-batch holds between its forward and its backward; the stage holds `in_flight` of
+    them at once. `sent_bytes` are the hidden states and gradients that the rank sends to other stages in a step.
+    `micro_batch_s` is forward and backward of one micro-batch.
+    """
+
+    first_layer: int
+    last_layer: int
+    in_flight: int
+    kept_bytes: int
+    sent_bytes: int
+    micro_batch_s: float
+    plan: Plan
+    simulation: Simulation
 
 
 @dataclass(frozen=True)
@@ -466,6 +523,16 @@ class Planned:
     time: step_time.StepTime
     world_size: int
     table: dict[str, Any] | None = None  # of checkpointing=budget, as it is written to the run
+    stages: list[StagePlan] = field(default_factory=list)  # the rest is of the fullest; [] without stages
+
+    def simulation_of(self, stage: int) -> Simulation:
+        return self.stages[stage].simulation if self.stages else self.simulation
+
+
+def strategy_of_fullest(planned: Planned) -> strategy.Strategy:
+    """Return the strategy of the ranks that `planned.plan` is of."""
+    of_it = [number for number, stage in enumerate(planned.stages) if stage.plan is planned.plan]
+    return planned.strategy.of_stage(of_it[0]) if of_it else planned.strategy
 
 
 def make_plan(
@@ -487,6 +554,8 @@ def make_plan(
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
+    if decided.stages is not None:
+        return _plan_stages(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if tiling.is_open(decided.decisions):
         trial, because = tiling.choose(decided.decisions, plan)
@@ -506,6 +575,86 @@ def make_plan(
     )
     chosen = _with_table(trial, decisions, cfg, because or decided.decided_because)
     return _both_segments(chosen, known, on_gpu=on_gpu)
+
+
+def _plan_stages(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    known: Recordings,
+    *,
+    world_size: int,
+    capacity: Capacity | None,
+    on_gpu: bool,
+) -> Planned:
+    """Plan a rank of each stage; the plan is that of the fullest, the time that of a step through all of them."""
+    stages = decided.stages
+    assert stages is not None
+    accumulation = decided.ds["gradient_accumulation_steps"]
+    every: list[Planned] = []
+    for stage, like in enumerate(strategy.find_like(cfg, decided)):
+        recording, own = known.get(cfg, decided.of_stage(like), on_gpu=on_gpu), decided.of_stage(stage)
+        simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
+        simulation = _renumbered(simulation, stages.layers(stage).start)
+        made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
+        every.append(with_replay(made, recording) if on_gpu else made)
+    sent = [_sent_bytes(cfg, decided, stage) for stage in range(stages.size)]
+    fullest = max(every, key=lambda made: needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes)
+    fullest.plan.assumptions.append(
+        f"layers are divided into {stages.size} stages ({stages.describe()}); 1F1B: stage s holds min({stages.size} - "
+        f"s, {accumulation}) micro-batches at once, and each stage waits {stages.bubble(accumulation):.0%} of the time"
+    )
+    time = step_time.through_stages(
+        [made.time for made in every], accumulation, sent, gpus.machine(cfg.hardware)
+    )
+    found = [
+        StagePlan(
+            first_layer=stages.layers(stage)[0],
+            last_layer=stages.layers(stage)[-1],
+            in_flight=stages.in_flight(stage, accumulation),
+            kept_bytes=made.simulation.forward_end_bytes,
+            sent_bytes=sent[stage],
+            micro_batch_s=(made.time.compute_s + made.time.recompute_s) / accumulation,
+            plan=made.plan,
+            simulation=made.simulation,
+        )
+        for stage, made in enumerate(every)
+    ]
+    return replace(fullest, strategy=decided, time=time, stages=found)
+
+
+def _renumbered(simulation: Simulation, first: int) -> Simulation:
+    """Return a stage's simulation with the numbers that its layers have in the whole model."""
+
+    def move(moment: Moment) -> Moment:
+        return moment if moment.layer is None else replace(moment, layer=moment.layer + first)
+
+    return replace(
+        simulation,
+        forward_peak=move(simulation.forward_peak),
+        backward_peak=move(simulation.backward_peak),
+        peaks={name: move(moment) for name, moment in simulation.peaks.items()},
+    )
+
+
+def _hidden_bytes(cfg: RunConfig, decided: strategy.Strategy) -> int:
+    """Return the bytes of the hidden states of one micro-batch, which stages send."""
+    size = hf_model.hidden_size(hf_model.shape_config(cfg.model))
+    return sequence_parallel.tokens_of_rank(cfg.train) * size * hf_model.DTYPES[cfg.train.precision].itemsize
+
+
+def _sent_bytes(cfg: RunConfig, decided: strategy.Strategy, stage: int) -> int:
+    assert decided.stages is not None
+    neighbours = (stage > 0) + (stage < decided.stages.size - 1)
+    return neighbours * decided.ds["gradient_accumulation_steps"] * _hidden_bytes(cfg, decided)
+
+
+def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Simulation) -> int:
+    """Return what a stage holds beside the micro-batch that it computes: those in flight, and a buffer to receive."""
+    if decided.stages is None or decided.stage is None:
+        return 0
+    count = decided.stages.in_flight(decided.stage, decided.ds["gradient_accumulation_steps"])
+    received = _hidden_bytes(cfg, decided) * (decided.stage > 0)
+    return (count - 1) * simulation.forward_end_bytes + received
 
 
 def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Planned:
@@ -579,7 +728,6 @@ def estimate(
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
     zero = ZeroSettings.of(decided.ds, world_size)
     items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=per_node, can_pin=on_gpu)
-    trained = decided.held.num_trainable_params * zero.tensor_ranks  # what all ranks save
     plan = assemble(
         items,
         simulation,
@@ -589,10 +737,11 @@ def estimate(
         ranks_per_node=per_node,
         num_nodes=cfg.hardware.num_nodes,
         saved_state_bytes=preflight.saved_state_bytes(
-            trained, decided.ds, decided.saved_moments_bytes(items, zero.world_size)
+            decided.num_saved_params, decided.ds, decided.saved_moments_bytes(items, zero.world_size)
         )
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
+        in_flight_bytes=_in_flight_bytes(cfg, decided, simulation),
         on_gpu=on_gpu,
     )
     plan.assumptions.extend(_uncounted(cfg))
@@ -652,7 +801,7 @@ def _time(
         num_params=decided.held.num_params,
         num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
-        moved_bytes=_moved_bytes(decided, simulation),
+        moved_bytes=simulation.moved_bytes,
         tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",
@@ -660,13 +809,6 @@ def _time(
         params_on_nvme=ds_config.param_offload_device(decided.ds) == "nvme",
         sequence_ranks=cfg.train.sequence_parallel_size,
     )
-
-
-def _moved_bytes(decided: strategy.Strategy, simulation: Simulation) -> int:
-    """Return what activations take to the host in a micro-batch: as tables say, else all that lies there."""
-    if any(decision.offload and decision.table is None for decision in decided.decisions):
-        return simulation.host_bytes
-    return sum(decision.table.moved_bytes for decision in decided.decisions if decision.table)
 
 
 def capacity_of(machine: HardwareConfig) -> Capacity:
@@ -719,6 +861,20 @@ def _moment_as_json(moment: Moment) -> dict[str, Any]:
     }
 
 
+def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "layers": [stage.first_layer, stage.last_layer],
+        "micro_batches_in_flight": stage.in_flight,
+        "kept_bytes_per_micro_batch": stage.kept_bytes,
+        "kept_bytes_per_layer": stage.simulation.kept_bytes,
+        "sent_bytes_per_step": stage.sent_bytes,
+        "micro_batch_s": stage.micro_batch_s,
+        "gpu_allocated_peak_bytes": stage.plan.peak_bytes,
+        "gpu_bytes_at_peak": {str(name): size for name, size in stage.plan.gpu.items()},
+        "verdict": str(stage.plan.verdict),
+    }
+
+
 def plan_as_json(planned: Planned) -> dict[str, Any]:
     """Return everything of a plan as plain data, in bytes and seconds, for plan.json and --json."""
     plan, time = planned.plan, planned.time
@@ -756,6 +912,7 @@ def plan_as_json(planned: Planned) -> dict[str, Any]:
         ],
         "kept_bytes_per_layer": planned.simulation.kept_bytes,
         "checkpointing_table": planned.table,
+        "stages": [_stage_as_json(stage) for stage in planned.stages],
         "step_time_s": {name: seconds for name, seconds in asdict(time).items() if name.endswith("_s")},
         "total_s": time.total_s,
         "tokens_per_s": time.tokens_per_s,

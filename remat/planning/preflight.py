@@ -57,19 +57,21 @@ class Needs:
 def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
     """Return whether pretrained weights go from their files straight onto the GPU.
 
-    Shared layers are cut on the host.
+    Shared layers are cut on the host, and stages taken out of the whole model.
     """
-    return device_type == "cuda" and cfg.train.tensor_parallel_size == 1
+    whole = cfg.train.tensor_parallel_size == cfg.train.pipeline_parallel_size == 1
+    return device_type == "cuda" and whole
 
 
 def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: int, ranks_per_node: int) -> int:
     """Return the host memory of a node while the weights are read.
 
-    Below ZeRO-3 each rank that shares layers has the whole model. Else there is nothing to add: a GPU's rank
-    hands on one weight after another, a CPU's rank keeps what it reads. `num_params` counts the whole model,
-    `width` is bytes per parameter.
+    Below ZeRO-3 each rank that shares layers, or has a stage, has the whole model. Else there is nothing to add: a
+    GPU's rank hands on one weight after another, a CPU's rank keeps what it reads. `num_params` counts the whole
+    model, `width` is bytes per parameter.
     """
-    whole = cfg.model.init is ModelInit.pretrained and zero_stage < 3 and cfg.train.tensor_parallel_size > 1
+    divided = max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) > 1
+    whole = zero_stage < 3 and divided and cfg.model.init is ModelInit.pretrained
     return ranks_per_node * num_params * width if whole else 0
 
 

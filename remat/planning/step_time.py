@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,10 @@ NO_OVERLAP = "overlap_comm=false: collectives wait for compute and compute for t
 PCIE = (
     "copies over PCIe go both ways at once, beside compute; a third of the gathered weights (half without "
     "recomputation) comes in forward, activations leave in forward and return in backward, gradients leave in backward"
+)
+STAGES = (
+    "stages wait for each other as in 1F1B, where the slowest one's time counts for each micro-batch; what is sent "
+    "between them is not hidden"
 )
 AFTER = (
     "the optimizer, its NVMe traffic, and the return of the weights follow one another after the last backward"
@@ -92,11 +96,12 @@ class StepTime:
     assumptions: list[str]
     between: tuple[float, float] | None = None
     link: LinkRoom | None = None
+    pipeline_s: float = 0.0  # waits for other stages, and what is sent between them
 
     @property
     def total_s(self) -> float:
         """Return the seconds of the step; a lower bound when something is unknown."""
-        exposed = self.pcie_s + self.optimizer_s + self.collectives_s + self.nvme_s
+        exposed = self.pcie_s + self.optimizer_s + self.collectives_s + self.nvme_s + self.pipeline_s
         return self.compute_s + self.recompute_s + exposed
 
     @property
@@ -155,6 +160,37 @@ def step_time(
     missing = [name for name in RANGES if getattr(machine, name) is None]
     slow, fast = (timed(_with_rates(machine, missing, end)) for end in (0, 1))
     return made if slow.unknown else replace(made, between=(fast.total_s, slow.total_s))
+
+
+def through_stages(
+    times: Sequence[StepTime], accumulation: int, sent_bytes: Sequence[int], machine: Machine
+) -> StepTime:
+    """Return the time of a step through stages, given that of each stage by itself and what a rank of it sends.
+
+    The slowest stage computes all its micro-batches one after another; beside that it waits once for each other stage:
+    1F1B, Narayanan et al. 2021, section 2.2.1. Sends are not hidden.
+    """
+    alone = [(time.compute_s + time.recompute_s) / accumulation for time in times]
+    slowest = max(range(len(times)), key=alone.__getitem__)
+    made, unknown = times[slowest], list(times[slowest].unknown)
+    waits = sum(alone) - alone[slowest]
+    if machine.gpu_link_gbs is None:
+        unknown.append("gpu_link_gbs")
+    else:
+        waits += max(sent_bytes) / (machine.gpu_link_gbs * GB)
+    forward = made.phases_s["forward"] / max(TINY_S, made.phases_s["forward"] + made.phases_s["backward"])
+    phases = dict(made.phases_s)
+    phases["forward"] += forward * waits
+    phases["backward"] += (1 - forward) * waits
+    return replace(
+        made,
+        pipeline_s=waits,
+        phases_s=phases,
+        traffic_bytes={**made.traffic_bytes, GPU_LINK: made.traffic_bytes.get(GPU_LINK, 0) + max(sent_bytes)},
+        unknown=sorted(set(unknown)),
+        between=made.between and (made.between[0] + waits, made.between[1] + waits),
+        assumptions=[*made.assumptions, STAGES],
+    )
 
 
 def _with_rates(machine: Machine, names: list[str], end: int) -> Machine:

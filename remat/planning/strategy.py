@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from remat.config.options import (
     Attention,
     Compilation,
     ConfigError,
+    LossKind,
     ModelLoad,
     OptimName,
     Packing,
@@ -37,7 +39,8 @@ from remat.model import (
     positions,
 )
 from remat.model.packing import Packed
-from remat.parallel import sequence_parallel, sequence_trial, tensor_parallel
+from remat.parallel import pipeline_parallel, sequence_parallel, sequence_trial, tensor_parallel
+from remat.parallel.pipeline_parallel import Stages
 from remat.planning import model_states as states
 from remat.planning.simulation import repeat
 from remat.planning.simulation.repeat import Repeat
@@ -67,12 +70,34 @@ class Strategy:
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
     router_coef: float = 0.0  # of the loss that balances a mixture of experts
+    stages: Stages | None = None  # which layers each stage has, where there are several
+    facts_of_stages: tuple[hf_model.ModelFacts, ...] = ()
+    stage: int | None = None  # whose decisions and `held` these are; None: of all
 
     @property
     def warnings(self) -> list[str]:
         """What a person must know before the run, and need not change."""
         states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
         return [text for text in (self.length_warning, states) if text]
+
+    def decisions_of(self, stage: int) -> list[LayerDecision]:
+        """Return the decisions for the layers of one stage, counted from its first one."""
+        if self.stages is None:
+            return self.decisions
+        own = self.stages.layers(stage)
+        return [_moved(self.decisions[layer], -own.start) for layer in own]
+
+    @property
+    def num_saved_params(self) -> int:
+        """Return the trained parameters in a saved state, of all ranks together."""
+        if self.facts_of_stages:
+            return sum(facts.num_trainable_params for facts in self.facts_of_stages)
+        return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
+
+    def of_stage(self, stage: int) -> Strategy:
+        """Return the strategy of the ranks of one stage, which holds its layers alone."""
+        own = self.decisions_of(stage)
+        return replace(self, decisions=own, held=self.facts_of_stages[stage], stage=stage)
 
     def model_states(self, *, data_ranks: int, ranks_per_node: int, can_pin: bool) -> list[states.Item]:
         """Return the model states of one rank, sharded over `data_ranks` ranks."""
@@ -150,18 +175,25 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         on_nvme="nvme" in devices,
     )
     sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
+    num_stages = cfg.train.pipeline_parallel_size
+    pipeline_parallel.check(num_stages, skeleton, config, cfg.model, packed, rendered)
     ds = sequence_parallel.rendered(
-        tensor_parallel.rendered(rendered, shared_by), cfg.train.sequence_parallel_size
+        tensor_parallel.rendered(pipeline_parallel.rendered(rendered, num_stages), shared_by),
+        cfg.train.sequence_parallel_size,
     )
     if cfg.model.load is ModelLoad.own_slices and (because := own_slices.refuse(cfg.model, ds)):
         raise ConfigError(own_slices.refusal(cfg.model, because))
     one_width = packed.form is not Packing.none
+    stages = None if num_stages == 1 else _divide(cfg, skeleton, num_stages)
+    of_stages = () if stages is None else tuple(_facts_of(skeleton, stages, s) for s in range(stages.size))
     decisions, stacks, because = _decisions(
-        cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width
+        cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width, stages=stages
     )
     return Strategy(
         facts=facts,
-        held=_held(facts, shape.adapted, shared_by, zero_stage),
+        held=max(of_stages, key=lambda facts: facts.num_params)
+        if of_stages
+        else _held(facts, shape.adapted, shared_by, zero_stage),
         fields=fields,
         ds=ds,
         zero_stage=zero_stage,
@@ -173,7 +205,54 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         optimizer=cfg.optim.name,
         allocators=allocator.in_effect(cfg.allocator),
         router_coef=loss.decide_balance(cfg, skeleton),
+        stages=stages,
+        facts_of_stages=of_stages,
     )
+
+
+def _facts_of(skeleton: Any, stages: Stages, stage: int) -> hf_model.ModelFacts:
+    net = copy.deepcopy(skeleton)
+    pipeline_parallel.keep_stage(net, stages, stage)
+    return hf_model.facts(net)
+
+
+def find_like(cfg: RunConfig, decided: Strategy) -> list[int]:
+    """Return for each stage the first one that computes the same."""
+    assert decided.stages is not None
+    likes = _shape_of(cfg, hf_model.shape_config(cfg.model)).likes
+    size = decided.stages.size
+    keys = [
+        (
+            stage == 0,
+            stage == size - 1,
+            decided.decisions_of(stage),
+            [likes[i] for i in decided.stages.layers(stage)],
+        )
+        for stage in range(size)
+    ]
+    return [keys.index(key) for key in keys]
+
+
+def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
+    """Divide the layers over stages by the FLOPs of forward, backward and recomputation, and by kept activations.
+
+    A layer costs 3 forwards, 4 where it is recomputed whole; the embedding costs nothing, the output layer what its
+    matrix does. A layer that keeps only its input counts 1 for what is kept, another 16, about what a decoder layer
+    of Llama keeps in units of its input (Korthikanti et al. 2022, equation 2, in 16 bits without dropout).
+    """
+    text = skeleton.config.get_text_config()
+    hidden = hf_model.hidden_size(skeleton.config)
+    every = layers.decoder_layers(skeleton)
+    decisions = policy.decide_layers(cfg.checkpointing, len(every))
+    attention = 2.0 * cfg.train.seq_len * hidden  # of a causal layer, per token: scores and their sums
+    times = [
+        (2.0 * sum(p.numel() for p in layer.parameters()) + attention)
+        * (3 + decision.mechanism.keeps_only_input)
+        for layer, decision in zip(every, decisions, strict=True)
+    ]
+    kept = [1.0 if decision.mechanism.keeps_only_input else 16.0 for decision in decisions]
+    head = 2.0 * text.vocab_size * hidden * (4 if cfg.train.loss is LossKind.chunked else 3)
+    return pipeline_parallel.divide(times, kept, (0.0, head), size)
 
 
 def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
@@ -327,7 +406,13 @@ def _kept_short(shape: _Shape) -> _Shape:
 
 
 def _decisions(
-    cfg: RunConfig, skeleton: Any, zero_stage: int, *, has_gpu: bool, one_width: bool = True
+    cfg: RunConfig,
+    skeleton: Any,
+    zero_stage: int,
+    *,
+    has_gpu: bool,
+    one_width: bool = True,
+    stages: Stages | None = None,
 ) -> tuple[list[LayerDecision], str, str]:
     """Return the decision for each layer, the stacks in words, and why decisions are not the policy's usual ones.
 
@@ -339,6 +424,7 @@ def _decisions(
         if policy.needs_layers(cfg.checkpointing) or cfg.compile is Compilation.layers:
             raise
         return [], "", ""
+    depths = found.depths if stages is None else stages.depths  # a segment of layers lies within one of them
     setting = Setting(
         zero_stage=zero_stage,
         tensor_parallel_size=cfg.train.tensor_parallel_size,
@@ -348,7 +434,7 @@ def _decisions(
         fields=skeleton.config.to_dict(),
         activation_elements=sequence_parallel.tokens_of_rank(cfg.train) * hf_model.hidden_size(skeleton.config),
         element_bytes=hf_model.DTYPES[cfg.train.precision].itemsize,
-        stacks=found.depths,
+        stacks=depths,
         layerdrop=layers.skipped_at_random(skeleton),
         one_width=one_width,
     )
@@ -358,7 +444,7 @@ def _decisions(
     decisions, because = dry_run.choose(
         skeleton,
         cfg.checkpointing,
-        found.depths,
+        depths,
         zero_stage=zero_stage,
         around=lambda: meta_kernels.as_in_a_run(0, on_gpu=has_gpu),
         has_gpu=has_gpu,

@@ -27,7 +27,7 @@ from remat.planning.plan import (
 from remat.planning.retune import Retuned
 from remat.planning.settings.ladder import Rung
 from remat.planning.settings.search import Advice, Setting, missing_bytes
-from remat.planning.simulation.types import PEAKS
+from remat.planning.simulation.types import PEAKS, Category
 from remat.planning.step_time import StepTime
 from remat.planning.sweep import Point
 
@@ -60,6 +60,7 @@ def show(
     if plan.verdict is not Verdict.fits:
         console.print(f"  {what_decides(plan)}", style=STYLES[plan.verdict])
     _show_memory(planned, console)
+    _show_stages(planned, console)
     _show_peaks(plan, console)
     decided = planned.strategy
     if planned.table is not None or tiling.chosen_count(decided.decisions) > 1:
@@ -114,6 +115,43 @@ def _show_memory(planned: Planned, console: Console) -> None:
             total = _gib(sum(rows.values()), plan.ranks_per_node)
             table.add_row("", "sum", *total, style="bold", end_section=True)
     console.print(table)
+
+
+def _show_stages(planned: Planned, console: Console) -> None:
+    """Print a row for each stage of a pipeline; the rest of the plan is of the fullest."""
+    if not planned.stages:
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in (
+        "stage",
+        "layers",
+        "micro-batches held",
+        "kept of each",
+        "states",
+        "peak",
+        "sent",
+        "micro-batch",
+    ):
+        table.add_column(name, justify="right")
+    for number, stage in enumerate(planned.stages):
+        states = sum(size for name, size in stage.plan.states.items() if name is not Category.activations)
+        sizes = [stage.kept_bytes, states, stage.plan.peak_bytes, stage.sent_bytes]
+        table.add_row(
+            str(number),
+            f"{stage.first_layer}-{stage.last_layer}",
+            str(stage.in_flight),
+            *map(format_size, sizes),
+            f"{stage.micro_batch_s:.3g} s" if stage.micro_batch_s else "not known",
+        )
+    console.print(table)
+    stages, ds = planned.strategy.stages, planned.strategy.ds
+    assert stages is not None
+    waiting = stages.bubble(ds["gradient_accumulation_steps"])
+    console.print(
+        f"stages: bytes are of one rank, sent ones in a step; with equal stages each waits {waiting:.1%} of the step "
+        "for others (1F1B)",
+        highlight=False,
+    )
 
 
 def _gib(size: int, ranks_per_node: int) -> list[str]:
@@ -339,6 +377,7 @@ def _parts(time: StepTime) -> dict[str, float]:
         "optimizer": time.optimizer_s,
         "collectives": time.collectives_s,
         "NVMe": time.nvme_s,
+        "waits for stages": time.pipeline_s,
     }
 
 

@@ -33,8 +33,8 @@ COLORS = (
     "#c9d1da",
 )
 COLOR_OF = dict(zip(Category, COLORS, strict=True))
-TIMES = ("compute", "recompute", "pcie", "optimizer", "collectives", "nvme")
-TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe"}
+TIMES = ("compute", "recompute", "pcie", "optimizer", "collectives", "nvme", "pipeline")
+TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe", "pipeline": "waits for stages"}
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ def rows(run: Described) -> dict[str, str]:
         "plan": run.plan.line(),
         "run": str(run.folder),
     }
+    if decided.stages is not None:
+        waiting = decided.stages.bubble(accumulation)
+        found["stages"] = (
+            f"{decided.stages.describe()}; 1F1B, {waiting:.1%} of a step is waiting where stages are equal"
+        )
     if cfg.data.mix:
         found["mixture"] = _mixture(splits.report["sources"], epochs)
     if cfg.peft.method is not PeftMethod.none:
@@ -156,6 +161,8 @@ def files(folder: Path) -> dict[str, str]:
 def _ranks(world: World) -> str:
     shared = world.tensor_parallel_size
     groups = "" if shared == 1 else f", each layer shared by {shared}"
+    if world.pipeline_parallel_size > 1:
+        groups = f", {world.pipeline_parallel_size} stages of {world.zero_size}"
     if world.sequence_parallel_size > 1:
         groups = f", each sequence shared by {world.sequence_parallel_size}"
     return f"{world.size} on {world.device.type}, {world.local_size} per node{groups}"

@@ -34,7 +34,7 @@ def bytes_per_parameter(*, zero_stage: int, half: bool, states: OptimStates) -> 
 
 
 def needed_bytes(engine: Any) -> int:
-    """Return the bytes of the next saved state of `engine`, the files of all ranks together."""
+    """Return the bytes of the next saved state of `engine`, the files of all ranks together. Collective."""
     states = ds_config.optimizer_states(engine.config)
     each = bytes_per_parameter(
         zero_stage=int(engine.zero_optimization_stage()),
@@ -45,7 +45,8 @@ def needed_bytes(engine: Any) -> int:
     if engine.zero_optimization_stage() == 3:
         numel = sum(shares.whole_shape(p).numel() for p in trained)
     else:  # ranks that share layers hold all other weights too
-        numel = sum(p.numel() for p in trained) * shares.group_size(engine)
+        own = sum(p.numel() for p in trained) * shares.group_size(engine)
+        numel = sum(shares.of_stages(engine, own))
     if optimizer.kind_of(engine.optimizer) == "adamw":
         return each * numel
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)

@@ -181,7 +181,8 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         precision=engine_precision(engine),
         states=ds_config.optimizer_states(engine.config),
     )
-    same_ranks = reshard.same_ranks(state, manifest.place()[1], shares.group_size(engine))
+    divided = shares.group_size(engine), shares.stage_count(engine)
+    same_ranks = reshard.same_ranks(state, manifest.place()[1], *divided)
     if (same_ranks or state.info.zero_stage == 0) and engine_layout(engine) != state.info.layout:
         raise ConfigError(
             f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "

@@ -72,6 +72,12 @@ class Manifest:
     cuts: dict[str, int] = field(
         default_factory=dict
     )  # weight that they shared -> dimension along which it is cut
+    pipeline_parallel_size: int = 1  # stages, each of consecutive ranks, that the layers were divided into
+
+    @property
+    def stage_ranks(self) -> int:
+        """Return how many ranks each stage had; 0 without stages."""
+        return self.world_size // self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 0
 
     @property
     def size_bytes(self) -> int:
@@ -156,8 +162,10 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
     ranks about equal. When another number of ranks wrote the state, all files are shared out by bytes.
     """
     mine, load = [], [0] * parts
-    shared_by = info.tensor_parallel_size
-    own = {name: rank_of(name, shared_by) if parts == info.world_size else None for name in info.files}
+    shared_by, per_stage = info.tensor_parallel_size, info.stage_ranks
+    own = {
+        name: rank_of(name, shared_by, per_stage) if parts == info.world_size else None for name in info.files
+    }
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
     for name in sorted(
         largest_first, key=lambda name: own[name] is None
@@ -171,16 +179,19 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
     return sorted(mine)
 
 
-def rank_of(name: str, shared_by: int = 1) -> int | None:
+def rank_of(name: str, shared_by: int = 1, per_stage: int = 0) -> int | None:
     """Return from a file's name the rank that wrote it and reads it again; None for a file that all ranks share.
 
     `shared_by` consecutive ranks shared the layers. A file of one of their shares is that of the first data rank.
+    With stages, of `per_stage` ranks each, DeepSpeed's second number is the stage.
     """
     if match := OWNER.search(name):
         return int(next(number for number in match.groups() if number is not None))
     match = SHARE.search(name)
-    if match is None or (match[1] is None and shared_by == 1):
+    if match is None or (match[1] is None and shared_by == 1 and not per_stage):
         return None
+    if per_stage:
+        return int(match[2]) * per_stage + int(match[1] or 0)
     return int(match[1] or 0) * shared_by + int(match[2])
 
 

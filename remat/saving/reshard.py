@@ -34,21 +34,35 @@ SHARDED = (
 )
 
 
-def same_ranks(state: SavedState, world_size: int, shared_by: int) -> bool:
+def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int = 1) -> bool:
     """Return whether `world_size` ranks, `shared_by` of which share layers, would write the files of `state`."""
-    return (state.info.world_size, state.info.tensor_parallel_size) == (world_size, shared_by)
+    info = state.info
+    saved = (info.world_size, info.tensor_parallel_size, info.pipeline_parallel_size)
+    return saved == (world_size, shared_by, stages)
 
 
 def refusals(
-    state: SavedState, wanted: Reshard, *, world_size: int, shared_by: int = 1, rendered: Mapping[str, Any]
+    state: SavedState,
+    wanted: Reshard,
+    *,
+    world_size: int,
+    shared_by: int = 1,
+    stages: int = 1,
+    rendered: Mapping[str, Any],
 ) -> list[str]:
-    """Return why `world_size` ranks, `shared_by` of which share layers, cannot resume from `state`.
+    """Return why `world_size` ranks, `shared_by` of which share layers, in `stages` cannot resume from `state`.
 
     Judged by its manifest and DeepSpeed's config. The list is empty when they can.
     """
     info = state.info
-    if same_ranks(state, world_size, shared_by):
+    if same_ranks(state, world_size, shared_by, stages):
         return []
+    if max(info.pipeline_parallel_size, stages) > 1:
+        return [
+            f"it was saved by {info.world_size} ranks with train.pipeline_parallel_size={info.pipeline_parallel_size} "
+            f"and this launch has {world_size} with {stages}, and states of stages are not cut anew: start "
+            f"{info.world_size} ranks with train.pipeline_parallel_size={info.pipeline_parallel_size}"
+        ]
     then, now = ("", "")
     if max(info.tensor_parallel_size, shared_by) > 1:
         then, now = (f" with train.tensor_parallel_size={n}" for n in (info.tensor_parallel_size, shared_by))

@@ -124,8 +124,9 @@ class PendingSave:
             return
         try:
             rank = manifest.place()[0]
-            size = self._info.tensor_parallel_size
-            own = [name for name in manifest.files_in(self._tmp) if (manifest.rank_of(name, size) or 0) == rank]
+            places = self._info.tensor_parallel_size, self._info.stage_ranks
+            names = manifest.files_in(self._tmp)
+            own = [name for name in names if (manifest.rank_of(name, *places) or 0) == rank]
             self._files = manifest.describe(self._tmp, own)
         except Exception as error:
             self._error = disk_space.cause(error, self._tmp)
@@ -245,6 +246,7 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
         states=str(ds_config.optimizer_states(engine.config)),
         tensor_parallel_size=shares.group_size(engine),
         cuts=shares.find_cuts(engine.module),
+        pipeline_parallel_size=shares.stage_count(engine),
     )
 
 
@@ -255,13 +257,17 @@ def engine_precision(engine: Any) -> Precision:
 
 
 def engine_layout(engine: Any) -> str:
-    """Return a digest of the optimizer's groups: DeepSpeed restores flat buffers by position and checks no names."""
+    """Return a digest of the optimizer's groups: DeepSpeed restores flat buffers by position and checks no names.
+
+    Of all stages, where there are several: collective then.
+    """
     if engine.zero_optimization_stage() == 0:
         groups = [[["", list(p.shape)] for p in group["params"]] for group in engine.optimizer.param_groups]
     else:
         shapes = engine._get_zero_param_shapes()
         groups = [[[name, list(shape)] for name, shape in group.items()] for group in shapes]
-    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()
+    every = shares.of_stages(engine, groups)
+    return hashlib.sha256(json.dumps(every if len(every) > 1 else groups).encode()).hexdigest()
 
 
 def rng_file(folder: Path) -> Path:

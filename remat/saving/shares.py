@@ -1,4 +1,6 @@
-"""Weights of which each rank of a tensor-parallel group holds a share: where they are cut, and how to join them.
+"""Weights of which a rank holds a share, or which it does not hold: how to join them.
+
+Ranks of a tensor-parallel group hold shares of one weight, stages of a pipeline hold weights of their own.
 
 DeepSpeed's AutoTP notes on every parameter that it cuts along which dimension that is and what shape the whole has.
 Other parameters, such as norms and embeddings, are whole on every rank.
@@ -6,19 +8,41 @@ Other parameters, such as norms and embeddings, are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from remat.machine import distributed
+from remat.saving import manifest
+
+T = TypeVar("T")
 NOTE = "ds_autotp_universal_checkpoint_meta"  # deepspeed.checkpoint.constants.DS_AUTOTP_UC_META
 
 
 def group_size(engine: Any) -> int:
     """Return how many ranks share the layers of `engine`."""
     return int(engine.autotp_size()) or 1
+
+
+def stage_count(engine: Any) -> int:
+    """Return into how many stages the layers of `engine` are divided."""
+    return int(getattr(engine, "num_stages", 1))
+
+
+def keeps_whole(engine: Any) -> bool:
+    """Return whether this rank is the first of its stage, which hands on whole weights; without stages rank 0 is."""
+    rank, size = manifest.place()
+    return rank % (size // stage_count(engine)) == 0
+
+
+def of_stages(engine: Any, own: T) -> list[T]:
+    """Return `own` of each stage's first rank, in the order of stages. Collective where there are several."""
+    if stage_count(engine) == 1:
+        return [own]
+    return distributed.gather(own)[:: manifest.place()[1] // stage_count(engine)]
 
 
 def find_cuts(module: nn.Module) -> dict[str, int]:
@@ -50,6 +74,40 @@ def gather(parameter: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shares, own, group=group)
     return join(shares, dim)
+
+
+def read_over_stages(
+    engine: Any,
+    read: Callable[[str], torch.Tensor | None],
+    held: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> Callable[[str], torch.Tensor | None]:
+    """Return a collective function that reads a weight of any stage on rank 0; None on other ranks.
+
+    `read` reads one of `held`, those of this rank's stage, on the stage's first rank, floating-point ones in `dtype`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    rank, size = manifest.place()
+    per_stage, device = size // stage_count(engine), get_accelerator().current_device_name()
+    forms = {name: (value.shape, value.dtype) for name, value in held.items()}
+    owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    for stage, named in enumerate(of_stages(engine, forms)):
+        for name, (shape, kind) in named.items():
+            owners.setdefault(name, (stage * per_stage, shape, dtype if kind.is_floating_point else kind))
+
+    def read_any(name: str) -> torch.Tensor | None:
+        owner, shape, kind = owners[name]
+        value = read(name) if owner // per_stage == rank // per_stage else None
+        if owner and rank == owner and value is not None:
+            dist.send(value.to(device), 0)
+        if owner and rank == 0:
+            value = torch.empty(shape, dtype=kind, device=device)
+            dist.recv(value, owner)
+            return value.cpu()
+        return value if rank == 0 else None
+
+    return read_any
 
 
 def join(shares: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

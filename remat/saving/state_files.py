@@ -34,7 +34,8 @@ class SavedWeights:
 
     Trained weights are in fp32, at stage 0 as the module holds them. `read` also returns the `moments` of each trained
     weight, which exist from stage 1 on. `cuts` maps weights of which ranks hold shares to the dimension along which
-    they are cut. Raises SaveError when the files do not hold what they describe.
+    they are cut. With `stages` of a pipeline each has weights of its own. Raises SaveError when the files do not hold
+    what they describe.
     """
 
     def __init__(
@@ -44,22 +45,24 @@ class SavedWeights:
         *,
         moments: Sequence[str] = (),
         cuts: Mapping[str, int] = MappingProxyType({}),
+        stages: int = 1,
     ) -> None:
-        self._cuts, count = cuts, count_shares(folder) if cuts else 1
+        self._cuts, count = cuts, count_shares(folder) if cuts else stages
         self._shares = [
             SavedShare(folder, zero_stage, moments=moments, cuts=cuts, share=share, count=count)
             for share in range(count)
         ]
-        self.names = self._shares[0].names
+        self.names = set().union(*(share.names for share in self._shares))
 
     @property
     def buffers(self) -> set[str]:
-        return self._shares[0].buffers
+        return set().union(*(share.buffers for share in self._shares))
 
     @property
     def trained(self) -> dict[str, torch.Size]:
         """Name -> shape of each weight that the optimizer holds; empty at stage 0."""
-        return {name: self._whole(name, shape) for name, shape in self._shares[0].trained.items()}
+        every = {name: shape for share in self._shares for name, shape in share.trained.items()}
+        return {name: self._whole(name, shape) for name, shape in every.items()}
 
     @property
     def group_numels(self) -> list[int]:
@@ -70,7 +73,7 @@ class SavedWeights:
     def read(self, name: str, state: str = MASTER) -> torch.Tensor:
         """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
         if name not in self._cuts:
-            return self._shares[0].read(name, state)
+            return next(share for share in self._shares if name in share.names).read(name, state)
         return shares.join([share.read(name, state) for share in self._shares], self._cuts[name])
 
     def _whole(self, name: str, shape: torch.Size) -> torch.Size:

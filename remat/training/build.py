@@ -47,7 +47,8 @@ from remat.model import adapters, flops, hf_model, layers, loss, noise, own_slic
 from remat.model import optimizer as optim
 from remat.model.hf_model import Loaded
 from remat.model.own_slices import NotSliced
-from remat.parallel import sequence_parallel, tensor_parallel
+from remat.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
+from remat.parallel.pipeline_parallel import PipelineParallel
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.parallel.ulysses import RankGroup
 from remat.planning import launch_plan, preflight
@@ -92,7 +93,12 @@ def find_resume_point(
     if found is not None:
         shared_by = cfg.train.tensor_parallel_size
         also = reshard.refusals(
-            found.state, cfg.reshard, world_size=world.size, shared_by=shared_by, rendered=strategy.ds
+            found.state,
+            cfg.reshard,
+            world_size=world.size,
+            shared_by=shared_by,
+            stages=cfg.train.pipeline_parallel_size,
+            rendered=strategy.ds,
         )
         load.check_compatible(
             found.state,
@@ -105,7 +111,7 @@ def find_resume_point(
         load.refuse_code(found.state)
         for note in found.notes:
             console.warning(note)
-        if not reshard.same_ranks(found.state, world.size, shared_by):
+        if not reshard.same_ranks(found.state, world.size, shared_by, cfg.train.pipeline_parallel_size):
             _check_reshard(found.state, world, console)
     return found
 
@@ -262,7 +268,7 @@ def _build(
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
     with out_of_memory.named("build", plan := _in_folder(cfg, plan, folder, world)):
-        engine, applied, loaded, sequence = _engine(
+        engine, applied, loaded, sequence, pipeline = _engine(
             cfg, hf_config, strategy, world, console, plan, watchdog, snapshots,
             group=group, sequence_group=sequence_group, resuming=point is not None,
         )  # fmt: skip
@@ -274,7 +280,7 @@ def _build(
     if world.is_main:
         _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
         _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
-        _write_config_and_tokenizer(folder, hf_config, tokenizer, engine.module)
+        _write_config_and_tokenizer(folder, hf_config, tokenizer, hf_model.model_of(engine.module))
     snapshots.take("engine")
     run = Run(
         cfg=cfg,
@@ -285,7 +291,9 @@ def _build(
         folder=folder,
         ownership=ownership,
         engine=engine,
-        token_loss=loss.TokenLoss(engine.module, cfg.train.loss, router_coef=strategy.router_coef),
+        token_loss=pipeline.token_loss
+        if pipeline
+        else loss.TokenLoss(engine.module, cfg.train.loss, router_coef=strategy.router_coef),
         batches=ReadAhead(batches, world.device),
         splits=splits,
         padding_share=padding_share,
@@ -299,6 +307,7 @@ def _build(
         resumed=resumed,
         swap_folder=swap_folder,
         sequence=sequence,
+        pipeline=pipeline,
         loaded=loaded,
     )
     console.header(f"remat {cfg.name}", summary.rows(run))
@@ -427,7 +436,7 @@ def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World
     world, shared = tensor_parallel.join(world, cfg.train.tensor_parallel_size)
     sequences = cfg.train.sequence_parallel_size
     world, group = sequence_parallel.join(world, sequences, timeout_minutes=timeout_minutes)
-    return world, shared, group
+    return pipeline_parallel.join(world, cfg.train.pipeline_parallel_size), shared, group
 
 
 def _say(text: str) -> None:
@@ -504,7 +513,7 @@ def _engine(
     group: Any | None,
     sequence_group: RankGroup | None,
     resuming: bool,
-) -> tuple[Any, Applied, list[Loaded], SequenceParallel | None]:
+) -> tuple[Any, Applied, list[Loaded], SequenceParallel | None, PipelineParallel | None]:
     """Return the DeepSpeed engine around the model, with the checkpointing policy in place, and how it was loaded.
 
     `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do. `sequence_group` are
@@ -526,9 +535,12 @@ def _engine(
     sequence = None
     if sequence_group is not None:
         sequence = SequenceParallel(net, sequence_group, strategy.packed, cfg.model.attention)
+    pipeline = None
+    if strategy.stages is not None:
+        pipeline = PipelineParallel(net, strategy.stages, world, cfg.train.loss)
     applied = apply(
         net,
-        strategy.decisions,
+        strategy.decisions_of(world.stage),
         cfg.checkpointing,
         zero_stage=strategy.zero_stage,
         device=world.device,
@@ -538,11 +550,14 @@ def _engine(
     )
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     with optim.held_still(optimizer), optim.muon_left_eager():
+        trained = pipeline.module if pipeline else net
         engine, _, _, _ = deepspeed.initialize(
-            model=net, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
+            model=trained, optimizer=optimizer, config=strategy.ds, dist_init_required=False, mpu=group
         )
+    if pipeline is not None:
+        pipeline.let_states_hold_weights(engine)
     rng.seed(cfg.train.seed + world.rank // world.tensor_parallel_size)  # dropout differs where the tokens do
-    return engine, applied, loaded, sequence
+    return engine, applied, loaded, sequence, pipeline
 
 
 def _model(

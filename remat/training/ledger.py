@@ -42,6 +42,7 @@ UNTIL_UPDATE = "gradients of small weights"  # that wait for it in host memory, 
 ON_GPU = "GPU, allocated at the peak"
 MICRO_BATCH = "peak of a micro-batch, on top of the model states"
 KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
+MOVED = "activations moved to the host, per micro-batch"
 SHORT = {ON_GPU: "GPU peak", MICRO_BATCH: "micro-batch", KEPT: "activations", HOST: "host", STEP: "step"}
 AT_MOST, AT_LEAST, ABOUT = "at most", "at least", "about"  # plans are for full micro-batches
 TENSORS = "storages of the engine's tensors in the first step, the most of any rank"
@@ -92,7 +93,7 @@ def record(run: Run, first: FirstStep, lines: list[Row], *, finished: bool) -> d
         "rows": [asdict(line) for line in lines],
         "loaded": [asdict(each) for each in run.loaded],
         "kept_bytes_per_layer": {
-            "planned": planned.simulation.kept_bytes if planned else None,
+            "planned": planned.simulation_of(run.world.stage).kept_bytes if planned else None,
             "measured": [watch.kept_bytes.get(layer, 0) for layer in layers] if watch else None,
         },
     }
@@ -127,7 +128,7 @@ def in_words(lines: list[Row]) -> dict[str, str]:
 
 def _peaks(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.steady_trace
-    stated = planned.simulation.peak.total_bytes if planned else None
+    stated = planned.simulation_of(run.world.stage).peak.total_bytes if planned else None
     found = [
         Row(
             MICRO_BATCH,
@@ -210,7 +211,8 @@ def _states(run: Run, first: FirstStep) -> list[Row]:
 
 def _activations(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.trace
-    ahead = dict.fromkeys(("kept", "gathered", "recomputed"), None) if planned is None else _planned_counts(run)
+    names = ("kept", "moved", "gathered", "recomputed")
+    ahead = dict.fromkeys(names, None) if planned is None else _planned_counts(run)
     found = [
         Row(
             KEPT,
@@ -229,6 +231,9 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
             ABOUT * bool(_at_most(run, first.shape)),
         ),
     ]
+    if any(decision.offload for decision in run.applied.decisions):
+        how = "counted as tensors left in the first micro-batch, on rank 0"
+        found.append(Row(MOVED, ahead["moved"], first.moved_bytes, "bytes", how, _at_most(run, first.shape)))
     if run.strategy.zero_stage == 3:
         settled = first.steady_trace
         gathered = sum(settled.gathered_bytes.values()) if settled else None
@@ -256,10 +261,12 @@ def _how_steady(run: Run, first: FirstStep) -> str:
 def _planned_counts(run: Run) -> dict[str, Any]:
     planned = run.plan.planned
     assert planned is not None
-    flops = planned.simulation.flops
+    simulation = planned.simulation_of(run.world.stage)
+    flops = simulation.flops
     return {
-        "kept": sum(planned.simulation.kept_bytes),
-        "gathered": planned.simulation.gathered_bytes,
+        "kept": sum(simulation.kept_bytes),
+        "moved": simulation.moved_bytes,
+        "gathered": simulation.gathered_bytes,
         "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
     }
 

@@ -10,6 +10,8 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from remat.machine import distributed
 from remat.machine.peers import LostPeer
 from remat.model import optimizer
 from remat.model.loss import targets_of
+from remat.parallel.pipeline_parallel import PipelineParallel
 from remat.report import run_dir, summary
 from remat.report.console import final_rows
 from remat.saving import nvme
@@ -130,18 +133,24 @@ def _mean_loss(run: Run, step: int) -> float:
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     assert run.held_out is not None
     run.engine.eval()
-    for micro_batch in eval_micro_batches(
+    every = eval_micro_batches(
         run.held_out,
         micro_batch_size=cfg.micro_batch_size,
         rank=run.world.data_rank,
         world_size=run.world.data_size,
         max_batches=cfg.eval_batches,
-    ):
+    )
+    while together := list(islice(every, run.world.pipeline_parallel_size)):
         run.watchdog.enter("evaluate", step)
         if run.stop.finish():  # the vote began a micro-batch ago: there is nothing to wait for
             break
         run.stop.start()
-        inputs = run.inputs(micro_batch)
+        if run.pipeline is not None:
+            run.pipeline.evaluate(run.engine, map(run.inputs, together), len(together))
+            totals[0] += run.pipeline.take_losses(len(together), device).sum()
+            totals[1] += sum((targets_of(m) != NO_LOSS).sum() for m in together if run.pipeline.is_last)
+            continue
+        inputs = run.inputs(together[0])
         totals[0] += run.token_loss(run.engine, inputs)
         totals[1] += (targets_of(inputs) != NO_LOSS).sum()
     run.stop.finish()
@@ -376,6 +385,8 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
     gradients of their own, so a rank's summed loss is multiplied by their number / trained tokens of the global
     batch. DeepSpeed's own division by the accumulation steps is switched off.
     """
+    if run.pipeline is not None:
+        return _through_stages(run, run.pipeline, first, batch, step)
     engine, timer = run.engine, run.timer
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
     scale = run.world.zero_size / max(1, batch.trained_tokens)
@@ -399,6 +410,31 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
             engine.step()
     sharing = run.world.tensor_parallel_size  # ranks that share the layers have the same loss
     return torch.stack(losses) / sharing
+
+
+def _through_stages(
+    run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, step: int
+) -> torch.Tensor:
+    """Do as `_forward_backward_update` with stages. The last ones return losses, the others zeros.
+
+    The first micro-batch of a launch goes through all stages alone: what each keeps of it is counted.
+    """
+    engine, count = run.engine, len(batch.micro_batches)
+    optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
+    scale = run.world.zero_size / max(1, batch.trained_tokens)
+    every = map(run.inputs, batch.micro_batches)
+    how: dict[str, Any] = {
+        "weigh": lambda loss: loss * scale * poison_gradients(loss),
+        "around": run.timer.phase,
+    }
+    with run.applied.micro_batch():
+        if first.trace is None:
+            with proof.watching(run, first, batch.micro_batches[0]) as forward_done:
+                pipeline.train(engine, every, 1, updates=False, forward_done=forward_done, **how)
+            count -= 1
+        run.stop.start(flushed=run.saves.flushed)
+        pipeline.train(engine, every, count, **how)
+    return pipeline.take_losses(len(batch.micro_batches), run.world.device)
 
 
 def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, losses: torch.Tensor) -> None:

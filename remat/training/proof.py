@@ -49,6 +49,7 @@ class FirstStep:
         0,
     )  # rows and positions of the first micro-batch; the width may differ from others'
     steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
+    moved_bytes: int | None = None  # that activations took to host memory in the first micro-batch
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
@@ -79,6 +80,7 @@ def watching(
             rows, width = micro_batch["input_ids"].shape
             if first.trace is None:
                 first.trace, first.shape = watch, (rows, width)
+                first.moved_bytes = sum(counts.moved_bytes for counts in run.applied.counts)
             if run.strategy.zero_stage < 3 or wanted == LEARNT:
                 first.steady_trace, first.steady_shape = watch, (rows, width)
         else:
@@ -98,7 +100,8 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
     Raises PolicyNotApplied on all ranks when something differs on any; proof.json is written then too.
     """
     with run.window.excluded():
-        ready = distributed.gather(recorder.ready())
+        mine = recorder.ready()
+        ready = distributed.gather(mine) if run.pipeline is None else [mine]  # stages have layers of their own
         regions = sorted(set(ready[0]).intersection(*ready[1:]))
         first.replayed = recorder.replay(regions)
         everyone = distributed.gather((first.replayed.differences, first.replayed.notes))
@@ -147,8 +150,9 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
     where = engine_memory.shard_placement(run.engine)
+    before = run.pipeline.first_layer if run.pipeline else 0
     found = {
-        "layers": verification.rows(run.applied, watch),
+        "layers": [row | {"layer": before + row["layer"]} for row in verification.rows(run.applied, watch)],
         "placement": where,
         "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
         "zero3_gathered_bytes": dict(watch.gathered_bytes),
@@ -165,8 +169,10 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
 def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of proof.json.
 
-    Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch; the placement is of every rank.
+    Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch, with stages the first rank of each; the
+    placement is of every rank.
     """
+    stages = found[:: run.world.size // run.world.pipeline_parallel_size]
     return {
         "policy": str(run.cfg.checkpointing.policy),
         "in_words": policy.describe(run.strategy.decisions),
@@ -176,8 +182,10 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
             run.cfg.compile
         ),  # from the second micro-batch on: what is proven are the layers as they are
         "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
-        "layers": found[0]["layers"],
-        "first_micro_batch_flops": found[0]["flops"],
+        "layers": [row for stage in stages for row in stage["layers"]],
+        "first_micro_batch_flops": {
+            phase: sum(stage["flops"].get(phase, 0) for stage in stages) for phase in found[0]["flops"]
+        },
         "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
         "run_again": asdict(first.replayed) if first.replayed else None,
         "placement_by_rank": [rank["placement"] for rank in found],

@@ -17,8 +17,9 @@ from remat.data.cache import Splits
 from remat.machine import distributed
 from remat.machine.distributed import World
 from remat.machine.memory import MemoryMonitor
-from remat.model import loss, packing
+from remat.model import hf_model, loss, packing
 from remat.model.hf_model import Loaded
+from remat.parallel.pipeline_parallel import PipelineParallel
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.strategy import Strategy
@@ -77,7 +78,7 @@ class Run:
     folder: Path
     ownership: Ownership
     engine: Any
-    token_loss: loss.TokenLoss
+    token_loss: Any  # loss.TokenLoss; None on a stage without the output layer
     losses: loss.LossWindow
     batches: ReadAhead
     splits: Splits
@@ -95,6 +96,7 @@ class Run:
     resumed: dict[str, Any] | None
     swap_folder: Path | None
     sequence: SequenceParallel | None  # what divides each sequence over ranks; None: nothing does
+    pipeline: PipelineParallel | None  # the stage of this rank; None: it has all layers
     loaded: list[Loaded]  # how each rank read pretrained weights; [] where none were read
     saves: Saves = field(default_factory=Saves)
     peaks: dict[str, float] = field(default_factory=dict)  # memory maxima over the run
@@ -129,7 +131,7 @@ class Run:
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in (micro_batch | ends).items()
         }
-        return packing.given(packed, found, self.engine.module)
+        return packing.given(packed, found, hf_model.model_of(self.engine.module))
 
     def take_memory_peaks(self) -> dict[str, float]:
         """Return memory since the last call, over all ranks, and keep the maxima for the final table. Collective.

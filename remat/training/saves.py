@@ -20,6 +20,7 @@ from remat.config.metrics import LOSS_EVAL, SAVE_S, SAVE_STALL_S, TRIAL_SAVE_S
 from remat.config.options import ConfigError, OnOutOfMemory, PeftMethod, RunConfig, SaveFailure
 from remat.config.units import format_size
 from remat.machine import distributed
+from remat.model import hf_model
 from remat.planning.launch_plan import makes_trial_save
 from remat.report import run_dir
 from remat.saving import load, manifest, save
@@ -201,7 +202,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
     problem, error = None, None
     try:
         problem = read_back.verify_export(
-            run.engine.module,
+            hf_model.model_of(run.engine.module),
             exported.path,
             saved.path,
             run.folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from remat.config.options import DeadlinesConfig
+from remat.config.options import ConfigError, DeadlinesConfig
+from remat.launch.processes import free_port
 from remat.machine import peers
 from remat.machine.peers import LostPeer, Peers, Wait
 from remat.training import lost_peer, watchdog
@@ -98,6 +100,36 @@ def test_a_slow_node_is_waited_for_while_it_lives_and_a_dead_one_is_named(
     assert met.wait(30) and "waiting for rank 1 on node-1 in data" in said[0]
     with pytest.raises(LostPeer, match=r"rank 1 on node-1 gave no sign of life for 0\.4 s"):
         first.meet("more data", said.append)
+
+
+def test_rank_0s_store_takes_more_ranks_than_the_soft_limit_on_open_files(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = 100
+    monkeypatch.setattr(peers, "OTHER_FILES", 256)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+    try:
+        server = peers._open(holds=True)
+        clients = [peers._open(holds=False) for _ in range(ranks - 1)]  # each takes two files of this process
+        clients[-1].set("key", "value")
+        assert server.get("key") == b"value"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 2 * ranks + 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_ranks_that_the_hard_limit_on_open_files_does_not_allow_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(
+        ConfigError, match=r"2048 ranks.*need 4608 open files.*allows 4096 \(ulimit -Hn\): raise"
+    ):
+        peers._allow_connections(2048)
 
 
 @pytest.fixture

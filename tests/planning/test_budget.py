@@ -324,4 +324,5 @@ def test_what_tables_move_is_recorded_of_a_few_layers_for_all(tmp_path: Path) ->
     assert simulated.peak == short.simulation.peak
     assert simulated.kept_bytes == short.simulation.kept_bytes
     assert simulated.host_bytes == short.simulation.host_bytes
+    assert simulated.moved_bytes == short.simulation.moved_bytes == moved(short)
     assert sorted(map(repr, simulated.ops)) == sorted(map(repr, short.simulation.ops))

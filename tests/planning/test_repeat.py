@@ -10,6 +10,7 @@ import pytest
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP
 from remat.config import compose
 from remat.config.options import RunConfig
+from remat.model import loss, meta_kernels
 from remat.planning import plan, strategy
 from remat.planning.plan import Recordings, make_plan
 from remat.planning.simulation import repeat, simulate
@@ -106,6 +107,25 @@ def test_a_few_layers_are_recorded_for_all(words: tuple[str, ...], stage: str) -
 )
 def test_longer_periods_experts_and_4_bit_weights_repeat_too(words: tuple[str, ...], fields: Any) -> None:
     assert_repeats(run_of(*words, "deepspeed.config=zero2", depth=16, **fields))
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (("deepspeed.config=zero3", "checkpointing=full"), {}),
+        (("deepspeed.config=zero2", "checkpointing=none"), {"model_type": "mixtral", **EXPERTS}),
+    ],
+    ids=["chunks of the loss", "experts"],
+)
+def test_results_that_are_remembered_by_their_shapes_change_no_recording(
+    words: tuple[str, ...], fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 1 << 12)
+    cfg = run_of(*words, "train.loss=chunked", depth=2, **fields)
+    decided = strategy.decide(cfg, world_size=2, can_pin=True)
+    remembered = record_whole(cfg, decided)
+    monkeypatch.setattr(meta_kernels._Kernels, "_run", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert_same(remembered, record_whole(cfg, decided))
 
 
 def test_layers_of_other_kinds_are_told_apart() -> None:

@@ -210,7 +210,7 @@ def test_what_a_rank_of_shared_layers_holds_is_planned(name: str, request: pytes
             assert row["measured"] == pytest.approx(row["planned"], rel=EXACT[category]), row
     assert {"weights in host memory", "kept activations, all layers"} <= rows.keys()
     kept = ledger["kept_bytes_per_layer"]
-    if "partition" not in name and "contiguous" not in name:
+    if name != "groups_zero3" and "partition" not in name and "contiguous" not in name:
         assert kept["planned"] == kept["measured"]
 
 

@@ -1,9 +1,9 @@
 """`reshard_runs.py SPEC.json`: as many_runs, and what a resumed engine holds is saved again before its first step.
 
 That copy lies in FOLDER_OF_THE_RUN/loaded-R-STEP, R being the number of ranks. SPEC.done.json has for each run the
-sample ids of its steps and the rows of its metrics. A run whose name ends in "stopped" gets a SIGTERM on its last rank
-in its second step. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as
-it is about to read the Nth tensor while it cuts a state.
+sample ids of its steps, the rows of its metrics, and of stages what each rank holds (tests/support/stages.py). A run
+whose name ends in "stopped" gets a SIGTERM on its last rank in its second step. With KILL_IN_RESHARD=N in the
+environment, rank 0 kills itself as it is about to read the Nth tensor while it cuts a state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from remat.report import console  # noqa: E402
 from remat.saving import save  # noqa: E402
 from remat.saving.state_files import SavedWeights  # noqa: E402
 from remat.training import build, loop  # noqa: E402
-from tests.support import recordings, tiny  # noqa: E402
+from tests.support import recordings, stages, tiny  # noqa: E402
 
 
 def watch(batches: Any, ids: list[list[int]], stops: bool) -> None:
@@ -82,9 +82,10 @@ def main(argv: list[str]) -> int:
         ids: list[list[int]] = []
         is_last = parts.world.rank == parts.world.size - 1
         watch(parts.batches, ids, name.endswith("stopped") and is_last)
+        held = [] if parts.pipeline is None else stages.count_held(parts.pipeline)
         loop.train(parts)
         parts.engine.destroy()
-        done[name] = {"ids": ids, "rows": tiny.rows(parts.folder)}
+        done[name] = {"ids": ids, "rows": tiny.rows(parts.folder), "held": distributed.gather(held)}
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from remat.machine.distributed import World
 from remat.training import loop
 from tests.data.test_batches import make_blocks
 
@@ -35,7 +36,8 @@ def test_each_trained_token_counts_once_whatever_its_block() -> None:
 
     run: Any = SimpleNamespace(
         cfg=SimpleNamespace(train=SimpleNamespace(micro_batch_size=1, eval_batches=0)),
-        world=SimpleNamespace(device=torch.device("cpu"), size=1, data_rank=0, data_size=1),
+        world=World(0, 1, 0, 1, torch.device("cpu")),
+        pipeline=None,
         held_out=make_blocks(5),
         engine=engine,
         watchdog=SimpleNamespace(enter=lambda *_: None),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remat.config.units import GIB, MIB
+from remat.machine.distributed import World
 from remat.planning.simulation.types import Category
 from remat.training import ledger
 from remat.training.proof import FirstStep
@@ -19,13 +20,13 @@ def test_each_peak_of_a_gpu_is_in_its_own_row(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB, 16 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
     planned = SimpleNamespace(
-        simulation=SimpleNamespace(peak=SimpleNamespace(total_bytes=2 * GIB)),
+        simulation_of=lambda stage: SimpleNamespace(peak=SimpleNamespace(total_bytes=2 * GIB)),
         plan=SimpleNamespace(peak_bytes=4 * GIB, reserved_bytes=6 * GIB, gpu={Category.overhead: GIB // 2}),
     )
     run: Any = SimpleNamespace(
         plan=SimpleNamespace(planned=planned),
         strategy=SimpleNamespace(zero_stage=2),
-        world=SimpleNamespace(device=torch.device("cuda", 0)),
+        world=World(0, 1, 0, 1, torch.device("cuda", 0)),
         cfg=SimpleNamespace(train=SimpleNamespace(micro_batch_size=2, seq_len=512)),
         splits=SimpleNamespace(train=SimpleNamespace(one_each=False)),
         peaks={"memory/gpu_allocated_peak_gib": 5.0, "memory/gpu_reserved_peak_gib": 7.0},

@@ -29,6 +29,7 @@ def test_a_loss_weighs_by_the_trained_tokens_of_the_global_batch(monkeypatch: py
     monkeypatch.setattr(loop.optimizer, "set_lr", lambda *_: None)
     monkeypatch.setattr(loop.optimizer, "lr_at", lambda *_: 0.1)
     run: Any = SimpleNamespace(
+        pipeline=None,
         engine=SimpleNamespace(backward=backward, step=lambda: None, optimizer=None),
         timer=SimpleNamespace(phase=lambda _: nullcontext()),
         watchdog=SimpleNamespace(enter=lambda *_: None),

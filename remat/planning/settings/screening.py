@@ -41,6 +41,8 @@ class Screen:
             return bound
         if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
             return self._with_tables(cfg, decided)
+        if decided.stages is not None:
+            return plan.make_plan(cfg, decided=decided, recordings=self._recordings)
         simulation, _ = self._simulate(cfg, decided)
         return plan.estimate(cfg, decided, simulation, world_size=ranks)
 

@@ -49,6 +49,8 @@ class Recording:
             gathered_bytes=found.gathered_bytes,
             assumptions=self.assumptions,
             peaks=found.by_part,
+            forward_end_bytes=timeline.parts[timeline.backward_begins_at].at_cut.total,
+            moved_bytes=timeline.moved_bytes,
         )
 
     def curve(self, zero: ZeroSettings) -> list[peaks.Instant]:
@@ -134,7 +136,7 @@ def record(
     """Record a micro-batch like `run`, for any number of ZeRO settings.
 
     `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU. `marked` are layers that stand
-    for more of their like: such a recording has to be `lengthened`.
+    for more of their like: such a recording has to be `lengthened`. A `loss` that is no scalar is given a gradient.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -152,7 +154,7 @@ def record(
         inputs = given(batch) if given else batch
         value = loss(model, inputs)
         timeline.forward_done()
-        value.backward()
+        value.backward(torch.empty_like(value) if value.dim() else None)
         timeline.cut(None)
     return Recording(
         timeline.record(),

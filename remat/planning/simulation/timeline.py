@@ -167,6 +167,7 @@ class Part:
 @dataclass(frozen=True)
 class Record:
     """A recorded micro-batch. `kept_bytes` is by layer and `host_bytes` is of all, both at the end of forward.
+    `moved_bytes` went to host memory in it.
 
     `trace` is every allocation and free in order, as simulation/reserved.py reads it.
     """
@@ -179,6 +180,7 @@ class Record:
     kept_bytes: Mapping[int, int]
     host_bytes: int
     num_layers: int
+    moved_bytes: int = 0
 
 
 class Timeline(TorchDispatchMode):

@@ -92,6 +92,8 @@ class Simulation:
     gathered_bytes: int  # gathered by ZeRO-3 over forward and backward, with reuse as configured
     assumptions: list[str]
     peaks: Mapping[str, Moment] = field(default_factory=dict)  # of PEAKS, without the update
+    forward_end_bytes: int = 0  # all that the micro-batch holds between forward and backward
+    moved_bytes: int = 0  # of activations that go to host memory, and come back
 
     @property
     def exchanged_bytes(self) -> int:
@@ -128,17 +130,19 @@ class ZeroSettings:
     second_shards: int = 1  # ranks that share a second copy of the weights (hpZ)
     accumulating: bool = False  # gradients of an earlier micro-batch are already there
     tensor_ranks: int = 1  # that share each layer
+    stages: int = 1  # into which the layers are divided
 
     @classmethod
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
         """Read the settings from the dict that reaches the engine.
 
-        Of `world_size` ranks those share the model states that have the same part of each layer.
+        Of `world_size` ranks those share the model states that have the same part of each layer, or the same layers.
         """
         zero, tensor_ranks = ds["zero_optimization"], ds_config.tensor_ranks(ds)
+        stages = ds_config.pipeline_stages(ds)
         return cls(
             stage=ds_config.zero_stage(ds),
-            world_size=world_size // tensor_ranks,
+            world_size=world_size // (tensor_ranks * stages),
             reduce_bucket_size=int(zero.get("reduce_bucket_size", 0)),
             overlap_comm=bool(zero.get("overlap_comm", False)),
             prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 0)),
@@ -150,4 +154,5 @@ class ZeroSettings:
             second_shards=int(zero.get("zero_hpz_partition_size", 1)),
             accumulating=ds["gradient_accumulation_steps"] > 1,
             tensor_ranks=tensor_ranks,
+            stages=stages,
         )

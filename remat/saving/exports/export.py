@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from remat.config.options import ConfigError, Precision
-from remat.model import adapters
+from remat.model import adapters, hf_model
 from remat.saving import manifest, safe_load, shares
 from remat.saving.exports import hf_files
 from remat.saving.manifest import ENGINE, SaveError
@@ -68,11 +68,11 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
     at `folder` is replaced; raises ConfigError if anything else is there. Raises SaveError on every rank when writing
     fails, or when the weights are not those of a plain model of this config.
     """
-    module = engine.module
+    module = hf_model.model_of(engine.module)
     dtype = form.dtype or dtype_of(module)
     plan, adapter = live_plan(module, dtype, form.max_shard_size), hf_files.find_adapter_config(module)
     if adapter is None:
-        _check_same_weights(module, plan)
+        _check_same_weights(engine, plan)
 
     def describe(target: Path) -> None:
         if adapter is None:
@@ -215,21 +215,24 @@ def _config(folder: Path) -> Any:
         raise ConfigError(f"{folder}/config.json is refused: {str(error).strip().splitlines()[0]}") from error
 
 
-def _check_same_weights(module: nn.Module, plan: hf_files.Plan) -> None:
-    """Raise SaveError unless the live model has exactly the plain model's weights, shapes and ties."""
+def _check_same_weights(engine: Any, plan: hf_files.Plan) -> None:
+    """Raise SaveError unless the live model has exactly the plain model's weights, shapes and ties. Collective."""
+    module = engine.module
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     names = {name for unit in plan.units for name in unit}
-    kind = type(module).__name__
-    lost = [n for n in module.state_dict() if n not in names and n not in plan.tied]
+    kind = type(hf_model.model_of(module)).__name__
+    shapes = {name: shares.whole_shape(value) for name, value in live.items()}
+    everywhere = shares.of_stages(engine, (list(module.state_dict()), shapes))
+    saved = [name for stage, _ in everywhere for name in stage]
+    lost = [n for n in saved if n not in names and n not in plan.tied]
     lost = [n for n in lost if n not in (plan.skeleton._keys_to_ignore_on_save or ())]
-    absent = sorted(names - live.keys())
+    absent = sorted(names.difference(*(held for _, held in everywhere)))
     if lost or absent:
         raise SaveError(f"export: a plain {kind} has no {lost[:3]} and this model has no {absent[:3]}")
-    for name in sorted(names):
-        shape = shares.whole_shape(live[name])
+    for name, shape in sorted((item for _, held in everywhere for item in held.items() if item[0] in names)):
         if shape != plan.skeleton.get_parameter_or_buffer(name).shape:
             raise SaveError(f"export: {name} has shape {tuple(shape)}, which is not what config.json describes")
-    for name, kept in plan.tied.items():
+    for name, kept in plan.tied.items() if len(everywhere) == 1 else ():  # stages keep a tied weight the same
         if live[name] is not live[kept]:
             raise SaveError(f"export: config.json ties {name} to {kept}, but the trained model holds both")
 
@@ -239,7 +242,7 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    module, is_main = engine.module, manifest.place()[0] == 0
+    module, is_main = engine.module, shares.keeps_whole(engine)
     held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     masters = _unpartitioned_masters(engine)
 
@@ -261,7 +264,7 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
         with deepspeed.zero.GatheredParameters([value]):
             return copy_out(name, value.data)
 
-    return read
+    return read if shares.stage_count(engine) == 1 else shares.read_over_stages(engine, read, held, dtype)
 
 
 def _unpartitioned_masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
@@ -294,7 +297,8 @@ def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype)
             f"{state_dir} was saved at ZeRO stage 0 in {info.precision}, without names for its fp32 copy: "
             f"export in {info.precision}, or set save.export=true to export from the run"
         )
-    return SavedWeights(state_dir / ENGINE, info.zero_stage, cuts=info.cuts)
+    stages = info.pipeline_parallel_size
+    return SavedWeights(state_dir / ENGINE, info.zero_stage, cuts=info.cuts, stages=stages)
 
 
 def write(

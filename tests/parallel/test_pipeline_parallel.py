@@ -1,0 +1,148 @@
+"""Layers divided into stages: how, for which models, what is refused, and what a plan says of each stage."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from remat.config import compose
+from remat.config.options import ConfigError
+from remat.parallel.pipeline_parallel import SLOWER_WITHIN, Stages, divide, keep_stage
+from remat.planning import strategy
+from remat.planning.plan import Category, make_plan
+from tests.support import tiny
+
+STAGED = ["train.pipeline_parallel_size=2", "deepspeed.config=zero1"]
+SIZES: dict[str, Any] = {
+    "pad_token_id": None,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+}
+
+
+def decide(*words: str, ranks: int = 2) -> strategy.Strategy:
+    base = ["recipe=tiny_zero3_offload", "train.micro_batch_size=1", "train.global_batch_size=8", *STAGED]
+    cfg = compose.from_command_line([*base, *words]).run
+    return strategy.decide(cfg, world_size=ranks, can_pin=False)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        decide(*words)
+    return str(error.value)
+
+
+def slowest(borders: tuple[int, ...], times: list[float], ends: tuple[float, float]) -> float:
+    sums = [sum(times[a:b]) for a, b in itertools.pairwise(borders)]
+    return max([sums[0] + ends[0], *sums[1:-1], sums[-1] + ends[1]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_division_is_faster_or_equally_fast_and_less_full(seed: int) -> None:
+    rng = random.Random(seed)
+    times, kept = ([rng.choice([1.0, 1.3, 2.0]) for _ in range(9)] for _ in range(2))
+    ends, size = (0.0, rng.random() * 3), 3
+
+    def fullest(borders: tuple[int, ...]) -> float:
+        return max((size - s) * sum(kept[a:b]) for s, (a, b) in enumerate(itertools.pairwise(borders)))
+
+    every = [(0, *inner, 9) for inner in itertools.combinations(range(1, 9), size - 1)]
+    best = min(slowest(borders, times, ends) for borders in every)
+    as_fast = [borders for borders in every if slowest(borders, times, ends) <= SLOWER_WITHIN * best]
+    found = divide(times, kept, ends, size).borders
+    assert found in as_fast
+    assert fullest(found) == min(map(fullest, as_fast))
+
+
+def test_an_output_layer_takes_layers_from_the_last_stage() -> None:
+    assert divide([1.0] * 8, [1.0] * 8, (0.0, 0.0), 2).depths == [4, 4]
+    assert divide([1.0] * 8, [1.0] * 8, (0.0, 2.0), 2).depths == [5, 3]
+
+
+def test_1f1b_holds_fewer_micro_batches_in_later_stages() -> None:
+    stages = Stages((0, 2, 4, 6, 8))
+    assert [stages.in_flight(stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [stages.in_flight(stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert stages.bubble(13) == 3 / 16
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "gpt2", "gpt_neox", "opt"]
+)
+def test_stages_together_are_the_model(model_type: str) -> None:
+    """Every weight is in a stage, and none but a tied one in two."""
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, num_hidden_layers=3, **SIZES))
+    names = [name for name, _ in net.named_parameters()]
+    held: list[str] = []
+    for stage in range(2):
+        torch.manual_seed(0)
+        part = AutoModelForCausalLM.from_config(net.config)
+        keep_stage(part, Stages((0, 2, 3)), stage)
+        held += [name for name, _ in part.named_parameters() if name in names]
+    assert sorted(held) == sorted(names)
+
+
+REFUSED = {
+    "deepspeed.config=zero2": "with ZeRO stage 2: DeepSpeed's pipeline engine sums gradients once",
+    "deepspeed.config=zero3_offload": "with ZeRO stage 3: .*\n.*with optimizer on cpu: .*\n.*with parameters on cpu: ",
+    "train.tensor_parallel_size=2": "train.tensor_parallel_size=2: .*set one of them to 1",
+    "train.sequence_parallel_size=2": "train.sequence_parallel_size=2: .*set one of them to 1",
+    "peft=lora": "peft.method=lora: .*use peft=none",
+    "train.precision=fp16": "train.precision=fp16: .*use bf16 or fp32",
+    "optim.name=adamw_8bit": "optim.name=adamw_8bit: .*use optim=adamw",
+    "compile=layers": "compile=layers: .*use compile=none",
+    "strategy=auto": "strategy=auto: .*use strategy=given",
+    "checkpointing=deepspeed": "checkpointing=deepspeed: .*use checkpointing=full",
+    "checkpointing=budget checkpointing.budget_gib=1": "checkpointing=budget: .*checkpointing.layers",
+    "checkpointing=offload": "checkpointing.offload: .*use checkpointing=full",
+    "checkpointing=full checkpointing.reentrant=true": "checkpointing.reentrant=true: .*leave it out",
+    "train.global_batch_size=1": "with 1 micro-batches per step: .*has at least 2",
+    "model.architecture.num_hidden_layers=1": "LlamaForCausalLM has 1 layer; give at most 1",
+    "train.pipeline_parallel_size=0": "train.pipeline_parallel_size=0",
+    "deepspeed.overrides.pipeline.stages=2": "stages are asked for by train.pipeline_parallel_size: delete",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_stages_cannot_is_refused_with_a_remedy(words: str) -> None:
+    assert re.search(REFUSED[words], refusal(*words.split()), re.DOTALL)
+
+
+def plan(stages: int, blocks: int, *words: str) -> Any:
+    """Plan on eight GPUs, in micro-batches of one block."""
+    staged = [f"train.pipeline_parallel_size={stages}", "deepspeed.config=zero1", "train.micro_batch_size=1"]
+    more = ["hardware=8x4090", f"train.global_batch_size={blocks}", "train.seq_len=512", *staged, *words]
+    return make_plan(compose.from_command_line([*tiny.ON_A_4090, *more]).run)
+
+
+def test_a_plan_tells_of_each_stage() -> None:
+    planned = plan(4, 32, "train.precision=bf16", "model.architecture.num_hidden_layers=8")
+    assert [stage.in_flight for stage in planned.stages] == [4, 3, 2, 1]
+    layers = [(stage.first_layer, stage.last_layer) for stage in planned.stages]
+    assert [layer for first, last in layers for layer in range(first, last + 1)] == list(range(8))
+    inner = planned.stages[1]
+    assert inner.plan.gpu[Category.activations] >= (inner.in_flight - 1) * inner.kept_bytes
+    assert planned.plan.peak_bytes == max(stage.plan.peak_bytes for stage in planned.stages)
+    hidden = 512 * planned.strategy.fields["hidden_size"] * 2  # of one micro-batch, in bf16
+    accumulation = 32 // 2
+    assert [stage.sent_bytes for stage in planned.stages] == [n * accumulation * hidden for n in (1, 2, 2, 1)]
+
+
+def test_more_micro_batches_wait_less() -> None:
+    few, many = (plan(2, 4 * count).time for count in (8, 64))
+    assert many.pipeline_s / many.total_s < few.pipeline_s / few.total_s
+    assert many.compute_s == pytest.approx(8 * few.compute_s)
+
+
+def test_a_router_loss_is_refused() -> None:
+    moe: list[Any] = ["model.architecture.model_type=mixtral", "train.router_aux_loss_coef=0.01"]
+    assert "with stages: the last one, which has the loss, does not know the routers" in refusal(*moe)

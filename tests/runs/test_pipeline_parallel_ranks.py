@@ -1,0 +1,201 @@
+"""Layers divided into stages: the trajectory of a plain PyTorch loop, what each stage holds, saved states, exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from remat.saving import manifest
+from remat.saving.exports import export
+from tests.support import tiny
+from tests.support.grids import cases, chosen
+from tests.support.launcher import deepspeed
+
+pytestmark = pytest.mark.launch
+
+SAVED, STEPS, MICRO_BATCHES = 2, 4, 4  # the saved step, steps of a whole run, micro-batches of a step
+COMMON = ["model.architecture={}", "train.micro_batch_size=1", f"train.global_batch_size={MICRO_BATCHES}"]
+TWO_STAGES, THREE_STEPS, WHOLE = "train.pipeline_parallel_size=2", "train.steps=3", f"train.steps={STEPS}"
+NONE, FULL, BF16 = "checkpointing=none", "checkpointing=full", "train.precision=bf16"
+ZERO1, ZERO0 = "deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"
+OF_STAGES = [NONE, "checkpointing.layers={0: full}"]  # the first stage holds more micro-batches
+SAVING = [f"save.every={SAVED}", "save.keep=9", "save.at_end=true", "save.export=true", "save.rehearse=true"]
+TWO_RANKS = {
+    "none": [TWO_STAGES, NONE, WHOLE, *SAVING],
+    "full": [TWO_STAGES, FULL, THREE_STEPS],
+    "of_stages": [TWO_STAGES, *OF_STAGES, THREE_STEPS],
+    "tied": [TWO_STAGES, FULL, THREE_STEPS],
+    "linears": [TWO_STAGES, "checkpointing=selective_linears", THREE_STEPS],
+    "discard": [TWO_STAGES, "checkpointing=discard_output", THREE_STEPS],
+    "interval": [TWO_STAGES, "checkpointing=interval", "checkpointing.interval=2", THREE_STEPS],
+    "uniform": [TWO_STAGES, "checkpointing=uniform", "checkpointing.segment_layers=1", THREE_STEPS],
+    "ops": [TWO_STAGES, "checkpointing=selective_ops", THREE_STEPS],
+    "modules": [TWO_STAGES, "checkpointing=selective_modules", THREE_STEPS],
+    "tiles": [TWO_STAGES, FULL, "checkpointing.tiles=2", THREE_STEPS],
+    "logits": [TWO_STAGES, NONE, "train.loss=full", THREE_STEPS],
+    "tied_none": [TWO_STAGES, NONE, THREE_STEPS],
+    "unsharded": [TWO_STAGES, ZERO0, NONE, THREE_STEPS],
+    "unsharded_full": [TWO_STAGES, ZERO0, FULL, THREE_STEPS],
+}
+FOUR_RANKS = {
+    "four_stages": ["train.pipeline_parallel_size=4", *OF_STAGES, THREE_STEPS],
+    "two_by_two": [TWO_STAGES, FULL, THREE_STEPS],
+    "two_by_two_unsharded": [TWO_STAGES, ZERO0, NONE, THREE_STEPS],
+    "four_stages_tied": ["train.pipeline_parallel_size=4", FULL, THREE_STEPS],
+}
+REST = {"linears", "discard", "interval", "uniform", "ops", "modules", "tiles", "logits", "tied_none"}
+REST |= {"unsharded_full", "two_by_two_unsharded", "four_stages_tied"}
+LOW = {"bf16": [TWO_STAGES, NONE, BF16, THREE_STEPS], "bf16_full": [TWO_STAGES, FULL, BF16, THREE_STEPS]}
+HELD_OUT = ["data.eval_fraction=0.2", NONE, "train.steps=2"]
+EVALUATING = {"evaluated": [*HELD_OUT, TWO_STAGES], "evaluated_alone": [*HELD_OUT, "save.export=true"]}
+DROPOUT = {"dropout": [TWO_STAGES, NONE, THREE_STEPS], "dropout_full": [TWO_STAGES, FULL, THREE_STEPS]}
+STOPPED = {"is_stopped": [TWO_STAGES, NONE, WHOLE]}
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.make_workshop(tmp_path_factory.mktemp("stages"))
+    tiny.make_model(folder / "tied", tie_word_embeddings=True)
+    tiny.make_model(folder / "dropout", attention_dropout=0.2)
+    tiny.make_model(folder / "deep", num_hidden_layers=4)
+    tiny.make_model(folder / "deep_tied", num_hidden_layers=4, tie_word_embeddings=True)
+    return folder
+
+
+def words(workshop: Path, name: str, *more: str) -> list[str]:
+    kind = "_".join([*(["deep"] if name in FOUR_RANKS else []), *(["tied"] if "tied" in name else [])])
+    kind = "dropout" if name in DROPOUT else kind
+    return tiny.words(workshop, name, *COMMON, f"model.path={workshop}/{kind or 'model'}", ZERO1, *more)
+
+
+def resume(workshop: Path, name: str, *more: str) -> list[str]:
+    own = [word for word in words(workshop, name, *more) if not word.startswith("run_id=")]
+    return [*own, f"resume={workshop}/out/{name}/run/saved/step-{SAVED:06d}"]
+
+
+def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Found:
+    file = workshop / f"spec_{ranks}.json"
+    file.write_text(json.dumps(spec))
+    done = deepspeed(str(file), ranks=ranks, script="tests/support/reshard_runs.py")
+    assert done.code == 0, done.out[-6000:]
+    found: Found = json.loads(file.with_suffix(".done.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(request: pytest.FixtureRequest, workshop: Path) -> Found:
+    left_out = REST - chosen(request)
+    runs = {name: more for name, more in TWO_RANKS.items() if name not in left_out}
+    spec = {n: words(workshop, n, *more) for n, more in (runs | LOW | EVALUATING | DROPOUT | STOPPED).items()}
+    spec["is_stopped"].append("save.keep=9")
+    spec["resumed"] = resume(workshop, "none", TWO_STAGES, NONE, WHOLE)
+    spec["continued"] = resume(workshop, "is_stopped", TWO_STAGES, NONE, WHOLE)
+    return launch(workshop, {name.replace("is_", ""): line for name, line in spec.items()}, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(request: pytest.FixtureRequest, workshop: Path) -> Found:
+    left_out = REST - chosen(request)
+    runs = {name: more for name, more in FOUR_RANKS.items() if name not in left_out}
+    return launch(workshop, {name: words(workshop, name, *more) for name, more in runs.items()}, ranks=4)
+
+
+def column(found: Found, key: str) -> list[float]:
+    return [row[key] for row in found["rows"] if key in row]
+
+
+def compare(workshop: Path, name: str, found: Found) -> None:
+    expected = tiny.plain_loop(words(workshop, name, THREE_STEPS))
+    losses, norms = column(found, "loss/train")[:3], column(found, "optim/grad_norm")[:3]
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+    if "unsharded" not in name:  # DeepSpeed tells no norm there
+        assert norms == pytest.approx([norm for _, norm in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", cases(TWO_RANKS, REST))
+def test_two_stages_follow_the_plain_loop(name: str, workshop: Path, two_ranks: Found) -> None:
+    compare(workshop, name, two_ranks[name])
+
+
+@pytest.mark.parametrize("name", cases(FOUR_RANKS, REST))
+def test_four_ranks_follow_the_plain_loop(name: str, workshop: Path, four_ranks: Found) -> None:
+    compare(workshop, name, four_ranks[name])
+
+
+@pytest.mark.parametrize(
+    ("kept", "name"),
+    [("none", "full"), ("none", "of_stages"), ("bf16", "bf16_full"), ("dropout", "dropout_full")],
+)
+def test_recomputation_in_stages_changes_nothing(kept: str, name: str, two_ranks: Found) -> None:
+    for key in ("loss/train", "optim/grad_norm"):
+        assert column(two_ranks[name], key) == column(two_ranks[kept], key)[:3]
+
+
+def test_interrupted_runs_go_on_as_the_whole_one(two_ranks: Found) -> None:
+    for key in ("loss/train", "optim/grad_norm"):
+        whole = column(two_ranks["none"], key)
+        assert column(two_ranks["stopped"], key) == whole[:SAVED]
+        assert [column(two_ranks[name], key) for name in ("resumed", "continued")] == [whole, whole]
+    assert two_ranks["continued"]["ids"] == two_ranks["none"]["ids"][SAVED:]
+
+
+@pytest.mark.parametrize("name", ["none", "full", "of_stages"])
+def test_a_stage_holds_the_micro_batches_in_flight(name: str, workshop: Path, two_ranks: Found) -> None:
+    """Of the first step: live bytes after each forward. Its first micro-batch goes through the stages alone."""
+    plan = json.loads((workshop / "out" / name / "run" / "plan.json").read_text())["planned"]
+    (first, last), held = plan["stages"], two_ranks[name]["held"]
+    assert [stage["micro_batches_in_flight"] for stage in (first, last)] == [2, 1]
+    kept = first["kept_bytes_per_micro_batch"]
+    assert held[0][:2] == [[kept], [kept, 2 * kept, 2 * kept]]
+    kept = last["kept_bytes_per_micro_batch"]
+    assert held[1][1][0] == pytest.approx(kept, rel=1e-3)
+    assert max(held[1][1]) < kept + 3 * 192 * 32 * 4  # received ones and their gradients: tokens x width x fp32
+
+
+@pytest.mark.parametrize("name", cases(TWO_RANKS, REST))
+def test_what_a_stage_holds_is_planned(name: str, workshop: Path, two_ranks: Found) -> None:
+    ledger = json.loads((workshop / "out" / name / "run" / "ledger.json").read_text())
+    rows = {row["category"]: row for row in ledger["rows"] if row["measured"] is not None}
+    exact = {
+        "weights in host memory": 1e-3,
+        "gradients in host memory": 1e-2,
+        "optimizer state in host memory": 1e-3,
+    }
+    exact |= {"kept activations, all layers": 2e-3, "recomputed FLOPs, of forward": 1e-3}
+    for category, within in exact.items():
+        assert rows[category]["measured"] == pytest.approx(rows[category]["planned"], rel=within), rows[
+            category
+        ]
+    kept = ledger["kept_bytes_per_layer"]
+    assert kept["planned"] == kept["measured"]
+
+
+def test_the_proof_is_of_the_layers_of_all_stages(workshop: Path, two_ranks: Found) -> None:
+    proof = json.loads((workshop / "out" / "of_stages" / "run" / "proof.json").read_text())
+    assert [(row["layer"], row["recomputations"]) for row in proof["layers"]] == [(0, MICRO_BATCHES), (1, 0)]
+
+
+def test_evaluation_counts_every_held_out_block_once(workshop: Path, two_ranks: Found) -> None:
+    staged, alone = (tiny.rows(workshop / "out" / name / "run", "loss/eval") for name in EVALUATING)
+    assert [row["loss/eval"] for row in staged] == pytest.approx([row["loss/eval"] for row in alone], rel=1e-5)
+    assert staged
+
+
+def test_the_export_is_that_of_ranks_without_stages(workshop: Path, tmp_path: Path, two_ranks: Found) -> None:
+    run = workshop / "out" / "none" / "run"
+    state = run / "saved" / f"step-{SAVED:06d}"
+    assert manifest.verify(state) == []
+    again = export.export_saved_state(
+        run / "saved" / f"step-{STEPS:06d}", run, tmp_path / "export", export.Form()
+    )
+    live, saved = (load_file(folder / "model.safetensors") for folder in (run / "export", again.path))
+    start = load_file(workshop / "model" / "model.safetensors")
+    assert {n: t.shape for n, t in live.items()} == {n: t.shape for n, t in start.items()}
+    assert all(torch.equal(live[name], saved[name]) for name in start)
+    assert all(not torch.equal(live[name], start[name]) for name in start)
