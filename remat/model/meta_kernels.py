@@ -134,14 +134,16 @@ class _Kernels(TorchDispatchMode):
     A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
 
     torch's rules for meta tensors are written in Python. What an operation that makes new tensors returned is
-    remembered by the shapes of its arguments, and the next result is made like it.
+    remembered by the shapes of its arguments, and the next result is made like it, in this recording and in later
+    ones of the process.
     """
 
     def __init__(self, assumed: list[str], on_gpu: bool) -> None:
         super().__init__()
         self._assumed, self._on_gpu = assumed, on_gpu
         self._whole = True
-        self._known: dict[Any, _Like | None] = {}  # None: it returns something else than new tensors
+        if len(KNOWN) > MOST_KNOWN:
+            KNOWN.clear()
 
     def packed(self, position_ids: Tensor) -> Tensor | None:
         """Answer transformers' question for position ids that restart."""
@@ -176,23 +178,27 @@ class _Kernels(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` does, or tensors like those that it returned for arguments of these shapes."""
+        if not isinstance(func, torch._ops.OpOverload):  # its arguments may be functions that keep tensors
+            return func(*args, **kwargs)
         found: list[Tensor] = []
-        key = func, _describe(args, found), _describe(tuple(kwargs.items()), found)
+        given = _describe(args, found), _describe(tuple(kwargs.items()), found)
+        key = func, given, torch.get_default_dtype()
         if not found or not all(type(each) in PLAIN and each.is_meta for each in found):
             return func(*args, **kwargs)
         try:
-            like = self._known.get(key, UNKNOWN)
+            like = KNOWN.get(key, UNKNOWN)
         except TypeError:  # an argument that is neither plain nor a tensor
             return func(*args, **kwargs)
         if like is UNKNOWN:
             result = func(*args, **kwargs)
-            self._known[key] = _Like.of(func, result, found)
+            KNOWN[key] = _Like.of(func, result, found)
             return result
         return func(*args, **kwargs) if like is None else like.make()
 
 
 PLAIN = (Tensor, nn.Parameter)
 UNKNOWN: Any = object()
+MOST_KNOWN = 10_000  # about 15 MB; the recordings of one model have some hundred
 
 
 class _Like(NamedTuple):
@@ -205,11 +211,7 @@ class _Like(NamedTuple):
     def of(cls, func: Any, result: Any, given: Sequence[Tensor]) -> _Like | None:
         """Describe `result`; None where it is not made of new, whole tensors alone."""
         made = (result,) if isinstance(result, Tensor) else result
-        if (
-            not isinstance(func, torch._ops.OpOverload)
-            or func._schema.is_mutable
-            or not isinstance(made, tuple)
-        ):
+        if func._schema.is_mutable or not isinstance(made, tuple):
             return None
         if not made or not all(type(each) is Tensor and each.is_meta for each in made):
             return None
@@ -227,6 +229,9 @@ class _Like(NamedTuple):
     def make(self) -> Any:
         made = self.tensors_made()
         return made[0] if self.alone else made
+
+
+KNOWN: dict[Any, _Like | None] = {}  # None: it returns something else than new tensors
 
 
 def _describe(value: Any, found: list[Tensor]) -> Any:
