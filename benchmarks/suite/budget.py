@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = ROOT / "benchmarks" / "results"
 RESULTS = OWN / "gpu"
 GRACE_S = 20  # for a point that took too long to write what it has
-OWN_RESULTS = {"accuracy", "policies", "overhead", "lab"}  # they write files of their own
+OWN_RESULTS = {"accuracy", "policies", "overhead", "lab", "ladder"}  # they write files of their own
 
 
 def main() -> int:

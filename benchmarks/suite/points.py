@@ -102,5 +102,7 @@ POINTS = [
     _longest("selective_ops", "deepspeed.config=zero2", "checkpointing=selective_ops"),
     _longest("llama-8b, LoRA, activations offloaded", "deepspeed.config=zero2", "checkpointing=offload",
              "peft=lora", shape="llama-8b", most_tokens=262144),  # beyond that, page-locked memory fills the host
+    Point("ladder", "the longest sequence of each rung, planned and measured", "script",
+          ("benchmarks/long.py", "--climb", "480", "--work", "WORK/long"), seconds=490, limit_s=560),
 ]  # fmt: skip
 SECTIONS = list(dict.fromkeys(point.section for point in POINTS))

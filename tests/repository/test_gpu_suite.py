@@ -60,7 +60,7 @@ def test_every_experiment_is_there() -> None:
 
 def test_the_promised_sections_are_there() -> None:
     assert set(SECTIONS) == {
-        "mfu", "accuracy", "policies", "peers", "offload", "overhead", "budget", "lab", "longest", "tests",
+        "mfu", "accuracy", "policies", "peers", "offload", "overhead", "budget", "lab", "longest", "ladder", "tests",
     }  # fmt: skip
     files = {word for point in POINTS if point.kind == "tests" for word in point.words}
     assert files == {f"tests/gpu/{path.name}" for path in (budget.ROOT / "tests" / "gpu").glob("test_*.py")}

@@ -56,19 +56,19 @@ def climb(
     cfg = _compose(args, BASE)
     if reason := search.why_not(cfg):
         raise ConfigError(f"--ladder: {reason}")
-    steps = list(_steps(cfg))
+    rungs = list(steps(cfg))
     found: list[Rung] = []
     taken, length = tuple[str, ...](BASE), FIRST
-    for done, (name, words) in enumerate(steps):
-        progress(done, len(steps))
+    for done, (name, words) in enumerate(rungs):
+        progress(done, len(rungs))
         if words and _is_so_already(args, taken, words):
             continue
-        rung = _Search(args, _joined(taken, words), recordings).longest(name, length)
+        rung = _Search(args, joined(taken, words), recordings).longest(name, length)
         helps = rung.seq_len > max((earlier.seq_len for earlier in found), default=0)
         found.append(Rung(rung.name, rung.overrides, rung.seq_len, rung.planned, rung.bound_by, helps))
         if helps:
-            taken, length = _joined(taken, words), rung.seq_len
-    progress(len(steps), len(steps))
+            taken, length = joined(taken, words), rung.seq_len
+    progress(len(rungs), len(rungs))
     return found
 
 
@@ -76,7 +76,7 @@ def _compose(args: Sequence[str], words: Sequence[str]) -> RunConfig:
     return compose.from_command_line([*args, *words]).run
 
 
-def _joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+def joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
     """Return both, without those of `words` whose option one of `more` sets."""
     options = {word.partition("=")[0] for word in more}
     return (*(word for word in words if word.partition("=")[0] not in options), *more)
@@ -84,12 +84,12 @@ def _joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
 
 def _is_so_already(args: Sequence[str], taken: Sequence[str], words: Sequence[str]) -> bool:
     try:
-        return _compose(args, _joined(taken, words)) == _compose(args, taken)
+        return _compose(args, joined(taken, words)) == _compose(args, taken)
     except ConfigError:  # told with the rung
         return False
 
 
-def _steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the name and the overrides of each rung."""
     yield "every layer recomputed", ()
     yield "flash attention: no mask", ("model.attention=flash_attention_2",)
@@ -115,7 +115,7 @@ class _Search:
     def longest(self, name: str, first: int) -> Rung:
         """Return the rung `name`. The search begins at `first` tokens."""
         limit = 1.0
-        while length := _largest(self._excess, self._known, first, limit):
+        while length := largest(self._excess, self._known, first, limit):
             planned = make_plan(self._run(length), recordings=self._recordings)
             if planned.plan.fits:
                 bound_by = self._why_no_longer(length) or search.fullest(planned)
@@ -145,10 +145,10 @@ class _Search:
         return _compose(self._args, self._all_words(length))
 
     def _all_words(self, length: int) -> tuple[str, ...]:
-        return _joined(self._words, (f"train.seq_len={length}",))
+        return joined(self._words, (f"train.seq_len={length}",))
 
 
-def _largest(excess: Callable[[int], float], known: dict[int, float], first: int, limit: float = 1.0) -> int:
+def largest(excess: Callable[[int], float], known: dict[int, float], first: int, limit: float = 1.0) -> int:
     """Return about the longest length at which `excess`, which grows with it, is at most `limit`; 0: there is none.
 
     `known` are the values that were asked for; it grows. Memory grows nearly linearly with the length: the next guess
