@@ -80,15 +80,6 @@ class Applied:
                 f"checkpointing.layers. torch says: {str(error).splitlines()[0]}"
             ) from error
 
-    @contextmanager
-    def keeping_everything(self) -> Iterator[None]:
-        """Run layers without their policies while it is entered."""
-        self.scope.keeping = True
-        try:
-            yield
-        finally:
-            self.scope.keeping = False
-
     def watch(self, device: torch.device) -> OpTracer:
         """Make what traces bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
         return OpTracer(

@@ -734,10 +734,10 @@ class Sample:
         attributes = [{k: v for k, v in vars(module).items() if _is_state(k, v)} for module in modules]
         with ExitStack() as stack:
             stack.enter_context(_gathered([p for layer in self.layers for p in layer.parameters()]))
+            stack.enter_context(scope.keep_everything())
             for autocast in self._autocast:
                 stack.enter_context(autocast())
             try:
-                scope.keeping = True
                 for module, name, own in hooks:
                     kept = ((key, hook) for key, hook in own.items() if not _is_machinery(hook))
                     setattr(module, name, OrderedDict(kept))
@@ -746,7 +746,6 @@ class Sample:
                 stack.enter_context(torch.enable_grad())
                 yield
             finally:
-                scope.keeping = False
                 for module, name, own in hooks:
                     setattr(module, name, own)
                 for module, own_attributes in zip(modules, attributes, strict=True):

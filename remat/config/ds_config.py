@@ -31,7 +31,9 @@ OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-gr
 class RunValues:
     """What the run decides and a memory strategy does not. Sizes in blocks, ranks and elements.
 
-    `world_size` None: not known yet; then what depends on it is neither checked nor filled in.
+    `world_size` counts the ranks that read data of their own. Where ranks share layers or sequences it counts their
+    groups, each of `ranks_per_group` ranks. None: not known yet; then what depends on it is neither checked
+    nor filled in.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
     `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested. `states` is optim.states.
@@ -48,6 +50,7 @@ class RunValues:
     largest_param: int | None = None
     optimizer: OptimName = OptimName.adamw
     states: OptimStates = OptimStates.fp32
+    ranks_per_group: int = 1
 
 
 def values_of(
@@ -79,6 +82,7 @@ def values_of(
         largest_param=largest_param,
         optimizer=cfg.optim.name,
         states=cfg.optim.states,
+        ranks_per_group=shared_by * cfg.train.pipeline_parallel_size * cfg.train.sequence_parallel_size,
     )
 
 
@@ -92,12 +96,17 @@ def pipeline_stages(ds: Mapping[str, Any]) -> int:
     return int((ds.get("pipeline") or {}).get("stages", 1))
 
 
+def second_shard_ranks(ds: Mapping[str, Any]) -> int:
+    """Return how many ranks share a second copy of the weights (hpZ) under the rendered dict; 1: there is none."""
+    return int(ds.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
+
+
 def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:
     """Groups of ranks, each of which reads data of its own. Raises ConfigError when ranks are left over."""
     if world_size % shared_by:
         raise ConfigError(
-            f"{option}={shared_by}: {world_size} ranks do not divide into groups of {shared_by}; "
-            f"start a multiple of {shared_by}"
+            f"{option}={shared_by}: {world_size} rank{'s' * (world_size > 1)} cannot be divided into groups of "
+            f"{shared_by}; start a multiple of {shared_by}"
         )
     return world_size // shared_by
 
@@ -158,6 +167,14 @@ def problems(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunVa
     return _render(raw, overrides, values)[1]
 
 
+def _readers(values: RunValues) -> str:
+    """Return in words what reads data of its own: `2 ranks`, or `1 group of 4 ranks`."""
+    several = "s" * (values.world_size != 1)
+    if values.ranks_per_group == 1:
+        return f"{values.world_size} rank{several}"
+    return f"{values.world_size} group{several} of {values.ranks_per_group} ranks"
+
+
 def gradient_accumulation(values: RunValues) -> int | None:
     """Micro-batches per optimizer step: global batch / (micro batch * ranks); None when the ranks are not known.
 
@@ -176,7 +193,7 @@ def gradient_accumulation(values: RunValues) -> int | None:
         near = [*[n for n in valid if n < micro][-1:], *[n for n in valid if n > micro][:1]]
         remedy += f", or train.micro_batch_size={' or '.join(map(str, near))}"
     raise ConfigError(
-        f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x {ranks} ranks "
+        f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x {_readers(values)} "
         f"= {step}: {remedy}"
     )
 

@@ -237,9 +237,9 @@ def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
     for key, why in CHANGES_BYTES.items():
         if zero.get(key):
             raise ConfigError(f"{where}.{key}={zero[key]}: {said}, and this {why}; set it to false")
-    if zero.get("zero_hpz_partition_size", 1) > 1:
+    if (shared_by := ds_json.second_shard_ranks(ds)) > 1:
         raise ConfigError(
-            f"{where}.zero_hpz_partition_size={zero['zero_hpz_partition_size']}: {said}, and a second copy of them on "
+            f"{where}.zero_hpz_partition_size={shared_by}: {said}, and a second copy of them on "
             "each node was never tried; leave it at 1"
         )
     if ds_json.param_offload_device(ds) == "nvme":

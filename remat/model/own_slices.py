@@ -135,7 +135,7 @@ def refuse(cfg: ModelConfig, ds: Mapping[str, Any]) -> str | None:
         return f"ZeRO stage {stage} keeps every weight whole on each rank"
     if ds_config.param_offload_device(ds) == "nvme":
         return "parameters on NVMe have no shard in memory"
-    if zero.get("zero_hpz_partition_size", 1) > 1:
+    if ds_config.second_shard_ranks(ds) > 1:
         return "zero_hpz_partition_size keeps a second shard of every weight"
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
         return "quantised shards are made of whole weights"

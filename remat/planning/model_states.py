@@ -326,7 +326,7 @@ def _stage_3(s: _Sizes) -> list[Item]:
 
 def check_second_shards(ds: Mapping[str, Any], world_size: int) -> None:
     """Raise ConfigError where a second copy of the weights cannot be shared by so many ranks, or not at all."""
-    size = int(ds["zero_optimization"].get("zero_hpz_partition_size", 1))
+    size = ds_config.second_shard_ranks(ds)
     asked = f"deepspeed.overrides.zero_optimization.zero_hpz_partition_size={size}"
     if size <= 1:
         return
@@ -343,7 +343,7 @@ def _second_shards(s: _Sizes) -> list[Item]:
 
     It is made in the first forward of a step, as weights are released, and dropped after the update (stage3.py:755).
     """
-    size = int(s.zero.get("zero_hpz_partition_size", 1))
+    size = ds_config.second_shard_ranks(s.ds)
     if size <= 1:
         return []
     elements = math.ceil((s.params + s.frozen) / size)

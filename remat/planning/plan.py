@@ -639,7 +639,7 @@ def _renumbered(simulation: Simulation, first: int) -> Simulation:
     )
 
 
-def _hidden_bytes(cfg: RunConfig, decided: strategy.Strategy) -> int:
+def _hidden_bytes(cfg: RunConfig) -> int:
     """Return the bytes of the hidden states of one micro-batch, which stages send."""
     size = hf_model.hidden_size(hf_model.shape_config(cfg.model))
     return sequence_parallel.tokens_of_rank(cfg.train) * size * hf_model.DTYPES[cfg.train.precision].itemsize
@@ -648,7 +648,7 @@ def _hidden_bytes(cfg: RunConfig, decided: strategy.Strategy) -> int:
 def _sent_bytes(cfg: RunConfig, decided: strategy.Strategy, stage: int) -> int:
     assert decided.stages is not None
     neighbours = (stage > 0) + (stage < decided.stages.size - 1)
-    return neighbours * decided.ds["gradient_accumulation_steps"] * _hidden_bytes(cfg, decided)
+    return neighbours * decided.ds["gradient_accumulation_steps"] * _hidden_bytes(cfg)
 
 
 def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Simulation) -> int:
@@ -656,7 +656,7 @@ def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Sim
     if decided.stages is None or decided.stage is None:
         return 0
     count = decided.stages.in_flight(decided.stage, decided.ds["gradient_accumulation_steps"])
-    received = _hidden_bytes(cfg, decided) * (decided.stage > 0)
+    received = _hidden_bytes(cfg) * (decided.stage > 0)
     return (count - 1) * simulation.forward_end_bytes + received
 
 

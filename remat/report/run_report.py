@@ -130,7 +130,7 @@ def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[P
             table
             for table in (
                 _final_table(rows, totals),
-                _split_table(rows, totals),
+                _split_table(totals),
                 _data_table(data),
                 _memory_table(rows),
                 _retreat_table(run_dir),
@@ -375,7 +375,7 @@ def _form(values: dict[str, float], name: str, form: str) -> str:
     return format(values[name], form) if name in values else ""
 
 
-def _split_table(rows: Rows, totals: dict[str, float]) -> Table | None:
+def _split_table(totals: dict[str, float]) -> Table | None:
     if STEP_S not in totals:
         return None
     step = totals[STEP_S]

@@ -295,9 +295,9 @@ def _gradient_norms(run: Run, sequence: SequenceParallel, batch: dict[str, Tenso
     """
     device, net = run.world.device, run.engine.module
     on_device = {name: value.to(device) for name, value in batch.items()}
-    with run.applied.keeping_everything(), _unlearnt(run):
+    with run.applied.scope.keep_everything(), _unlearnt(run):
         part = _squared_gradient(net, lambda: run.token_loss(net, sequence.inputs(batch, device)))
-    with run.applied.keeping_everything(), _unlearnt(run):
+    with run.applied.scope.keep_everything(), _unlearnt(run):
         whole = _squared_gradient(net, lambda: sequence.run_whole(net, run.token_loss, on_device))
     return math.sqrt(sequence.sum(part).item()), math.sqrt(whole.item())
 

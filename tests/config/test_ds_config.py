@@ -314,6 +314,8 @@ def test_accumulation_names_all_three_and_the_nearest() -> None:
     assert "train.global_batch_size=12" in text
     assert "train.micro_batch_size=4 x 2 ranks" in text
     assert "train.global_batch_size=8 or 16" in text
+    shared = only_problem(ZERO3, micro_batch_size=4, global_batch_size=6, world_size=1, ranks_per_group=2)
+    assert "train.micro_batch_size=4 x 1 group of 2 ranks" in shared
     assert "train.micro_batch_size=3 or 6" in text
     text = only_problem(ZERO3, micro_batch_size=8, global_batch_size=4, world_size=1)
     assert "use train.global_batch_size=8, or train.micro_batch_size=4" in text

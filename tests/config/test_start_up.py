@@ -47,7 +47,7 @@ REFUSED = {  # command lines of remat, and what each is told
     "compare train.steps=3": "no word lists values",
     "launch train.py data=jsonl": "data.path is missing",
     "launch --num_gpus 3 train.py train.global_batch_size=8": "is not a multiple of",
-    f"launch --num_gpus 3 train.py {SHARED}": "3 ranks do not divide",
+    f"launch --num_gpus 3 train.py {SHARED}": "3 ranks cannot be divided",
 }
 REFUSED_BY_RANKS = {  # of three ranks
     "": "recipe=NAME is missing",

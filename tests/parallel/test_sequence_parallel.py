@@ -84,7 +84,7 @@ REFUSED = {
     "budget": (["checkpointing=budget"], "use checkpointing=selective_linears"),
     "noise": (["train.neftune_alpha=5"], "set train.neftune_alpha=0"),
     "none": (["train.sequence_parallel_size=0"], "train.sequence_parallel_size=0 is too small"),
-    "ranks": (["train.sequence_parallel_size=3"], "8 ranks do not divide into groups of 3"),
+    "ranks": (["train.sequence_parallel_size=3"], "8 ranks cannot be divided into groups of 3"),
     "heads": (
         ["train.sequence_parallel_size=6", "train.global_batch_size=60"],
         "train.sequence_parallel_size=6 does not divide num_attention_heads=32",

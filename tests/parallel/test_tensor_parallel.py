@@ -103,7 +103,7 @@ def test_models_that_cannot_be_shared(model_type: str, more: dict[str, Any], siz
 
 
 def test_runs_that_cannot_share() -> None:
-    with pytest.raises(ConfigError, match="3 ranks do not divide into groups of 2"):
+    with pytest.raises(ConfigError, match="3 ranks cannot be divided into groups of 2"):
         tensor_parallel.check(2, skeleton("llama"), world_size=3, zero_stage=2)
     with pytest.raises(ConfigError, match="ZeRO stage 0"):
         tensor_parallel.check(2, skeleton("llama"), world_size=2, zero_stage=0)

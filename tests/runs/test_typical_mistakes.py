@@ -96,7 +96,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "resume=last": "no such folder (did you mean resume=auto",
     "resume=auto": "no complete saved state in",
     "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written",
-    "train.tensor_parallel_size=3": "do not divide into groups of 3",
+    "train.tensor_parallel_size=3": "cannot be divided into groups of 3",
 }
 FILES = {  # the same with what a workshop holds, {} of its folder
     "model.path={}/none": "does not exist: give a folder with config.json, or a hub name",

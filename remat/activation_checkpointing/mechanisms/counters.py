@@ -78,6 +78,15 @@ class Scope:
         )
 
     @contextmanager
+    def keep_everything(self) -> Iterator[None]:
+        """Run layers without their policies while it is entered."""
+        self.keeping = True
+        try:
+            yield
+        finally:
+            self.keeping = False
+
+    @contextmanager
     def inside_region(self) -> Iterator[None]:
         before, self.in_region = self.in_region, True
         try:

@@ -50,7 +50,6 @@ from remat.config.units import MIB
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 
 LARGEST_VALUE = {StorageDtype.fp8: 448.0, StorageDtype.int8: 127.0}
-STORED_AS = {StorageDtype.fp8: torch.float8_e4m3fn, StorageDtype.int8: torch.int8}
 NOT_FINITE = -128  # int8 has no infinity: the one value that no number is rounded to
 SMALLEST_SLAB_BYTES = 32 << 20
 ALIGNMENT_BYTES = 512

@@ -151,7 +151,7 @@ class ZeroSettings:
             max_reuse_distance=int(zero.get("stage3_max_reuse_distance", 0)),
             offload_optimizer=ds_config.optimizer_offload_device(ds) is not None,
             offload_param=ds_config.param_offload_device(ds) is not None,
-            second_shards=int(zero.get("zero_hpz_partition_size", 1)),
+            second_shards=ds_config.second_shard_ranks(ds),
             accumulating=ds["gradient_accumulation_steps"] > 1,
             tensor_ranks=tensor_ranks,
             stages=stages,
