@@ -340,11 +340,11 @@ class DeadlinesConfig:
 
     data_s: float = 0.0  # reading and tokenizing, by one rank for all; each batch of documents is progress
     build_s: float = 1800.0  # building the model and the engine
-    load_s: float = 3600.0  # loading weights or a saved state
+    load_s: float = 3600.0  # loading weights or a saved state; a second more for each 100 MB of it
     step_s: float = 1800.0  # a micro-batch or an update
     evaluate_s: float = 1800.0  # a micro-batch of an evaluation
-    save_s: float = 7200.0  # writing a training checkpoint
-    export_s: float = 7200.0  # writing the exported model
+    save_s: float = 7200.0  # writing a training checkpoint; a second more for each 100 MB of it
+    export_s: float = 7200.0  # writing the exported model; a second more for each 100 MB of it
     link_s: float = 20.0  # a node of several gives no answer to the node of rank 0; not less than 4
 
 

@@ -110,7 +110,7 @@ def choose(
     prices = Prices(machine, {} if known is None else known, on_gpu=on_gpu)
     started = [(least, decisions, prices.frontiers(least.graphs))]
     if cfg.offload.enabled and least.graphs:
-        corners = prices.frontiers(least.graphs, _links(cfg, len(decisions), least, prices))
+        corners = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
         first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
         started.append((plan(first), first, corners))
     climbed = [
@@ -132,7 +132,8 @@ def choose(
         raise NoRoom(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
-            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)})"
+            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)}); "
+            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices"
         )
     return *best, ""
 
@@ -195,7 +196,7 @@ def curve(
 ) -> Iterator[tuple[Trial, list[LayerDecision]]]:
     """Yield plans from the fewest bytes to keeping all, `parts` steps of about as many bytes; on a GPU."""
     least, prices = plan(decisions), Prices(machine, known, on_gpu=True)
-    links = _links(cfg, len(decisions), least, prices) if cfg.offload.enabled else {}
+    links = find_links(cfg, len(decisions), least, prices) if cfg.offload.enabled else {}
     frontiers = prices.frontiers(least.graphs, links)
     steps, added = _order(frontiers)
     counts = dict.fromkeys(bisect_left(added, part / parts * added[-1]) for part in range(parts + 1))
@@ -265,8 +266,11 @@ class Prices:
         return found
 
 
-def _links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: Prices) -> dict[int, Link]:
-    """Return what each layer may move. Raises ConfigError where the link's rates are not known."""
+def find_links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: Prices) -> dict[int, Link]:
+    """Return what each layer may move of `least`, a plan that moves nothing.
+
+    Raises ConfigError where the link's rates are not known.
+    """
     if least.link is None:
         raise ConfigError(
             f"checkpointing.offload.enabled=true with {CHOICE}: hardware.pcie_d2h_gbs and hardware.pcie_h2d_gbs are "

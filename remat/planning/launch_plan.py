@@ -268,6 +268,14 @@ def _data_ranks(cfg: RunConfig, world: World) -> int:
     )
 
 
+def bytes_of_phases(cfg: RunConfig, strategy: Strategy) -> dict[str, int]:
+    """Return what all ranks together write or read in the phases of the watchdog that move training states."""
+    width = hf_model.DTYPES[cfg.train.precision].itemsize
+    saved = preflight.saved_state_bytes(strategy.num_saved_params, strategy.ds)
+    model = strategy.facts.num_params * width
+    return {"save": saved, "load": max(saved, model), "export": model}
+
+
 def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
     """Return whether the run tries its save and export after the first step."""
     return preflight.rehearses(cfg.save, strategy.facts.num_params)

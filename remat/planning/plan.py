@@ -25,6 +25,7 @@ from remat.config.options import (
     ConfigError,
     DataSource,
     HardwareConfig,
+    OffloadConfig,
     OptimStates,
     RunConfig,
 )
@@ -352,9 +353,11 @@ class Recordings:
 
         It does not depend on the machine, nor on ZeRO settings, except whether the stage is 3.
         """
-        train = cfg.train
+        train, chosen = cfg.train, replace(cfg.checkpointing, budget_gib="auto")  # decisions have its tables
+        if not any(decision.offload for decision in decided.decisions):
+            chosen = replace(chosen, offload=OffloadConfig())
         depends_on = (
-            (cfg.model, cfg.peft, cfg.checkpointing, decided.decisions, decided.zero_stage == 3, on_gpu),
+            (cfg.model, cfg.peft, chosen, decided.decisions, decided.zero_stage == 3, on_gpu),
             (decided.packed, cfg.compile, decided.allocators.exact_above_bytes),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
             (train.sequence_parallel_size, train.tensor_parallel_size, decided.router_coef > 0),

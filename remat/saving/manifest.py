@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +39,11 @@ UNFINISHED = ": unfinished"  # the end of the note on a folder that a kill left
 FORMAT = 1
 OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
-MAX_THREADS = 8  # threads that hash; a rank has few large files
+MAX_THREADS = 8  # threads that hash
+READ_BYTES = 8 * 1024**2
+PIECE_BYTES = (
+    256 * 1024**2
+)  # of a larger file the pieces are hashed at the same time: a rank has few large files
 
 
 class SaveError(RuntimeError):
@@ -47,8 +52,11 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class FileEntry:
+    """Size and SHA-256 of a file; with `piece_bytes` the SHA-256 of the digests of its pieces, in order."""
+
     size_bytes: int
     sha256: str
+    piece_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,18 +149,19 @@ def verify(
     except SaveError as error:
         return [str(error)]
 
-    def check(name: str) -> str | None:
-        entry, problem = info.files[name], _size_problem(folder / name, info.files[name])
-        try:
-            if problem is None and hash_file(folder / name, hashed) != entry.sha256:
-                problem = "content changed (hash differs)"
-        except OSError as error:  # the other ranks wait for this one's findings
-            problem = f"cannot be read ({error.strerror})"
-        return None if problem is None else f"{name}: {problem}"
-
-    threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
-    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing releases the GIL
-        return [problem for problem in pool.map(check, share(info, part, parts)) if problem is not None]
+    mine = share(info, part, parts)
+    found = {name: _size_problem(folder / name, info.files[name]) for name in mine}
+    whole = [name for name in mine if found[name] is None]
+    entries = {name: (info.files[name].size_bytes, info.files[name].piece_bytes) for name in whole}
+    with _hashing(folder, entries, hashed) as digests:
+        for name in whole:
+            try:
+                found[name] = (
+                    None if digests[name]() == info.files[name].sha256 else "content changed (hash differs)"
+                )
+            except OSError as error:  # the other ranks wait for this one's findings
+                found[name] = f"cannot be read ({error.strerror})"
+    return [f"{name}: {problem}" for name, problem in found.items() if problem is not None]
 
 
 def share(info: Manifest, part: int, parts: int) -> list[str]:
@@ -228,22 +237,49 @@ def list_states(path: Path) -> tuple[list[SavedState], list[str]]:
 
 def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
     """Sync the named files of `folder` to disk and return their sizes and hashes."""
-    entries = {}
     for name in names:
-        path = folder / name
-        sync(path)
-        entries[name] = FileEntry(size_bytes=path.stat().st_size, sha256=hash_file(path))
-    return entries
+        sync(folder / name)
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    entries = {name: (size, PIECE_BYTES if size > PIECE_BYTES else 0) for name, size in sizes.items()}
+    with _hashing(folder, entries) as digests:
+        return {name: FileEntry(size, digests[name](), piece) for name, (size, piece) in entries.items()}
 
 
-def hash_file(path: Path, hashed: Callable[[int], object] = lambda count: None) -> str:
-    """Return a file's SHA-256 in hexadecimal. Reads 8 MiB at a time, and calls `hashed` with the bytes of each read."""
-    digest, buffer = hashlib.sha256(), bytearray(8 * 1024**2)
+@contextmanager
+def _hashing(
+    folder: Path, entries: Mapping[str, tuple[int, int]], hashed: Callable[[int], object] = lambda count: None
+) -> Iterator[dict[str, Callable[[], str]]]:
+    """Hash files on the cores of this rank; yields what waits for the SHA-256 of each, in hexadecimal.
+
+    `entries` maps a file's name to its bytes and those of a piece, 0 where it is hashed whole. READ_BYTES are read at a
+    time, and `hashed` is called with the bytes of each read, from several threads. What waits raises OSError.
+    """
+    threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
+    with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing releases the GIL
+
+        def start(name: str) -> Callable[[], str]:
+            size, length = entries[name]
+            places = range(0, size, length) if length else [0]
+            parts = [pool.submit(_hash_piece, folder / name, place, length or size, hashed) for place in places]
+
+            def wait() -> str:
+                digests = [part.result() for part in parts]
+                return (hashlib.sha256(b"".join(digests)).digest() if length else digests[0]).hex()
+
+            return wait
+
+        yield {name: start(name) for name in entries}
+
+
+def _hash_piece(path: Path, start: int, length: int, hashed: Callable[[int], object]) -> bytes:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, length)))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+        file.seek(start)
+        while length and (count := file.readinto(buffer[: min(len(buffer), length)])):
+            digest.update(buffer[:count])
+            length -= count
             hashed(count)
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def sync(path: Path) -> None:

@@ -253,6 +253,7 @@ def _build(
     snapshots = Snapshots(world.device)
     plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
     strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
+    watchdog.allow_for(launch_plan.bytes_of_phases(cfg, strategy))
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ BEAT_S = 10.0  # between two messages of a live rank that say where it is
 LOST_S = 30.0  # how long this rank may take to end by itself once another found a rank lost
 REPORTS_S = 10.0  # how long other ranks may take to report too
 HEARD_S = 3 * LISTEN_S  # time for the other ranks to hear that a node does not answer
+SLOWEST_DISK = 100e6  # bytes a second that all ranks together write or read
 FIRST_SPEAKS_S = 5.0  # a launcher ends all ranks once one has left, so the others wait for the one that prints
 
 
@@ -64,6 +65,7 @@ class Watchdog(threading.Thread):
         super().__init__(name="remat-watchdog", daemon=True)
         self._deadlines, self._rank, self._size = deadlines, rank, size
         self._let_go = let_go
+        self._bytes: Mapping[str, int] = {}  # phase -> what all ranks together write or read in it
         self._mark = self._seen = ("build", 0)  # as entered, and as the thread saw it last
         self._marks = 0  # phases entered: tells which rank is behind
         self._waited_s, self._looked_at = 0.0, 0.0
@@ -78,6 +80,10 @@ class Watchdog(threading.Thread):
         self._lost_at = 0.0
         self._closed = threading.Event()
         self._asked = threading.Event()  # another rank reports
+
+    def allow_for(self, sizes: Mapping[str, int]) -> None:
+        """Lengthen the deadlines of phases by the time that a slow disk takes for these bytes, of all ranks."""
+        self._bytes = sizes
 
     def enter(self, phase: str, step: int = 0) -> None:
         self._mark = (phase, step)  # a new object each time: that is what counts as progress
@@ -235,7 +241,11 @@ class Watchdog(threading.Thread):
         return 0 < self._deadline_s() <= self._waited_s and not self._waiting
 
     def _deadline_s(self) -> float:
-        return float(getattr(self._deadlines, f"{self._seen[0]}_s", 0.0))
+        own = float(getattr(self._deadlines, f"{self._seen[0]}_s", 0.0))
+        return own + self._for_bytes_s() if own else 0.0
+
+    def _for_bytes_s(self) -> float:
+        return self._bytes.get(self._seen[0], 0) / SLOWEST_DISK
 
     def _end(self) -> None:
         mine = {
@@ -244,6 +254,7 @@ class Watchdog(threading.Thread):
             "step": self._seen[1],
             "seconds": round(self._waited_s, 1),
             "deadline_s": self._deadline_s(),
+            "for_bytes_s": self._for_bytes_s(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "where": _where(),
@@ -303,7 +314,7 @@ class Watchdog(threading.Thread):
         first = max(late or everyone.values(), key=lambda report: report["seconds"])
         lines = [
             f"no progress for {first['seconds']:.0f} s in {_place(first)} of rank {first['rank']} "
-            f"(train.deadlines.{first['phase']}_s={first['deadline_s']:g}): the run ends, saved states are as they were"
+            f"({_option(first)}): the run ends, saved states are as they were"
         ]
         for rank in range(self._size):
             report = everyone.get(rank)
@@ -380,6 +391,13 @@ def _leave_alone(mine: dict[str, Any]) -> None:
     text = f"no progress in {_place(mine)} of rank {mine['rank']}, nor of its report: {mine['where']}"
     os.write(2, f"\nremat: {text}\n".encode())
     os._exit(EXIT_FAILED)
+
+
+def _option(report: dict[str, Any]) -> str:
+    """Return the option that gave a report its deadline, and what its bytes add."""
+    more = report["for_bytes_s"]
+    own = f"train.deadlines.{report['phase']}_s={report['deadline_s'] - more:g}"
+    return f"{own}, and {more:.0f} s for its bytes" if more >= 1 else own
 
 
 def _place(report: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ def test_budgets_are_kept_used_and_each_more_is_no_slower(folder: Path, count: i
     for share in range(count):
         limit = least + (most - least) * (share + 0.5) / count
         found = plan(folder, "checkpointing=budget", gib(limit))
-        assert found.plan.peak_bytes <= limit
+        assert 0.95 * limit < found.plan.peak_bytes <= limit
         again.append(found.time.total_s or found.simulation.flops[Phase.recompute])
         seen.add(found.plan.peak_bytes)
     assert again == sorted(again, reverse=True)

@@ -121,6 +121,22 @@ def test_reports_of_an_earlier_launch_are_no_sign_of_this_one(fast: None, tmp_pa
     assert dog._reports() == [{"rank": 3}]
 
 
+def test_a_deadline_follows_the_bytes_of_its_phase(
+    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dog = watchdog.Watchdog(DeadlinesConfig(save_s=1.0, load_s=0.0), rank=0, size=1)
+    dog.keep_in(tmp_path)
+    dog.allow_for({"save": int(3 * watchdog.SLOWEST_DISK), "load": 10**15})
+    for phase, deadline_s in (("save", 4.0), ("load", 0.0), ("step", DeadlinesConfig().step_s)):
+        dog.enter(phase, 7)
+        dog.over(0.0)
+        assert dog._deadline_s() == deadline_s
+    dog.enter("save", 7)
+    with pytest.raises(Ended):
+        dog.run()
+    assert "(train.deadlines.save_s=1, and 3 s for its bytes)" in capsys.readouterr().err
+
+
 def test_a_rank_without_a_deadline_reports_when_another_does(
     fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +150,7 @@ def test_a_rank_without_a_deadline_reports_when_another_does(
         "step": 8,
         "seconds": 31.0,
         "deadline_s": 30.0,
+        "for_bytes_s": 0.0,
         "where": "wait (x.py:1)",
     }
     (tmp_path / "hang" / "rank-2.json").write_text(json.dumps(other))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms import tiles
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config import compose, ds_config
 from remat.config.options import CheckpointingConfig, LossKind, PeftConfig, PeftMethod, Policy, Precision
 from remat.model import adapters, loss
@@ -25,7 +27,9 @@ POLICIES = {
     "full": CheckpointingConfig(),
     "uniform": CheckpointingConfig(policy=Policy.uniform),
     "tiles": CheckpointingConfig(tiles="4"),
+    "budget": CheckpointingConfig(policy=Policy.budget),
 }
+TABLE = Table(frozenset({"input_layernorm: rsqrt", "mlp: mul", "mlp.up_proj: mm"}))
 MICRO_BATCHES = 4  # gloo's own thread may hold a buffer a moment longer: the least of the last ones counts
 LEARNT = 2
 TOLERANCE = 0.01
@@ -33,6 +37,8 @@ TOLERANCE = 0.01
 
 def decide(name: str, stage: int) -> list[LayerDecision]:
     decisions = policy.decide_layers(POLICIES[name], LAYERS, zero_stage=stage)
+    if name == "budget":
+        return [replace(decision, table=TABLE) for decision in decisions]
     net, ids = small_models.build("llama", num_hidden_layers=LAYERS), torch.zeros(1, 8, dtype=torch.long)
     return tiles.find_tilings(net, decisions, lambda: net(input_ids=ids, use_cache=False))
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,10 +80,10 @@ def test_a_file_that_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: py
     """Raised on one rank, it would leave the others waiting for that rank's findings."""
     make(tmp_path)
 
-    def broken(path: Path, hashed: Callable[[int], object]) -> str:
+    def broken(*_: Any) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifest, "hash_file", broken)
+    monkeypatch.setattr(manifest, "_hash_piece", broken)
     assert manifest.verify(tmp_path)[0] == "engine/weights.pt: cannot be read (Input/output error)"
 
 
@@ -142,30 +143,60 @@ def test_ranks_hash_what_they_read_next(tmp_path: Path) -> None:
 
 
 def test_bytes_are_told_while_they_are_read(tmp_path: Path) -> None:
-    make(tmp_path)
+    info = make(tmp_path)
     (tmp_path / "large").write_bytes(bytes(20 * 1024**2))
+    files = info.files | manifest.describe(tmp_path, ["large"])
+    assert files["large"].sha256 == hashlib.sha256(bytes(20 * 1024**2)).hexdigest()
+    manifest.write(tmp_path, replace(info, files=files))
     told: list[int] = []
-    assert (
-        manifest.hash_file(tmp_path / "large", told.append) == hashlib.sha256(bytes(20 * 1024**2)).hexdigest()
-    )
-    assert sum(told) == 20 * 1024**2 and len(told) == 3
-    told.clear()
     assert manifest.verify(tmp_path, hashed=told.append) == []
-    assert sum(told) == 256 * 40 + 12
+    assert sum(told) == 256 * 40 + 12 + 20 * 1024**2 and max(told) == 8 * 1024**2
 
 
-def test_files_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damaged", [0, 1000, 2999])
+def test_pieces_of_a_large_file_are_hashed_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """The last piece is shorter. A state of whole hashes is read as before."""
+    info = make(tmp_path)
+    content = bytearray(os.urandom(3000))
+    (tmp_path / "large").write_bytes(content)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 700)
+    monkeypatch.setattr(manifest, "READ_BYTES", 64)
+    entry = manifest.describe(tmp_path, ["large"])["large"]
+    pieces = [hashlib.sha256(content[place : place + 700]).digest() for place in range(0, 3000, 700)]
+    assert entry == manifest.FileEntry(3000, hashlib.sha256(b"".join(pieces)).hexdigest(), 700)
+    whole = manifest.FileEntry(3000, hashlib.sha256(content).hexdigest())
+    for each in (entry, whole):
+        manifest.write(tmp_path, replace(info, files=info.files | {"large": each}))
+        assert manifest.verify(tmp_path) == []
+    content[damaged] ^= 1
+    (tmp_path / "large").write_bytes(content)
+    for each in (entry, whole):
+        manifest.write(tmp_path, replace(info, files=info.files | {"large": each}))
+        assert manifest.verify(tmp_path) == ["large: content changed (hash differs)"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_and_pieces_are_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
     make(tmp_path)
     both = threading.Barrier(2, timeout=60)
-    original = manifest.hash_file
+    original = manifest._hash_piece
 
-    def meeting(path: Path, hashed: Callable[[int], object]) -> str:
+    def meeting(*given: Any) -> bytes:
         both.wait()
-        return original(path, hashed)
+        return original(*given)
 
-    monkeypatch.setattr(manifest, "hash_file", meeting)
+    monkeypatch.setattr(manifest, "_hash_piece", meeting)
     monkeypatch.setattr(manifest, "available_cores", lambda: 2)
-    assert manifest.verify(tmp_path) == []
+    if large:
+        monkeypatch.setattr(manifest, "PIECE_BYTES", 600)
+        (tmp_path / "large").write_bytes(bytes(1200))
+        assert manifest.describe(tmp_path, ["large"])["large"].piece_bytes == 600
+    else:
+        assert manifest.verify(tmp_path) == []
 
 
 class Disk:

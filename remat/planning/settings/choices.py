@@ -23,11 +23,13 @@ SAVING_MOST = ("=full", "=offload")
 SHORTEST_SEQ_LEN = 256
 LONGEST_MICRO_BATCH = 65536  # tokens
 AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
+MOVING = "budget checkpointing.offload.enabled=true"  # tables that may move values to the host
 # What recomputes least comes first. Of policies that differ in how alone, one is here.
 POLICIES = (
-    "none", "budget", "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
-    "full", "offload", "uniform", "sqrt",
+    "none", "budget", MOVING, "discard_output", "selective_modules", "block", "selective_linears", "interval",
+    "selective_ops", "full", "offload", "uniform", "sqrt",
 )  # fmt: skip
+IN_SLICES = "full checkpointing.tiles=auto"  # trains the same within rounding, so only where nothing else fits
 # What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
 OUTDONE_BY_TABLES = (
     "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
@@ -146,12 +148,16 @@ def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
 
 def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> list[Option | None]:
     found: list[Option | None] = []
+    known = []
     for name in policies:
-        words = (f"checkpointing={name}",)
+        words = tuple(f"checkpointing={name}".split())
         try:
             chosen = _composed(args, words).checkpointing
         except ConfigError:  # `args` set an option that only the present policy reads
             continue
+        if chosen in known:  # `args` say already that values may move
+            continue
+        known.append(chosen)
         same = chosen == cfg.checkpointing
         found.append(None if same else Option("checkpointing", words, _Put(checkpointing=chosen)))
     return found if None in found else [*found, None]

@@ -11,15 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism
-from remat.config.options import RunConfig
+from remat.config.options import OffloadConfig, RunConfig
 from remat.machine import gpus
-from remat.planning import budget, plan, strategy
+from remat.planning import budget, plan, strategy, tiling
 from remat.planning.plan import Planned, Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 from remat.planning.strategy import Strategy
 
 MAY_FIT_BELOW = 1.0  # share of the machine up to which an estimate may fit when it is planned whole
 TABLES_MAY_FIT_BELOW = 1.08  # the same of tables, whose peak is only near that of the tables that are chosen
+LAYERS_ON_THEIR_WAY = 2  # whose moved values are on the GPU all the same
+SLICES = 8  # of MLPs, where their number is still to be chosen
 SURELY_FITS_BELOW = 0.93  # share up to which it does fit: a replay of the allocator may find more gaps
 
 
@@ -39,6 +41,7 @@ class Screen:
         bound = plan.estimate(cfg, decided, NO_ACTIVATIONS, world_size=ranks)
         if not bound.plan.fits:
             return bound
+        decided = replace(decided, decisions=tiling.with_count(decided.decisions, SLICES))
         if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
             return self._with_tables(cfg, decided)
         if decided.stages is not None:
@@ -64,32 +67,50 @@ class Screen:
         """Estimate what tables of all layers do that fill the budget, between the least and keeping all.
 
         The peak is that of keeping all, less what the tables do not keep, but for one layer, which is made again whole.
-        The seconds follow the frontier of each layer. Raises NoRoom where the least does not fit.
+        The seconds follow the frontier of each layer. What may be moved is taken to be as much as the link carries for
+        nothing, and to save seconds like what is kept: values that move are seldom as good, so this is a best case.
+        Raises NoRoom where the least does not fit.
         """
         limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
         machine, ranks = gpus.machine(cfg.hardware), cfg.hardware.ranks
-        least, graphs = self._simulate(cfg, decided)
-        most, _ = self._simulate(cfg, decided, KEEP)
+        staying = replace(cfg, checkpointing=replace(cfg.checkpointing, offload=OffloadConfig()))
+        least, graphs = self._simulate(staying, decided)
+        most, _ = self._simulate(staying, decided, KEEP)
         tables = budget.Tables(graphs, machine, self._recordings.corners)
         droppable = (len(decided.decisions) - 1) * tables.added[-1] // len(graphs)
 
-        def at(share: float) -> Planned:
-            dropped = round((1 - share) * droppable)
+        def at(dropped: int, moved: int = 0) -> Planned:
+            share = max(0.0, 1 - (dropped - moved) / max(1, droppable))
             between = replace(
-                _between(least, most, tables.time_saved(share)),
+                _between(least, most, tables.time_saved(min(1.0, share))),
                 forward_peak=_less(most.forward_peak, dropped),
                 backward_peak=_less(most.backward_peak, dropped),
+                moved_bytes=moved,
             )
-            return plan.estimate(cfg, decided, between, world_size=ranks)
+            with_host = replace(between, host_bytes=between.host_bytes + moved)
+            return plan.estimate(cfg, decided, with_host, world_size=ranks)
 
-        keeping_all = at(1.0)
+        keeping_all = at(0)
         beyond = plan.needed_bytes(keeping_all, plan.GPU_MEMORY) - limit
         if beyond <= 0:
             return keeping_all
-        estimate = at(max(0.0, 1 - beyond / max(1, droppable * (1 + plan.FRAGMENTATION))))
+        needed, moved = round(beyond / (1 + plan.FRAGMENTATION)), 0
+        if cfg.checkpointing.offload.enabled:
+            moved = self._movable(cfg, graphs, keeping_all)
+        estimate = at(min(needed, droppable + moved), min(moved, needed))
         if plan.needed_bytes(estimate, plan.GPU_MEMORY) > TABLES_MAY_FIT_BELOW * limit:
             raise budget.NoRoom("checkpointing=budget: nothing fits the GPU")
         return estimate
+
+    def _movable(self, cfg: RunConfig, graphs: Mapping[int, Any], keeping_all: Planned) -> int:
+        """Return the bytes that leave the GPU for nothing: what the links carry, but for two layers on their way."""
+        host = next(r for r in keeping_all.plan.resources if r.name == plan.HOST_MEMORY)
+        room = None if host.spare_bytes is None else max(0, host.spare_bytes) // keeping_all.plan.ranks_per_node
+        of = budget.Trial(0, 0.0, 0, graphs, None, keeping_all.time.link, room)
+        prices = budget.Prices(gpus.machine(cfg.hardware), self._recordings.corners, on_gpu=True)
+        links = budget.find_links(cfg.checkpointing, len(keeping_all.strategy.decisions), of, prices)
+        sizes = [min(link.free_bytes, link.most_bytes) for link in links.values()]
+        return max(0, sum(sizes) - LAYERS_ON_THEIR_WAY * max(sizes, default=0))
 
 
 def _between(low: Simulation, high: Simulation, share: float) -> Simulation:

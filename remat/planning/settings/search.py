@@ -123,6 +123,7 @@ class Search:
         self._args, self._recordings, self._progress = list(args), recordings, progress
         self._cfg = cfg
         self._axes = choices.same_training(self._args, self._cfg, policies)
+        self._in_slices = choices.same_training(self._args, self._cfg, (choices.IN_SLICES,))["checkpointing"]
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
@@ -141,10 +142,13 @@ class Search:
         Of tables there is one in all.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
-        first.
+        first. Where nothing fits, MLPs are computed in slices, which rounds otherwise.
         """
         axes = self._axes | {name: [None] for name in pinned}
-        return self._best_of(list(self._look(axes)), limit)
+        found = self._best_of(list(self._look(axes)), limit)
+        if found or "checkpointing" in pinned:
+            return found
+        return self._best_of(list(self._look(axes | {"checkpointing": self._in_slices})), limit)
 
     def with_change(self, change: Option) -> Setting | None:
         """Return the fastest setting that fits with `change`, of the policies that save most, at micro-batch 1."""
@@ -193,28 +197,33 @@ class Search:
                 for least_s, strategy in self._by_least_time(fixed, strategies, known):
                     keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
                     all_fits = keeping is not None and excess(keeping) <= 1 - budget.MARGIN
-                    has_tables = False
+                    has_tables = nothing_to_spare = False
                     for policy in policies:
                         done += 1
                         self._progress(done, total)
                         if self._time_is_up or known.is_hopeless(strategy, policy, least_s, best_s):
                             continue
-                        kind = _policy_of(policy)
+                        kind, moves = _policy_of(policy), self._moves(policy)
                         if (kind == Policy.budget and all_fits) or (has_tables and kind in OUTDONE_BY_TABLES):
+                            continue
+                        if moves and nothing_to_spare:
                             continue
                         candidate = (*fixed, *_changes(strategy, policy))
                         if (estimate := self._estimate(candidate)) is None:
                             known.refuse(strategy, policy)
                             continue
                         known.add(strategy, policy, estimate, least_s)
+                        yield candidate
+                        if moves:  # estimated at their best: they tell nothing of others
+                            continue
                         has_tables |= (
                             kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
                         )
                         # Tables are made to fit: those of an estimate do, when all layers are planned.
-                        fits = kind == Policy.budget or excess(estimate) <= SURELY_FITS_BELOW
+                        fits = self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
+                        nothing_to_spare |= fits and estimate.time.total_s <= (1 + SAME_TIME) * least_s
                         if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
-                        yield candidate
         self._progress(total, total)
 
     def _by_least_time(
@@ -244,13 +253,20 @@ class Search:
                         yield (*candidate, *more)
 
     def _plan_best(self, candidates: Sequence[Candidate], limit: int) -> list[Setting]:
+        """Plan the candidates, best first, until `limit` fit; return the fastest of them.
+
+        Tables that may move values do not count: they were estimated at their best.
+        """
         found: list[Setting] = []
         taken: set[tuple[str, ...]] = set()
+        counted = 0
         for candidate in candidates:
             kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
-            if budget.CHOICE in kind:  # one is enough: they take longest to plan
-                kind = (budget.CHOICE,)
-            if len(found) == limit:
+            policy = next((o for o in candidate if o.axis == "checkpointing"), None)
+            moves = self._moves(policy)
+            if moves or budget.CHOICE in kind:  # one is enough: they take longest to plan
+                kind = (budget.CHOICE, str(moves))
+            if counted == limit:
                 break
             if time.process_time() > self.plan_until:
                 self.stopped = True
@@ -258,7 +274,18 @@ class Search:
             if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
                 found.append(setting)
                 taken.add(kind)
-        return sorted(found, key=lambda setting: setting.cost)
+                counted += not moves
+        return sorted(found, key=lambda setting: setting.cost)[:limit]
+
+    def _is_table(self, policy: Option | None) -> bool:
+        """Return whether layers get tables with this option of the axis; None: the present one."""
+        cfg = policy.apply(self._cfg) if policy else self._cfg
+        return cfg.checkpointing.policy is Policy.budget
+
+    def _moves(self, policy: Option | None) -> bool:
+        """Return whether they do, and may move values to the host."""
+        cfg = policy.apply(self._cfg) if policy else self._cfg
+        return self._is_table(policy) and cfg.checkpointing.offload.enabled
 
     def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         estimate = self._estimates[candidate]
