@@ -47,15 +47,15 @@ def test_the_longest_length_that_fits_is_found(excess: Callable[[int], float], f
         tried.append(length)
         return excess(length)
 
-    found = ladder._largest(counting, {}, first)
+    found = ladder.largest(counting, {}, first)
     assert excess(found) <= 1 and found % GRANULE == 0
     assert excess(found) >= ladder.USED_WELL or excess(int(found / ladder.USED_WELL) + GRANULE) > 1
     assert len(tried) <= ladder.TRIED
 
 
 def test_nothing_fits() -> None:
-    assert ladder._largest(lambda _: 2.0, {}, 8192) == 0
-    assert ladder._largest(lambda _: math.inf, {}, 8192) == 0
+    assert ladder.largest(lambda _: 2.0, {}, 8192) == 0
+    assert ladder.largest(lambda _: math.inf, {}, 8192) == 0
 
 
 @pytest.fixture(scope="module")
