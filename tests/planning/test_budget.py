@@ -31,6 +31,7 @@ KEEPABLE = [f"{name}: mm" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp
     "mlp: mul",
 ]
 KNOWN = Recordings()
+USED = 0.95  # of a budget
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,21 @@ def test_budgets_are_kept_used_and_each_more_is_no_slower(folder: Path, count: i
     for share in range(count):
         limit = least + (most - least) * (share + 0.5) / count
         found = plan(folder, "checkpointing=budget", gib(limit))
-        assert 0.95 * limit < found.plan.peak_bytes <= limit
+        assert found.plan.peak_bytes <= limit
+        assert found.plan.peak_bytes >= USED * limit or limit - found.plan.peak_bytes < largest_made_again(
+            found
+        )
         again.append(found.time.total_s or found.simulation.flops[Phase.recompute])
         seen.add(found.plan.peak_bytes)
     assert again == sorted(again, reverse=True)
     assert len(seen) > count / 2
+
+
+def largest_made_again(planned: Planned) -> int:
+    """Bytes of a value for which there may have been no room."""
+    assert planned.table is not None
+    entries = planned.table["layers"].values()
+    return max(size for entry in entries for size in entry.get("made_again", {"": 0}).values())
 
 
 def test_all_that_there_is_keeps_everything_and_too_little_is_refused_with_what_would_do(folder: Path) -> None:
