@@ -253,7 +253,6 @@ def _build(
     snapshots = Snapshots(world.device)
     plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
     strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
-    watchdog.allow_for(launch_plan.bytes_of_phases(cfg, strategy))
     watchdog.enter("load")  # every file of a saved state is read
     point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
@@ -430,9 +429,9 @@ def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World
     """
     watchdog.enter("join")  # it has a limit of its own, and says who is missing
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
+    watchdog.allow_for(launch_plan.bytes_of_phases(cfg, strategy))
     watchdog.enter("build")
-    longest_s = max(asdict(cfg.train.deadlines).values())
-    timeout_minutes = max(30.0, longest_s / 60 + 10)
+    timeout_minutes = max(30.0, watchdog.longest_s / 60 + 10)
     world = distributed.init(timeout_minutes=timeout_minutes)
     world, shared = tensor_parallel.join(world, cfg.train.tensor_parallel_size)
     sequences = cfg.train.sequence_parallel_size

@@ -85,6 +85,11 @@ class Watchdog(threading.Thread):
         """Lengthen the deadlines of phases by the time that a slow disk takes for these bytes, of all ranks."""
         self._bytes = sizes
 
+    @property
+    def longest_s(self) -> float:
+        """Return the longest deadline of any phase."""
+        return max(self._limit_s(name.removesuffix("_s")) for name in vars(self._deadlines))
+
     def enter(self, phase: str, step: int = 0) -> None:
         self._mark = (phase, step)  # a new object each time: that is what counts as progress
         self._marks += 1
@@ -241,11 +246,14 @@ class Watchdog(threading.Thread):
         return 0 < self._deadline_s() <= self._waited_s and not self._waiting
 
     def _deadline_s(self) -> float:
-        own = float(getattr(self._deadlines, f"{self._seen[0]}_s", 0.0))
-        return own + self._for_bytes_s() if own else 0.0
+        return self._limit_s(self._seen[0])
 
-    def _for_bytes_s(self) -> float:
-        return self._bytes.get(self._seen[0], 0) / SLOWEST_DISK
+    def _limit_s(self, phase: str) -> float:
+        own = float(getattr(self._deadlines, f"{phase}_s", 0.0))
+        return own + self._for_bytes_s(phase) if own else 0.0
+
+    def _for_bytes_s(self, phase: str) -> float:
+        return self._bytes.get(phase, 0) / SLOWEST_DISK
 
     def _end(self) -> None:
         mine = {
@@ -254,7 +262,7 @@ class Watchdog(threading.Thread):
             "step": self._seen[1],
             "seconds": round(self._waited_s, 1),
             "deadline_s": self._deadline_s(),
-            "for_bytes_s": self._for_bytes_s(),
+            "for_bytes_s": self._for_bytes_s(self._seen[0]),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "where": _where(),

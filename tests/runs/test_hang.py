@@ -131,6 +131,9 @@ def test_a_deadline_follows_the_bytes_of_its_phase(
         dog.enter(phase, 7)
         dog.over(0.0)
         assert dog._deadline_s() == deadline_s
+    assert dog.longest_s == DeadlinesConfig().export_s
+    dog.allow_for({"save": int(3 * watchdog.SLOWEST_DISK), "export": 10**13})
+    assert dog.longest_s == DeadlinesConfig().export_s + 1e5
     dog.enter("save", 7)
     with pytest.raises(Ended):
         dog.run()
