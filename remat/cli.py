@@ -108,7 +108,7 @@ def plan_command(
     advise: Annotated[
         bool,
         typer.Option(
-            "--advice/--no-advice", help="Where it does not fit, look for what would, up to 20 s of a core."
+            "--advice/--no-advice", help="Look for what makes it fit, or makes it faster, up to 20 s of a core."
         ),
     ] = True,
 ) -> None:
@@ -152,18 +152,21 @@ def _plan_one(
         from remat.report import plan
 
     known, console = Recordings(), _console()
-    if run.strategy is StrategyChoice.auto:
+    is_fastest = run.strategy is StrategyChoice.auto
+    if is_fastest:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
-    looks = advise and not planned.plan.fits
+    looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
     found = search.Advice([], None)
     if looks:
-        seconds = f"{search.ADVICE_S:g} s"
+        wanted = "faster settings that fit" if planned.plan.fits else "what makes it fit"
         print(
-            f"looking up to {seconds} for what makes it fit (--no-advice: not) ...", file=sys.stderr, flush=True
+            f"looking up to {search.ADVICE_S:g} s for {wanted} (--no-advice: not) ...",
+            file=sys.stderr,
+            flush=True,
         )
         counted = _count("settings looked at")
         found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)

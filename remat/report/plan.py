@@ -31,6 +31,7 @@ from remat.planning.simulation.types import PEAKS, Category
 from remat.planning.step_time import StepTime
 from remat.planning.sweep import Point
 
+TIME_WAS_UP = "  (the time for advice was up: not every setting was looked at; --best looks at all)"
 STYLES = {Verdict.fits: "green", Verdict.tight: "yellow", Verdict.too_large: "red"}
 
 
@@ -78,8 +79,6 @@ def show(
             console.print(f"assumed: {text}", style="dim")
     else:
         console.print(f"{len(assumptions)} assumptions: the same command with --explain", style="dim")
-    if plan.fits:
-        console.print("faster settings that fit: the same command with --best", style="dim")
 
 
 def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
@@ -199,6 +198,9 @@ def verdict(resource: Resource) -> str:
 
 def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
     """Print what to add to the command line of `planned`, one set of overrides per line."""
+    if planned.plan.fits:
+        _show_faster(advice, planned, console)
+        return
     groups = {
         "what is trained stays the same": [c for c in advice.changes if not (c.changes_training or _moves(c))],
         "changes what is trained": [c for c in advice.changes if c.changes_training],
@@ -218,7 +220,7 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
         console.print("  nothing found that fits on this machine; closest:", style="red")
         _show_change(advice.closest, planned, console)
     if advice.stopped:
-        console.print("  (the time for advice was up: not every setting was looked at; --best looks at all)")
+        console.print(TIME_WAS_UP)
     if advice.remedies:
         console.print("well-known remedies, estimated one at a time; none is taken by itself", style="bold")
     for remedy in advice.remedies:
@@ -227,6 +229,17 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
         console.print(f"  {remedy.name}{marked}: {remedy.text}", style=style, soft_wrap=True)
         if remedy.fits:
             console.print(f"    {shlex.join(remedy.overrides)}", style="cyan", soft_wrap=True)
+
+
+def _show_faster(advice: Advice, planned: Planned, console: Console) -> None:
+    if not advice.changes:
+        console.print("\nno setting that fits and trains the same is found to be faster", style="bold")
+    else:
+        console.print("\nfaster, fits, and trains the same; add one line to the command", style="bold")
+    for change in advice.changes:
+        _show_change(change, planned, console)
+    if advice.stopped:
+        console.print(TIME_WAS_UP)
 
 
 def show_best(settings: Sequence[Setting], console: Console) -> None:

@@ -42,6 +42,7 @@ NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are t
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
 NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
 TRIED_FOR_CLOSEST = 3
+FASTER = 0.03  # of a step's time: a run that fits is not told of less
 ADVICE_S = 20.0  # seconds of a core that advice may take: no other load of the machine changes what it says
 REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # of that time, until which each part of it looks
 Candidate = tuple[Option, ...]
@@ -377,10 +378,11 @@ def _shares(planned: Planned) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes to a run that does not fit.
+    """Changes to a run: to one that fits those that are faster, to another those that make it fit.
 
-    All `changes` fit. If none of them keeps the machine, `closest` is the setting that lacks least on it. `remedies`
-    says of each well-known remedy what it gives. `stopped`: the time was up before all settings were looked at.
+    All `changes` fit. Of a run that does not fit, `closest` is the setting that lacks least on its machine, if none of
+    them keeps it, and `remedies` says of each well-known remedy what it gives. `stopped`: the time was up before all
+    settings were looked at.
     """
 
     changes: list[Setting]
@@ -398,18 +400,21 @@ def advise(
     progress: Callable[[int, int], None] = lambda done, total: None,
     limit_s: float = math.inf,
 ) -> Advice:
-    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
+    """Return advice for the run of `args`, whose plan is `planned`.
 
     After `limit_s` seconds of a core nothing more is begun.
 
-    The changes come in this order: up to `limit` that leave alone what is trained, the fastest first; where there are
+    To a run that fits the changes are up to `limit` settings that train the same in less time. To another they come in
+    this order: up to `limit` that leave alone what is trained, the fastest first; where there are
     none, smaller states of the optimizer, which train the same weights on another trajectory; then the smallest change
     of the sequence length and of the adapters that would do, with what else it needs; then the smallest machine of
     conf/hardware that holds the run unchanged.
     """
-    if planned.plan.fits:
-        return Advice([], None)
     began, known = time.process_time(), recordings or Recordings()
+    if planned.plan.fits:
+        search = Search(args, planned.cfg, known, progress)
+        search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
+        return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
     told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s)
     search = Search(args, planned.cfg, known, progress)
     search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
@@ -423,6 +428,14 @@ def advise(
     closest = None if changes else search.closest() or Setting([], planned)
     moved = _machine(args, planned, search)
     return Advice([*changes, *moved], closest, told, search.stopped)
+
+
+def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
+    """Return settings that are faster than `planned`; none where step times are not known."""
+    if why_not(planned.cfg) or planned.time.unknown:
+        return []
+    most_s = (1 - FASTER) * planned.time.total_s
+    return [found for found in search.fastest(limit) if found.cost < (False, most_s, 0)]
 
 
 def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:
