@@ -179,6 +179,19 @@ def test_tools_their_calls_and_their_answers(tmp_path: Path) -> None:
         assert both == '<tool_call>{"at": "sky"}</tool_call><|im_end|>\nblue<|im_end|>\nBlue.<|im_end|>\n'
 
 
+def test_calls_that_the_template_leaves_out_are_not_trained_as_empty_turns(tmp_path: Path) -> None:
+    """Llama 3's template writes content alone: the turn would be its end token and nothing else."""
+    call = {"type": "function", "function": {"name": "w", "arguments": "{}"}}
+    asked, calls = {"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}
+    rest = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]
+    made = tokenizer(LLAMA3)
+    path = write(tmp_path / "a.jsonl", {"messages": [asked, calls, *rest]})
+    with pytest.raises(ConfigError, match="it does not write calls of tools: name a template that does"):
+        trained(config(), path, made)
+    path = write(tmp_path / "a.jsonl", {"messages": [asked, calls | {"weight": 0}, *rest]})
+    assert trained(config(), path, made)[0][1] == "Sunny.<|eot_id|>"
+
+
 def test_turns_of_weight_0_are_seen_and_not_trained(tmp_path: Path) -> None:
     messages = [dict(message) for message in OPENAI["messages"]]
     messages[2]["weight"] = 0  # type: ignore[assignment]
