@@ -327,7 +327,7 @@ def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None
         list(documents(replace(config(), format=open_corpus(config(), path).data_format), path))
     assert (
         f"{path}:41: has no field 'messages', which data.format=chat needs; its fields are those of data.format=alpaca"
-        in str(error.value)
+        " (files of several formats go into data.mix)" in str(error.value)
     )
 
 
