@@ -320,6 +320,21 @@ def test_held_out_rows_are_of_the_format_of_the_others(tmp_path: Path) -> None:
         open_blocks(cfg, tokenizer=tokenizer(CHATML), seq_len=256, seed=1, show_progress=False)
 
 
+def test_files_of_several_formats_are_told_before_one_is_read(tmp_path: Path) -> None:
+    chats, alpaca = (
+        write(tmp_path / "a.jsonl", OPENAI),
+        write(tmp_path / "b.jsonl", {"instruction": "i", "output": "o"}),
+    )
+    unknown = write(tmp_path / "c.jsonl", {"x": 1})
+    with pytest.raises(ConfigError) as error:
+        open_corpus(config(), [chats, unknown, alpaca])
+    assert str(error.value) == (
+        f"data.path: the first rows are of data.format=chat, but {alpaca} is alpaca. Files of several formats are "
+        "mixed as sources: data.mix.NAME.path=FILE for each"
+    )
+    assert open_corpus(config(on_bad_row=BadRows.skip), [chats, alpaca]).data_format is DataFormat.chat
+
+
 def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None:
     alpaca = {"instruction": "i", "output": "o"}
     path = write(tmp_path / "a.jsonl", *[OPENAI] * 40, alpaca)
