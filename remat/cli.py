@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 BEST_SHOWN = 4  # settings of `remat plan --best`
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+OVERRIDES = "[OPTIONS] recipe=NAME option=value ..."
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
 ]
@@ -52,7 +55,7 @@ def _of_all_commands(
     """Know a run's memory before, during and after it."""
 
 
-@app.command("ds-config", context_settings=WITH_OVERRIDES)
+@app.command("ds-config", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def ds_config_command(
     ctx: typer.Context,
     world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
@@ -79,7 +82,7 @@ def recipes_command() -> None:
     recipes.show(_console())
 
 
-@app.command("plan", context_settings=WITH_OVERRIDES)
+@app.command("plan", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def plan_command(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of tables.")] = False,
@@ -112,8 +115,11 @@ def plan_command(
         ),
     ] = True,
 ) -> None:
-    """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
-    not fit, 0 when it fits or is tight; where it is not sure to fit, the nearest changes that make it."""
+    """Say where every GiB and second of a run goes, without a GPU or weights.
+
+    Where it is not sure to fit, the nearest changes that make it fit follow. Exit code 0: it fits or is tight, or one
+    combination of a sweep does; 3: it does not fit.
+    """
     if plot is not None:
         check_picture(plot)
     kinds = {"--best": best, "--ladder": ladder, "--sweep": swept, "--curve": curve}
@@ -299,7 +305,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
-@app.command("compare", context_settings=WITH_OVERRIDES)
+@app.command("compare", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def compare_command(
     ctx: typer.Context,
     repeats: Annotated[int, typer.Option(help="Launches of each point; default: the experiment's, or 2")] = 0,
@@ -315,8 +321,10 @@ def compare_command(
         Path | None, typer.Option(help="A folder: a row per point goes into its points.csv")
     ] = None,
 ) -> None:
-    """The same run under several choices, each launched, side by side: remat compare checkpointing=none,full
-    recipe=NAME, or a named experiment: remat compare lab=NAME. What has a result is not launched again.
+    """Launch the same run under several choices and set them side by side.
+
+    Words with commas list the choices: remat compare checkpointing=none,full recipe=NAME. A named experiment: remat
+    compare lab=NAME. What has a result is not launched again.
 
     remat compare policies [recipe=NAME ...] launches nothing: bytes kept, FLOPs recomputed and ZeRO-3 gathers of every
     activation checkpointing policy, counted on tensors without memory.
@@ -359,9 +367,12 @@ def _compare_policies(args: list[str], as_json: bool) -> None:
         print(line, flush=True)
 
 
-@app.command(context_settings=WITH_OVERRIDES | {"allow_interspersed_args": False})
+@app.command(
+    context_settings=WITH_OVERRIDES | {"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [train.py] recipe=NAME option=value ...",
+)
 def launch(ctx: typer.Context) -> None:
-    """Train under supervision: remat launch [options] [train.py] recipe=NAME option=value ...
+    """Train under supervision.
 
     Stop signals reach every rank at once, exit codes are the ranks' own, nothing outlives the run, every rank has a
     log. Options: --log-dir DIR, --grace-s SECONDS between a stop and force (600), and those of the deepspeed runner,
@@ -525,7 +536,7 @@ def push_command(
     print(push.push(folder, repo_id, public=public, message=message))
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(context_settings=WITH_OVERRIDES, options_metavar="[OPTIONS] [recipe=NAME option=value ...]")
 def doctor(
     ctx: typer.Context,
     build: Annotated[
@@ -533,9 +544,9 @@ def doctor(
     ] = None,
     ranks: Annotated[int, typer.Option(help="With recipe=NAME: ranks on this machine; default: its GPUs")] = 0,
 ) -> None:
-    """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not.
+    """Check what this machine has: versions, cores, memory, disk; build and run ops. Exit code 3: something is missing.
 
-    With recipe=NAME option=value ...: able to hold that run, needed against found.
+    With recipe=NAME option=value ...: can it hold that run? Needed against found.
     """
     from remat.config import compose
     from remat.machine import ops

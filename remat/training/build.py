@@ -156,11 +156,11 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     size = disk_space.describe_size(needed)
     if needed > free:
         raise DoesNotFit(
-            f"resume: cutting {state.path.name} of {ranks} needs {size} in {place} while it is loaded, and "
+            f"resume: resharding {state.path.name} of {ranks} needs {size} in {place} while it is loaded, and "
             f"{disk_space.describe_size(free)} are free: free some, or start {state.info.world_size} ranks"
         )
     console.note(
-        f"cutting {state.path.name} of {ranks} ({size} in {place} while it is loaded); random states start anew and "
+        f"resharding {state.path.name} of {ranks} ({size} in {place} while it is loaded); random states start anew and "
         "sums are taken in another order: losses agree closely, not bit for bit"
     )
 
@@ -263,7 +263,11 @@ def _build(
     padding_share = batches.padding_share()
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
-        for line in same_launch.describe_changes(point.state, cfg) if world.is_main else ():
+        for line in (
+            same_launch.describe_changes(point.state, asked.run, cfg, splits.train.epoch_length)
+            if world.is_main
+            else ()
+        ):
             console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
