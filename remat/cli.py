@@ -148,7 +148,7 @@ def _plan_one(
     with without_garbage():
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
-        from remat.planning.settings import search
+        from remat.planning.settings import search, sharding
         from remat.report import plan
 
     known, console = Recordings(), _console()
@@ -158,6 +158,9 @@ def _plan_one(
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
+    ways = sharding.compare(planned.cfg, known)
+    if not as_json:
+        plan.show_ways(ways, console)
     looks = advise and not planned.plan.fits
     found = search.Advice([], None)
     if looks:
@@ -169,6 +172,7 @@ def _plan_one(
         found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)
     if as_json:
         record = plan_as_json(planned) | {"loading": loading and loading.record()}
+        record |= {"zero_of_nodes": sharding.as_json(ways)}
         print(json.dumps(record | search.advice_as_json(found), indent=2))
     elif looks:
         plan.show_advice(found, planned, console)

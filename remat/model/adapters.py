@@ -239,7 +239,7 @@ def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
             raise ConfigError(f"{where}.{key}={zero[key]}: {said}, and this {why}; set it to false")
     if (shared_by := ds_json.second_shard_ranks(ds)) > 1:
         raise ConfigError(
-            f"{where}.zero_hpz_partition_size={shared_by}: {said}, and a second copy of them on "
+            f"{where}.{ds_json.SECOND_SHARDS}={shared_by}: {said}, and a second copy of them on "
             "each node was never tried; leave it at 1"
         )
     if ds_json.param_offload_device(ds) == "nvme":

@@ -324,20 +324,6 @@ def _stage_3(s: _Sizes) -> list[Item]:
     ]
 
 
-def check_second_shards(ds: Mapping[str, Any], world_size: int) -> None:
-    """Raise ConfigError where a second copy of the weights cannot be shared by so many ranks, or not at all."""
-    size = ds_config.second_shard_ranks(ds)
-    asked = f"deepspeed.overrides.zero_optimization.zero_hpz_partition_size={size}"
-    if size <= 1:
-        return
-    if world_size % size:
-        raise ConfigError(f"{asked} with {world_size} ranks: give a divisor, usually the GPUs of a node")
-    if ds_config.param_offload_device(ds) == "nvme":
-        raise ConfigError(
-            f"{asked} with parameters on NVMe: the second copy cannot lie there; use deepspeed.config=zero3_offload"
-        )
-
-
 def _second_shards(s: _Sizes) -> list[Item]:
     """Return this rank's part of the second copy of the weights (hpZ: Wang et al. 2023, ZeRO++, section 3.2).
 
