@@ -427,9 +427,11 @@ def export(
 
 
 def _newest_state(run_dir: Path) -> Path:
+    from remat.report.loading import CHECKING, LoadingProgress
     from remat.saving import load
 
-    found = load.find_newest(run_dir)
+    told = LoadingProgress(lambda text: print(text, file=sys.stderr, flush=True), lambda: None, CHECKING)
+    found = load.find_newest(run_dir, told)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:
