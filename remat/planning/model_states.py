@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
-from remat.config.options import ConfigError, OptimName, OptimStates
+from remat.config.options import OptimName, OptimStates
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes

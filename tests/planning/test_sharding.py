@@ -71,7 +71,9 @@ def test_a_way_that_does_not_fit_is_not_taken(known: Recordings) -> None:
     assert all(not way.setting.planned.plan.fits for way in ways)
 
 
-def test_the_search_takes_the_second_copy_where_the_network_is_slow_and_no_other_fits(known: Recordings) -> None:
+def test_the_search_takes_the_second_copy_where_the_network_is_slow_and_no_other_fits(
+    known: Recordings,
+) -> None:
     args = ["recipe=llama8b_full_8x80", "model.architecture.num_hidden_layers=2", "checkpointing=full"]
     args += ["train.seq_len=1024", "hardware.num_nodes=2", "hardware.nic_gbs=5", "hardware.gpu_memory_gib=10"]
     best = Search(args, compose.compose_run(args).run, known).fastest(1, pinned=PINNED)[0]
