@@ -154,7 +154,7 @@ def _plan_one(
     with without_garbage():
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
-        from remat.planning.settings import search
+        from remat.planning.settings import search, sharding
         from remat.report import plan
 
     known, console = Recordings(), _console()
@@ -165,6 +165,9 @@ def _plan_one(
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
+    ways = sharding.compare(planned.cfg, known)
+    if not as_json:
+        plan.show_ways(ways, console)
     looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
     found = search.Advice([], None)
     if looks:
@@ -178,6 +181,7 @@ def _plan_one(
         found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)
     if as_json:
         record = plan_as_json(planned) | {"loading": loading and loading.record()}
+        record |= {"zero_of_nodes": sharding.as_json(ways)}
         print(json.dumps(record | search.advice_as_json(found), indent=2))
     elif looks:
         plan.show_advice(found, planned, console)
@@ -437,9 +441,11 @@ def export(
 
 
 def _newest_state(run_dir: Path) -> Path:
+    from remat.report.loading import CHECKING, LoadingProgress
     from remat.saving import load
 
-    found = load.find_newest(run_dir)
+    told = LoadingProgress(lambda text: print(text, file=sys.stderr, flush=True), lambda: None, CHECKING)
+    found = load.find_newest(run_dir, told)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:

@@ -27,8 +27,9 @@ from remat.planning.plan import (
 from remat.planning.retune import Retuned
 from remat.planning.settings.ladder import Rung
 from remat.planning.settings.search import Advice, Setting, missing_bytes
+from remat.planning.settings.sharding import Way
 from remat.planning.simulation.types import PEAKS, Category
-from remat.planning.step_time import StepTime
+from remat.planning.step_time import NETWORK, StepTime
 from remat.planning.sweep import Point
 
 TIME_WAS_UP = "  (the time for advice was up: not every setting was looked at; --best looks at all)"
@@ -240,6 +241,34 @@ def _show_faster(advice: Advice, planned: Planned, console: Console) -> None:
         _show_change(change, planned, console)
     if advice.stopped:
         console.print(TIME_WAS_UP)
+
+
+def show_ways(ways: Sequence[Way], console: Console) -> None:
+    """Print what each way to shard the model states costs a run on several nodes, and which to take."""
+    if not ways:
+        return
+    nodes = ways[0].setting.planned.cfg.hardware.num_nodes
+    console.print(f"ZeRO on {nodes} nodes, nothing else changed, estimated", style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for title in ("s/step", "GPU GiB", "network of a node, GiB"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for way in ways:
+        planned = way.setting.planned
+        lacks = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(planned).items()]
+        table.add_row(
+            way.name,
+            _seconds(planned.time.total_s) if way.is_timed else "not known",
+            f"{needed_bytes(planned, GPU_MEMORY) / GIB:.1f}",
+            f"{planned.time.traffic_bytes.get(NETWORK, 0) / GIB:.0f}" if way.is_timed else "",
+            ", ".join(lacks) or ("fits, the one to take" if way.is_taken else "fits"),
+            style="green" if way.is_taken else "dim" if lacks else None,
+        )
+    console.print(table)
+    for way in ways:
+        words = shlex.join(way.setting.overrides) or "(this run)"
+        console.print(f"  {way.name}: {words}", style="cyan", soft_wrap=True)
 
 
 def show_best(settings: Sequence[Setting], console: Console) -> None:

@@ -262,7 +262,7 @@ class Search:
         taken: set[tuple[str, ...]] = set()
         counted = 0
         for candidate in candidates:
-            kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            kind = tuple(_kind(o) for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
             policy = next((o for o in candidate if o.axis == "checkpointing"), None)
             moves = self._moves(policy)
             if moves or budget.CHOICE in kind:  # one is enough: they take longest to plan
@@ -291,9 +291,7 @@ class Search:
     def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         estimate = self._estimates[candidate]
         assert estimate is not None
-        unknown, seconds = _time_of(estimate)
-        steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
-        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, GPU_MEMORY))
+        return rank(estimate, len(candidate))
 
     def _estimate(self, candidate: Candidate) -> Planned | None:
         """Return the estimate of a candidate; None if it is refused."""
@@ -348,12 +346,24 @@ def _policy_of(option: Option | None) -> str | None:
     return option.words[0].partition("=")[2] if option else None
 
 
+def _kind(option: Option) -> str:
+    """Return what tells strategies and policies apart: all words of a strategy, of a policy its name."""
+    return " ".join(option.words) if option.axis == "deepspeed.config" else option.words[0]
+
+
 def _changes(*options: Option | None) -> Candidate:
     return tuple(option for option in options if option is not None)
 
 
 def _time_of(planned: Planned) -> tuple[bool, float]:
     return bool(planned.time.unknown), planned.time.total_s
+
+
+def rank(estimate: Planned, changes: int) -> tuple[float, ...]:
+    """Return the sort key of an estimate: the fastest first, of those with the same time that with fewer changes."""
+    unknown, seconds = _time_of(estimate)
+    steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
+    return (unknown, steps, changes, seconds, needed_bytes(estimate, GPU_MEMORY))
 
 
 def _words(candidate: Candidate) -> list[str]:
