@@ -341,8 +341,8 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
 def closing(points: Sequence[Mapping[str, Any]]) -> str:
     """Say what the cells are, and how many plans are within the bar."""
     what = (
-        "MiB of a micro-batch beside the model states. Each rung has the options of those above it; the large vocabulary "
-        "is that of its two rows alone."
+        "MiB of a micro-batch beside the model states. Each rung has the options of those above it; the large "
+        "vocabulary is that of its two rows alone."
     )
     errors = [error for row in points if (error := error_of(row)) is not None]
     if not errors:
