@@ -32,7 +32,7 @@ from remat.config.options import (
     StrategyChoice,
 )
 from remat.data import cache
-from remat.data.batches import GlobalBatches, ReadAhead, check_same_order, steps_of
+from remat.data.batches import GlobalBatches, Part, ReadAhead, check_same_order, steps_of
 from remat.data.blocks import Blocks
 from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
@@ -499,6 +499,7 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoi
         "seed": cfg.train.seed,
         "shuffle": cfg.data.shuffle,
         "position": saved.get("position", 0),
+        "part": Part(world.sequence_rank, world.sequence_parallel_size),
     }
     if isinstance(blocks, FirstWindow):
         return StreamedBatches(blocks, place=saved.get("place"), **options)
