@@ -157,7 +157,10 @@ def test_the_command_tells_how_weights_are_read(tmp_path: Path) -> None:
         "model.tokenizer=bytes",
         *MACHINE,
     ]
-    assert "loading: each rank reads its own" in CliRunner().invoke(cli.app, ["plan", "--no-advice", *words]).output
+    assert (
+        "loading: each rank reads its own"
+        in CliRunner().invoke(cli.app, ["plan", "--no-advice", *words]).output
+    )
     found = json.loads(CliRunner().invoke(cli.app, ["plan", "--json", "--no-advice", *words]).output)["loading"]
     assert found["way"] == "own_slices" and found["read_bytes"] < found["read_bytes_of_all"]
 
