@@ -389,6 +389,9 @@ class TrainConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
 
+WARMUP_PERCENT = 3  # of a run's steps, as in the published commands of Stanford Alpaca and QLoRA
+
+
 @dataclass(kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
@@ -403,9 +406,13 @@ class OptimConfig:
     weight_decay: float = 0.1  # decay of matrices; norms and biases are not decayed
     gradient_clipping: float = 1.0  # the largest global L2 norm of a gradient; 0: no clipping
     schedule: Schedule = Schedule.cosine  # how the learning rate goes from its peak to its end
-    warmup_steps: int = 0  # [steps] how long the learning rate rises to `lr`
+    warmup_steps: int | None = 0  # [steps] how long the learning rate rises to `lr`; null: 3 % of the run
     decay_steps: int = 0  # [steps] how long it falls at the end, with schedule wsd
     min_lr_ratio: float = 0.1  # the learning rate at the end, as a part of `lr`
+
+    def warmup(self, run_steps: int) -> int:
+        """Return the steps of warm-up in a run of `run_steps`."""
+        return -(-WARMUP_PERCENT * run_steps // 100) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(kw_only=True)

@@ -426,7 +426,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
         optim__eps=optim.eps,
         optim__weight_decay=optim.weight_decay,
         optim__gradient_clipping=optim.gradient_clipping,
-        optim__warmup_steps=optim.warmup_steps,
+        optim__warmup_steps=optim.warmup_steps or 0,
         optim__decay_steps=optim.decay_steps,
     )
     for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
@@ -475,10 +475,12 @@ def _states(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 def schedule_problems(optim: OptimConfig, train: TrainConfig) -> list[str]:
     """Return what is wrong with the schedule once the steps are known."""
-    if train.steps is None or not optim.decay_steps or optim.warmup_steps + optim.decay_steps <= train.steps:
+    if train.steps is None or not optim.decay_steps:
+        return []
+    if (warmup := optim.warmup(train.steps)) + optim.decay_steps <= train.steps:
         return []
     return [
-        f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
+        f"optim.warmup_steps={warmup} + optim.decay_steps={optim.decay_steps} exceed "
         f"train.steps={train.steps}: lower them or train longer"
     ]
 

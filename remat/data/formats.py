@@ -19,6 +19,7 @@ or trains to the end of the chat, when a span begins or ends with a space that t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,12 +234,32 @@ def encode_chats(
     found: list[list[Rendered]] = []
     for chat, origin in chats:
         try:
+            _check_calls(chat, tokenizer)
             found.append(_rendered(chat, origin, tokenizer, cfg.rewritten_turns))
         except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
             found.append([])
     encoded = iter(_tokens([one for each in found for one in each], tokenizer, cfg.train_on_end_token))
     return [[next(encoded) for _ in each] for each in found]
+
+
+def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise TemplateError where the template leaves out trained calls of tools: the turn would be empty."""
+    if not any("tool_calls" in message and chat.trained[place] for place, message in enumerate(chat.messages)):
+        return
+    without = [
+        {name: value for name, value in message.items() if name != "tool_calls"} for message in chat.messages
+    ]
+    shown = _Prefixes(chat, tokenizer).render(len(chat.messages))
+    try:
+        bare = _Prefixes(replace(chat, messages=without), tokenizer).render(len(without))
+    except (TemplateError, TypeError):
+        return  # it asks for the calls
+    if shown == bare:
+        raise TemplateError(
+            "it does not write calls of tools: name a template that does with data.chat_template, or give the messages "
+            'that call "weight": 0'
+        )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -307,7 +307,8 @@ def _lacks(row: dict[str, Any], cfg: DataConfig, name: str) -> str:
     theirs, others = _theirs(name, cfg), [other for other in REQUIRED if fits(row, other, cfg)]
     text = f"has no field {theirs!r}"
     if others:
-        return f"{text}, which data.format={cfg.format} needs; its fields are those of data.format={others[0]}"
+        known = f"its fields are those of data.format={others[0]} (files of several formats go into data.mix)"
+        return f"{text}, which data.format={cfg.format} needs; {known}"
     return f"{text} (see data.text_field)" if name == "text" else text
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, FileType
+from remat.config.data_fields import REQUIRED
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data.files import (
     ONE,
     ROWS,
@@ -33,10 +34,20 @@ from remat.data.files import (
     tell_damaged,
 )
 from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
-from remat.data.rows import FIRST_ROWS, BadRowLog, Document, content_of, fields_read, file_of, recognise_format
+from remat.data.rows import (
+    FIRST_ROWS,
+    BadRowLog,
+    Document,
+    content_of,
+    fields_read,
+    file_of,
+    fits,
+    recognise_format,
+)
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4
+MOST_OPENED = 50  # files whose first row is looked at before any is read whole
 
 
 def synthetic_blocks(
@@ -205,6 +216,8 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
     )
     found = recognise_format(list(islice(first, FIRST_ROWS)), cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
+    if cfg.on_bad_row is BadRows.stop:
+        _check_alike(tables, cfg, option)
     if found.data_format != DataFormat.plain and len(tables) < len(files):
         text = next(file for file in files if file.kind.file_type is FileType.text)
         raise ConfigError(_text_has_no_rows(cfg, text))
@@ -236,6 +249,21 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
         f"{count}, {found.line}",
         frozenset(file.path.resolve() for file in files),
     )
+
+
+def _check_alike(tables: list[SourceFile], cfg: DataConfig, option: str) -> None:
+    """Raise ConfigError for files whose first row is of another format, before the others are read for nothing."""
+    others = []
+    for file in tables[:MOST_OPENED]:
+        row = next(iter(read_rows(file, rows_per_batch=1)), None)
+        fitting = [each for each in REQUIRED if row and fits(row.content, each, cfg)]
+        if fitting and cfg.format not in fitting:
+            others.append(f"{file.path} is {fitting[0]}")
+    if others:
+        raise ConfigError(
+            f"{option}: the first rows are of data.format={cfg.format}, but {', '.join(others[:5])}. Files of several "
+            "formats are mixed as sources: data.mix.NAME.path=FILE for each"
+        )
 
 
 def _documents(
