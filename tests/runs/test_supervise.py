@@ -34,7 +34,7 @@ def ends(run: Supervised, code: int) -> None:
 @pytest.mark.parametrize(
     "signum",
     [
-        signal.SIGTERM,
+        pytest.param(signal.SIGTERM, marks=slow),  # of a real run: test_stop.py
         pytest.param(signal.SIGUSR1, marks=slow),
         pytest.param(signal.SIGINT, marks=slow),
         pytest.param(signal.SIGHUP, marks=slow),
