@@ -81,6 +81,7 @@ def test_two_nodes_train_as_one_and_a_state_goes_from_one_to_two_and_back(tmp_pa
     nodes.until_empty()
 
 
+@pytest.mark.exhaustive
 def test_nodes_whose_names_mean_themselves_find_each_other(tmp_path: Path) -> None:
     """As on Debian. It took a silent half hour on one of them, and an error without the cause on the other."""
     script = tmp_path / "rank.py"
