@@ -336,8 +336,21 @@ def line(row: dict[str, Any]) -> str:
 def write(path: Path, content: Any) -> None:
     """Whole or not at all: a point that was cut off is measured again."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n")
+    part.write_text(in_lines(content) + "\n")
     part.replace(path)
+
+
+def in_lines(content: Any) -> str:
+    """Return `content` as JSON, in which each entry of a list, a point, is one line."""
+    if isinstance(content, dict):
+        return (
+            "{\n"
+            + ",\n".join(f"{json.dumps(name)}: {in_lines(part)}" for name, part in content.items())
+            + "\n}"
+        )
+    if isinstance(content, list):
+        return "[\n" + ",\n".join(map(json.dumps, content)) + "\n]"
+    return json.dumps(content)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def plan_command(
     advise: Annotated[
         bool,
         typer.Option(
-            "--advice/--no-advice", help="Where it does not fit, look for what would, up to 20 s of a core."
+            "--advice/--no-advice", help="Look for what makes it fit, or makes it faster, up to 20 s of a core."
         ),
     ] = True,
 ) -> None:
@@ -154,27 +154,34 @@ def _plan_one(
     with without_garbage():
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
-        from remat.planning.settings import search
+        from remat.planning.settings import search, sharding
         from remat.report import plan
 
     known, console = Recordings(), _console()
-    if run.strategy is StrategyChoice.auto:
+    is_fastest = run.strategy is StrategyChoice.auto
+    if is_fastest:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
-    looks = advise and not planned.plan.fits
+    ways = sharding.compare(planned.cfg, known)
+    if not as_json:
+        plan.show_ways(ways, console)
+    looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
     found = search.Advice([], None)
     if looks:
-        seconds = f"{search.ADVICE_S:g} s"
+        wanted = "faster settings that fit" if planned.plan.fits else "what makes it fit"
         print(
-            f"looking up to {seconds} for what makes it fit (--no-advice: not) ...", file=sys.stderr, flush=True
+            f"looking up to {search.ADVICE_S:g} s for {wanted} (--no-advice: not) ...",
+            file=sys.stderr,
+            flush=True,
         )
         counted = _count("settings looked at")
         found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)
     if as_json:
         record = plan_as_json(planned) | {"loading": loading and loading.record()}
+        record |= {"zero_of_nodes": sharding.as_json(ways)}
         print(json.dumps(record | search.advice_as_json(found), indent=2))
     elif looks:
         plan.show_advice(found, planned, console)
@@ -434,9 +441,11 @@ def export(
 
 
 def _newest_state(run_dir: Path) -> Path:
+    from remat.report.loading import CHECKING, LoadingProgress
     from remat.saving import load
 
-    found = load.find_newest(run_dir)
+    told = LoadingProgress(lambda text: print(text, file=sys.stderr, flush=True), lambda: None, CHECKING)
+    found = load.find_newest(run_dir, told)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:

@@ -254,6 +254,8 @@ class MixedSource:
     format: DataFormat | None = None  # what a row means
     text_field: str | None = None  # the field that holds the text, in plain rows
     columns: dict[str, str] | None = None  # our field: the data's
+    join_files: bool | None = None  # whether the files of a folder, or of a repository, are one document
+    file_header: str | None = None  # what stands before each joined file
     alpaca_prompt: AlpacaPrompt | None = None  # how Alpaca rows become text
     train_on_roles: Any = None  # the roles whose turns carry the loss, or all
     train_on_end_token: bool | None = None  # whether the token that ends a trained turn carries the loss too
@@ -280,6 +282,9 @@ class DataConfig:
     text_field: str = "text"  # the field that holds the text, in plain rows
     # our field: the data's, for example {messages: dialogue}
     columns: dict[str, str] = field(default_factory=dict)
+    # whether the files of each folder in `path`, or the rows of each `repo`, are one document, in order of `path`
+    join_files: bool = False
+    file_header: str = "# {path}\n"  # what stands before each joined file; {repo} and {path} are filled in
     alpaca_prompt: AlpacaPrompt = AlpacaPrompt.auto  # how Alpaca rows become text
     # the roles whose turns carry the loss, or all
     train_on_roles: Any = field(default_factory=lambda: ["assistant"])

@@ -28,6 +28,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
 
@@ -94,8 +95,11 @@ def encode(
 def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the options that decide which tokens rows of `cfg.format` become, beside the tokenizer."""
     if cfg.format == DataFormat.plain:
-        return {"text_field": cfg.columns.get("text", cfg.text_field)}
-    found: dict[str, Any] = {"columns": dict(cfg.columns)} if cfg.columns else {}
+        found: dict[str, Any] = {"text_field": cfg.columns.get("text", cfg.text_field)}
+        if cfg.join_files:
+            found["joined"] = [cfg.file_header, *(cfg.columns.get(name, name) for name in OF_FILES)]
+        return found
+    found = {"columns": dict(cfg.columns)} if cfg.columns else {}
     if cfg.format == DataFormat.alpaca:
         found["alpaca_prompt"] = str(
             AlpacaPrompt.template if _by_template(cfg, tokenizer) else AlpacaPrompt.stanford
@@ -113,7 +117,7 @@ def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 def describe(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say how rows become text and what of it is trained; "" for plain text."""
     if cfg.format == DataFormat.plain:
-        return ""
+        return "files joined by repository" if cfg.join_files else ""
     if cfg.format in (DataFormat.chat, DataFormat.sharegpt) or _by_template(cfg, tokenizer):
         form = "in the chat template"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -38,8 +39,11 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
     """Return the pictures by name; none when no point finished."""
     if not any(row.step for row in rows):
         return {}
-    makers: dict[str, tuple[str, Callable[[Experiment, Sequence[Row], Theme], Figure]]] = {
-        "panels": ("Loss curves, peak memory, step time and the trade-off of every point", _panels),
+    makers: dict[str, tuple[str, Callable[[Sequence[Row], Theme], Figure]]] = {
+        "panels": (
+            "Loss curves, peak memory, step time and the trade-off of every point",
+            partial(_panels, experiment),
+        ),
         "pareto": (
             "Peak memory against step time, with the Pareto front: the points that nothing beats in both",
             _pareto,
@@ -49,7 +53,7 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> dict[str, Picture]:
         del makers["pareto"]
     found = {}
     for name, (alt, make) in makers.items():
-        light, dark = (_png(make, experiment, rows, theme) for theme in (LIGHT, DARK))
+        light, dark = (_png(make, rows, theme) for theme in (LIGHT, DARK))
         found[name] = Picture(name, alt, light, dark)
     return found
 
@@ -88,15 +92,10 @@ def _cost(row: Row) -> tuple[float, float]:
     return row.peak_bytes, row.step.median
 
 
-def _png(
-    make: Callable[[Experiment, Sequence[Row], Theme], Figure],
-    experiment: Experiment,
-    rows: Sequence[Row],
-    theme: Theme,
-) -> bytes:
+def _png(make: Callable[[Sequence[Row], Theme], Figure], rows: Sequence[Row], theme: Theme) -> bytes:
     image = io.BytesIO()
     with matplotlib.rc_context(style(theme)):
-        make(experiment, rows, theme).savefig(image, format="png", dpi=DPI)
+        make(rows, theme).savefig(image, format="png", dpi=DPI)
     return image.getvalue()
 
 
@@ -246,7 +245,7 @@ def _trade(
     axes.yaxis.set_major_formatter(percent)
 
 
-def _pareto(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
+def _pareto(rows: Sequence[Row], theme: Theme) -> Figure:
     """Draw memory against time. Points are numbered and explained beside the picture, so names of any length fit."""
     best = [front for front in fronts(rows) if front]
     timed = [row for row in rows if row.step and row.peak_bytes is not None]

@@ -20,7 +20,7 @@ def render(
     content: Mapping[str, Any], experiment: Experiment, rows: Sequence[Row], pictures: list[Picture]
 ) -> str:
     """Return the HTML text. `content` is that of results.json."""
-    tables = [_overview(content, rows), _states(rows), _times(rows), _plan(rows), _endings(rows)]
+    tables = [_overview(rows), _states(rows), _times(rows), _plan(rows), _endings(rows)]
     made = Page(
         title=experiment.title,
         subtitle=_subtitle(content, experiment),
@@ -65,7 +65,7 @@ def _machine(hardware: Mapping[str, Any]) -> str:
     return f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads_per_rank']} threads per rank"
 
 
-def _overview(content: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+def _overview(rows: Sequence[Row]) -> Table:
     return Table(
         "Side by side",
         tuple(table.headings(rows)),

@@ -41,6 +41,7 @@ def family(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, watched.Wat
     return net, watched.run(net, CheckpointingConfig(policy=Policy.none))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", list(WHOLE_LAYERS))
 def test_bit_equal_to_none_and_proven(name: str, family: tuple[torch.nn.Module, watched.Watched]) -> None:
     net, kept = family

@@ -82,7 +82,7 @@ def moved_bytes(graph: Graph, table: Table) -> int:
     return sum(graph.values[value].nbytes for value in moved)
 
 
-@pytest.mark.sample(one_in=17)
+@pytest.mark.sample(one_in=18)
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", sorted(small_models.ARCHITECTURES))
@@ -102,7 +102,7 @@ def test_what_a_table_moves_comes_back_bit_equal_and_leaves_to_the_byte(
     assert found.applied.offload.pool.taken_bytes == 0  # every buffer is free again
 
 
-@pytest.mark.sample(one_in=9)
+@pytest.mark.sample(one_in=13)
 @pytest.mark.parametrize("share", [LEAST, MIDDLE, MOST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", sorted(small_models.ARCHITECTURES))

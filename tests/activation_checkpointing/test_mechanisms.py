@@ -76,7 +76,7 @@ def test_bit_equal_and_in_effect(name: str, family: tuple[Any, watched.Watched])
     assert result.replayed.differences == result.replayed.notes == []
 
 
-@pytest.mark.sample(one_in=8)
+@pytest.mark.sample(one_in=14)
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
 def test_many_steps_hold_memory_flat(name: str) -> None:
     """Nothing that a step made outlives it: no storage, and no more of Python's own memory than noise."""

@@ -298,6 +298,7 @@ def test_nothing_of_a_slab_is_lost_where_page_locked_memory_is_exact(mebibytes: 
     assert offload.slab_bytes(1 << 20, EXACT) == offload.SMALLEST_SLAB_BYTES
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("allocators", [TORCH_DEFAULT, EXACT], ids=["powers_of_two", "exact"])
 @pytest.mark.parametrize("lengths", ["rising", "falling", "random"])
 @pytest.mark.parametrize("policy", [Policy.full, Policy.none])

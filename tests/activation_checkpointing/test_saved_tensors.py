@@ -131,7 +131,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(CONFIGS, {"discard", "offload"}))
+@pytest.mark.parametrize("name", cases(CONFIGS, {"discard", "offload", "full + offload"}))
 def test_fifty_steps_hold_memory_flat(name: str) -> None:
     net, cfg = small_models.build("llama"), CONFIGS[name]
     applied = apply.apply(net, policy.decide_layers(cfg, len(layers.decoder_layers(net))), cfg)

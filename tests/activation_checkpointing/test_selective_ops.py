@@ -236,6 +236,7 @@ KEPT_LINEARS = CheckpointingConfig(
 )
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_something_is_kept_of_every_named_linear(model_type: str) -> None:
     only = SelectiveOpsConfig(save=[], save_linears=["all_but_down"])  # some have no fused attention on a CPU

@@ -11,6 +11,7 @@ import pytest
 import remat
 from remat.config import compose, ds_config, validation
 from remat.config.options import ConfigError, DataSource, Policy, Precision
+from tests.support.grids import cases
 
 
 def run(*words: str) -> compose.RunConfig:
@@ -375,7 +376,10 @@ def test_values_set_in_what_was_composed_before_are_what_hydra_composes(recipe: 
         assert finished(quick) == finished(compose._loaded(asked))
 
 
-@pytest.mark.parametrize("recipe", ["tiny_zero3_offload", "llama8b_qlora_1x24", "finetune"])
+@pytest.mark.parametrize(
+    "recipe",
+    cases(["tiny_zero3_offload", "llama8b_qlora_1x24", "finetune"], {"llama8b_qlora_1x24", "finetune"}),
+)
 def test_every_choice_is_what_hydra_composes(recipe: str) -> None:
     """Put into what was composed before; of each group all files, and several groups at once."""
     every = [f"{group}={name}" for group, names in compose.group_choices().items() for name in names]

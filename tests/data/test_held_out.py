@@ -46,6 +46,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize(("count", "size_bytes"), [(1, 4000), (2, 700), (2, 150_000), (10, 2000), (99, 3000)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_few_text_files_give_both_halves_near_the_fraction(

@@ -115,6 +115,7 @@ def test_an_epoch_has_every_row_once_as_the_cache_has(tmp_path: Path, kind: str)
     assert same(step.micro_batches, ids[:1]), "the second epoch begins as the first did"
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packing", [Packing.documents, None])
 def test_steps_are_the_same_on_any_number_of_ranks_and_from_any_position(

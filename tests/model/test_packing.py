@@ -97,6 +97,7 @@ def put_on(net: Any, cfg: CheckpointingConfig) -> apply.Applied:
     return apply.apply(net, plan, cfg)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -148,6 +149,7 @@ def through(model_type: str, name: str) -> tuple[list[torch.Tensor], list[torch.
     return expected, *found  # type: ignore[return-value]
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "gemma3_text"])
 def test_recomputation_keeps_documents_apart(model_type: str, name: str, one_rank: RankPool) -> None:

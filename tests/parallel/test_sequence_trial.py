@@ -60,6 +60,7 @@ def ask(model_type: str, attention: Attention, *, apart: bool = False, **more: A
     return ""
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("attention", [Attention.sdpa, Attention.eager, Attention.flash_attention_2])
 @pytest.mark.parametrize("model_type", WORKING)
 def test_logits_of_ranks_are_those_of_whole_sequences(model_type: str, attention: Attention) -> None:

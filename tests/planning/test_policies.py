@@ -58,7 +58,7 @@ def counted(
     return kept, [counts.moved_bytes for counts in applied.counts], watch.total_flops("recompute")
 
 
-@pytest.mark.sample(one_in=5)
+@pytest.mark.sample(one_in=7)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", list(FAMILIES))

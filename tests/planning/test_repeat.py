@@ -74,7 +74,7 @@ def _in_order(trace: Any) -> list[tuple[int, int]]:
     return found + sorted(freed)
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @pytest.mark.parametrize(
     "words",

@@ -60,6 +60,7 @@ def test_nothing_that_fits_is_faster(known: Recordings) -> None:
     assert fits > 5
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", choices.OUTDONE_BY_TABLES)
 def test_tables_are_at_least_as_fast_in_the_bytes_of_the_policies_that_they_replace(
     name: str, known: Recordings

@@ -115,6 +115,7 @@ def real(net: Any, cfg: CheckpointingConfig, packed: Packed = WHOLE) -> OpTracer
     return watch
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_bytes_and_flops_are_those_of_a_cpu_run(family: str, name: str) -> None:
@@ -130,6 +131,7 @@ def test_bytes_and_flops_are_those_of_a_cpu_run(family: str, name: str) -> None:
     assert all(0 <= extra <= ONLY_ON_A_GPU[family] for extra in more), more
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("way", list(Way))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
@@ -337,6 +339,7 @@ DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("policy_name", ["none", "full"])
 @pytest.mark.parametrize("case", list(DROPOUT))
@@ -362,6 +365,7 @@ def test_a_gpu_keeps_one_byte_per_element_of_dropout() -> None:
     assert masks == {2 * ROWS * SEQ * HIDDEN * 1}, "of attention's and of the MLP's output"
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gpt_oss", "diffllama"])
 def test_latent_attention_and_experts_are_planned_in_every_precision(family: str, precision: str) -> None:

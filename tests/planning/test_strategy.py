@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -21,13 +22,14 @@ def published(name: str) -> int:
     return 1_720_000 if model[1] == "tiny_llama" else PUBLISHED[model[1]][0]
 
 
+@functools.cache
 def recipe(name: str) -> tuple[RunConfig, strategy.Strategy, int]:
     run = compose.compose_run([f"recipe={name}"]).run
     ranks = (run.hardware.gpus_per_node or 2) * run.hardware.num_nodes
     return run, strategy.decide(run, world_size=ranks, can_pin=run.hardware.gpu is not None), ranks
 
 
-@pytest.mark.sample(one_in=4)
+@pytest.mark.sample(one_in=8)
 @pytest.mark.parametrize("name", compose.recipe_names())
 def test_every_recipe_renders_completely(name: str) -> None:
     run, decided, ranks = recipe(name)
@@ -41,7 +43,7 @@ def test_every_recipe_renders_completely(name: str) -> None:
     assert decided.ds["bf16"]["enabled"] is (run.train.precision is Precision.bf16)
 
 
-@pytest.mark.sample(one_in=4)
+@pytest.mark.sample(one_in=8)
 @pytest.mark.parametrize("name", [n for n in compose.recipe_names() if not n.startswith("tiny")])
 def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
     run, decided, ranks = recipe(name)

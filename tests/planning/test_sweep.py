@@ -95,11 +95,20 @@ def test_the_exit_code_says_when_none_fits() -> None:
     assert CliRunner().invoke(cli.app, words).exit_code == 3
 
 
-def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none() -> None:
-    words = [*BASE, "train.seq_len=2048", "train.micro_batch_size=2"]
+CURVE = [*BASE, "train.seq_len=2048", "train.micro_batch_size=2"]
+
+
+@pytest.fixture(scope="module")
+def points() -> list[sweep.Point]:
     seen: list[int] = []
-    points = sweep.curve(words, lambda done, total: seen.append(done))
+    found = sweep.curve(CURVE, lambda done, total: seen.append(done))
     assert seen[-1] == sweep.CURVE_PARTS + 1 + len(sweep.NAMED)
+    return found
+
+
+def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none(
+    points: list[sweep.Point],
+) -> None:
     tables = [
         (plan.needed_bytes(p.planned, "GPU memory"), p.planned) for p in points if p.is_budget and p.planned
     ]
@@ -110,12 +119,10 @@ def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none() 
     assert tables[-1][1].simulation == named["checkpointing=none"].simulation
 
 
-def test_each_point_of_a_curve_can_be_asked_for_by_its_overrides() -> None:
-    words = [*BASE, "train.seq_len=2048", "train.micro_batch_size=2"]
-    points = sweep.curve(words)
+def test_each_point_of_a_curve_can_be_asked_for_by_its_overrides(points: list[sweep.Point]) -> None:
     middle = next(p for p in points[3:] if p.is_budget and p.planned)
     assert middle.planned is not None
-    again = plan.make_plan(compose.compose_run([*words, *middle.overrides]).run)
+    again = plan.make_plan(compose.compose_run([*CURVE, *middle.overrides]).run)
     assert sweep.gpu_bytes(again) <= 1.001 * sweep.gpu_bytes(middle.planned)
     assert again.time.total_s <= 1.01 * middle.planned.time.total_s
 

@@ -78,7 +78,11 @@ def test_the_tables_of_strategies_are_those_that_were_planned() -> None:
 
 @pytest.mark.parametrize(
     ("model", "method", "card_gib", "count"),
-    [("1B", "all weights", 24, 1), ("8B", "LoRA", 80, 8), ("4B", "QLoRA", 24, 2)],
+    [
+        ("1B", "all weights", 24, 1),
+        pytest.param("8B", "LoRA", 80, 8, marks=pytest.mark.exhaustive),
+        ("4B", "QLoRA", 24, 2),
+    ],
 )
 def test_a_sample_of_the_tables_is_planned_again(model: str, method: str, card_gib: int, count: int) -> None:
     cells = json.loads(strategy_table.FOUND.read_text())
