@@ -281,10 +281,12 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
     assert [row["step"] for row in tiny.rows(early)] == [1, 2, 3]
     assert json.loads((early / "best.json").read_text())["step"] == 1
     assert [path.name for path in (early / "saved").iterdir()] == ["step-000003"]
-    returned = json.loads((workshop / "resume_1.done.json").read_text())["early"]
-    assert returned["finished"]
+    first, again = (
+        json.loads((workshop / f"resume_{index}.done.json").read_text())["early"] for index in (0, 1)
+    )
+    assert first["finished"] and again["finished"]
     for name in ("loss/train", "loss/eval"):  # what a caller in Python gets
-        assert returned["metrics"][name] == tiny.rows(early, name)[-1][name]
+        assert first["metrics"][name] == tiny.rows(early, name)[-1][name]
     assert "no lower held-out loss in 2 evaluations" in done.out and "at step 1, its model is" in done.out
 
 
