@@ -8,7 +8,7 @@ writes to ledger.json. A point that was run with the same options is not run aga
     python benchmarks/long.py --plan-only         # the plans alone, and what was measured before
     python benchmarks/long.py --write             # the table and the picture alone
     python benchmarks/long.py --climb 600         # on a GPU: the longest sequence of each rung, planned and measured
-    python benchmarks/long.py --climb 120 --device cpu --cap-mib 24      # the same climb under a cap on the peak
+    python benchmarks/long.py --climb 120 --device cpu --cap-mib 60      # the same climb under a cap on the peak
 
 A climb starts at FIRST tokens, doubles the length until memory is full, and then halves what is open.
 """
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,7 +39,7 @@ from benchmarks.environment import environment  # noqa: E402
 from benchmarks.plan_accuracy import NOT_YET, TIME_OVER, write  # noqa: E402
 from remat.config import compose  # noqa: E402
 from remat.config.options import ConfigError  # noqa: E402
-from remat.config.units import MIB  # noqa: E402
+from remat.config.units import GIB, MIB  # noqa: E402
 from remat.planning.plan import make_plan  # noqa: E402
 from remat.planning.settings import ladder, search  # noqa: E402
 from remat.report.charts import LIGHT, style  # noqa: E402
@@ -61,7 +62,8 @@ ON_CPU = [
     "checkpointing.offload.min_bytes=65536", "checkpointing.offload.keep_last_layers=0",
 ]  # fmt: skip
 VOCABULARY, LARGE_VOCABULARY = 384, 65536  # a chunk of logits is 1,024 tokens of the large one
-LOSS = "loss in chunks"
+LOSS, REFUSED = "loss in chunks", "refused"
+MEMORY = ("ran", "out of memory", REFUSED)  # outcomes after which a climb goes on
 NO_FLASH = "flash attention: no mask"  # its kernels are for GPUs
 
 
@@ -184,10 +186,19 @@ def run(words: list[str], device: str, work: Path, limit_s: float) -> dict[str, 
             row |= {} if done.code == 0 else {"said": done.out[-3000:]}
         except AssertionError as error:  # it took too long and was ended
             row = {"status": TIME_OVER, "said": str(error)[-3000:]}
-    path = folder / "ledger.json"
-    lines = json.loads(path.read_text())["rows"] if path.exists() else []
-    measured = next((line["measured"] for line in lines if line["category"] == MICRO_BATCH), None)
-    return row | {"measured_bytes": measured, "wall_s": round(time.monotonic() - began, 1)}
+    return row | {
+        "measured_bytes": measured_bytes(folder / "ledger.json"),
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+
+
+def measured_bytes(ledger: Path) -> int | None:
+    """The measured peak of a micro-batch, in bytes; None where the run got no further."""
+    lines = json.loads(ledger.read_text())["rows"] if ledger.exists() else []
+    found = next((line for line in lines if line["category"] == MICRO_BATCH), None)
+    if found is None or found["measured"] is None:
+        return None
+    return round(found["measured"] * {"MiB": MIB, "GiB": GIB}[found["unit"]])
 
 
 def measure_all(args: argparse.Namespace) -> None:
@@ -257,16 +268,23 @@ def climb(rung: Rung, ends: float, args: argparse.Namespace) -> dict[str, Any]:
         if left <= 0:
             break
         words = overrides(rung, tokens, args.device, args.work)
-        tried.append({"seq_len": tokens} | run(words, args.device, args.work, left))
+        tried.append({"seq_len": tokens} | run_or_refuse(words, args, left))
         tokens = next_length([(each["seq_len"], outcome(each, args.cap_mib)) for each in tried])
     ran = [each["seq_len"] for each in tried if outcome(each, args.cap_mib) == "ran"]
-    ended = outcome(tried[-1], args.cap_mib) if tried and tokens else "found"
-    over = not tried or bool(tokens)
+    last = outcome(tried[-1], args.cap_mib) if tried and not tokens else TIME_OVER
     return row | {
         "measured_seq_len": max(ran, default=0),
-        "ended": TIME_OVER if over else ended,
+        "ended": "found" if last in MEMORY else last,
         "tried": tried,
     }
+
+
+def run_or_refuse(words: list[str], args: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """Run a length; options that are refused for it are no end of the climb."""
+    try:
+        return run(words, args.device, args.work, limit_s)
+    except ConfigError as error:
+        return {"status": REFUSED, "said": str(error), "measured_bytes": None}
 
 
 def outcome(row: Mapping[str, Any], cap_mib: float | None) -> str:
@@ -278,7 +296,7 @@ def outcome(row: Mapping[str, Any], cap_mib: float | None) -> str:
 
 def next_length(tried: Sequence[tuple[int, str]]) -> int:
     """The length to try after these; 0: the longest is found, or a run ended for another reason than memory."""
-    if any(outcome not in ("ran", "out of memory") for _, outcome in tried):
+    if any(outcome not in MEMORY for _, outcome in tried):
         return 0
     ran = max((tokens for tokens, outcome in tried if outcome == "ran"), default=0)
     full = min((tokens for tokens, outcome in tried if outcome != "ran"), default=0)
@@ -310,7 +328,7 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
     lengths = sorted({row["seq_len"] for row in points})
     by_place = {(row["rung"], row["seq_len"]): row for row in points}
     lines = [
-        f"| rung, each with those above | {' | '.join(f'{tokens:,} tokens' for tokens in lengths)} |",
+        f"| rung | {' | '.join(f'{tokens:,} tokens' for tokens in lengths)} |",
         "|---" + "|---:" * len(lengths) + "|",
     ]
     lines += [
@@ -322,7 +340,10 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
 
 def closing(points: Sequence[Mapping[str, Any]]) -> str:
     """Say what the cells are, and how many plans are within the bar."""
-    what = "MiB of a micro-batch beside the model states."
+    what = (
+        "MiB of a micro-batch beside the model states. Each rung has the options of those above it; the large "
+        "vocabulary is that of its two rows alone."
+    )
     errors = [error for row in points if (error := error_of(row)) is not None]
     if not errors:
         return f"{what} All are planned; none was measured yet."
@@ -358,10 +379,19 @@ def draw(points: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axes.plot(*zip(*measured, strict=True), "o", color=color)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        lengths = sorted({row["seq_len"] for row in points})
+        axes.set_xticks(lengths, [short(tokens) for tokens in lengths])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda mib, _: f"{mib:,.0f}")
         axes.set_xlabel("tokens of a sequence")
         axes.set_ylabel("MiB of a micro-batch, beside the model states")
         axes.legend(title="lines: planned, points: measured")
         figure.savefig(path, dpi=110)
+
+
+def short(tokens: int) -> str:
+    """4096 as `4K`, 1500 as `1,500`."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def renewed(page: str) -> str:

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 BEST_SHOWN = 4  # settings of `remat plan --best`
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+OVERRIDES = "[OPTIONS] recipe=NAME option=value ..."
 RunDir = Annotated[
     Path, typer.Argument(help="A run directory: outputs/RECIPE/RUN_ID", exists=True, file_okay=False)
 ]
@@ -52,7 +55,7 @@ def _of_all_commands(
     """Know a run's memory before, during and after it."""
 
 
-@app.command("ds-config", context_settings=WITH_OVERRIDES)
+@app.command("ds-config", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def ds_config_command(
     ctx: typer.Context,
     world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
@@ -79,7 +82,7 @@ def recipes_command() -> None:
     recipes.show(_console())
 
 
-@app.command("plan", context_settings=WITH_OVERRIDES)
+@app.command("plan", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def plan_command(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of tables.")] = False,
@@ -108,12 +111,15 @@ def plan_command(
     advise: Annotated[
         bool,
         typer.Option(
-            "--advice/--no-advice", help="Where it does not fit, look for what would, up to 20 s of a core."
+            "--advice/--no-advice", help="Look for what makes it fit, or makes it faster, up to 20 s of a core."
         ),
     ] = True,
 ) -> None:
-    """Where every GiB and second of a run goes, without a GPU or weights. Exit code 3 when it (all of a sweep) does
-    not fit, 0 when it fits or is tight; where it is not sure to fit, the nearest changes that make it."""
+    """Say where every GiB and second of a run goes, without a GPU or weights.
+
+    Where it is not sure to fit, the nearest changes that make it fit follow. Exit code 0: it fits or is tight, or one
+    combination of a sweep does; 3: it does not fit.
+    """
     if plot is not None:
         check_picture(plot)
     kinds = {"--best": best, "--ladder": ladder, "--sweep": swept, "--curve": curve}
@@ -148,27 +154,34 @@ def _plan_one(
     with without_garbage():
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
-        from remat.planning.settings import search
+        from remat.planning.settings import search, sharding
         from remat.report import plan
 
     known, console = Recordings(), _console()
-    if run.strategy is StrategyChoice.auto:
+    is_fastest = run.strategy is StrategyChoice.auto
+    if is_fastest:
         args, run = _with_best(args, run, known)
     planned = make_plan(run, recordings=known)
     loading = plan_loading(run, planned.strategy, world_size=planned.world_size, on_gpu=True)
     if not as_json:
         plan.show(planned, console, loading, title=plan.name_asked(args, run), explain=explain)
-    looks = advise and not planned.plan.fits
+    ways = sharding.compare(planned.cfg, known)
+    if not as_json:
+        plan.show_ways(ways, console)
+    looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
     found = search.Advice([], None)
     if looks:
-        seconds = f"{search.ADVICE_S:g} s"
+        wanted = "faster settings that fit" if planned.plan.fits else "what makes it fit"
         print(
-            f"looking up to {seconds} for what makes it fit (--no-advice: not) ...", file=sys.stderr, flush=True
+            f"looking up to {search.ADVICE_S:g} s for {wanted} (--no-advice: not) ...",
+            file=sys.stderr,
+            flush=True,
         )
         counted = _count("settings looked at")
         found = search.advise(args, planned, recordings=known, progress=counted, limit_s=search.ADVICE_S)
     if as_json:
         record = plan_as_json(planned) | {"loading": loading and loading.record()}
+        record |= {"zero_of_nodes": sharding.as_json(ways)}
         print(json.dumps(record | search.advice_as_json(found), indent=2))
     elif looks:
         plan.show_advice(found, planned, console)
@@ -296,7 +309,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
-@app.command("compare", context_settings=WITH_OVERRIDES)
+@app.command("compare", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def compare_command(
     ctx: typer.Context,
     repeats: Annotated[int, typer.Option(help="Launches of each point; default: the experiment's, or 2")] = 0,
@@ -312,8 +325,10 @@ def compare_command(
         Path | None, typer.Option(help="A folder: a row per point goes into its points.csv")
     ] = None,
 ) -> None:
-    """The same run under several choices, each launched, side by side: remat compare checkpointing=none,full
-    recipe=NAME, or a named experiment: remat compare lab=NAME. What has a result is not launched again.
+    """Launch the same run under several choices and set them side by side.
+
+    Words with commas list the choices: remat compare checkpointing=none,full recipe=NAME. A named experiment: remat
+    compare lab=NAME. What has a result is not launched again.
 
     remat compare policies [recipe=NAME ...] launches nothing: bytes kept, FLOPs recomputed and ZeRO-3 gathers of every
     activation checkpointing policy, counted on tensors without memory.
@@ -356,9 +371,12 @@ def _compare_policies(args: list[str], as_json: bool) -> None:
         print(line, flush=True)
 
 
-@app.command(context_settings=WITH_OVERRIDES | {"allow_interspersed_args": False})
+@app.command(
+    context_settings=WITH_OVERRIDES | {"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [train.py] recipe=NAME option=value ...",
+)
 def launch(ctx: typer.Context) -> None:
-    """Train under supervision: remat launch [options] [train.py] recipe=NAME option=value ...
+    """Train under supervision.
 
     Stop signals reach every rank at once, exit codes are the ranks' own, nothing outlives the run, every rank has a
     log. Options: --log-dir DIR, --grace-s SECONDS between a stop and force (600), and those of the deepspeed runner,
@@ -423,9 +441,11 @@ def export(
 
 
 def _newest_state(run_dir: Path) -> Path:
+    from remat.report.loading import CHECKING, LoadingProgress
     from remat.saving import load
 
-    found = load.find_newest(run_dir)
+    told = LoadingProgress(lambda text: print(text, file=sys.stderr, flush=True), lambda: None, CHECKING)
+    found = load.find_newest(run_dir, told)
     for note in found.notes:
         print(f"passed over {note}", file=sys.stderr)
     if found.state is None:
@@ -522,7 +542,7 @@ def push_command(
     print(push.push(folder, repo_id, public=public, message=message))
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(context_settings=WITH_OVERRIDES, options_metavar="[OPTIONS] [recipe=NAME option=value ...]")
 def doctor(
     ctx: typer.Context,
     build: Annotated[
@@ -530,9 +550,9 @@ def doctor(
     ] = None,
     ranks: Annotated[int, typer.Option(help="With recipe=NAME: ranks on this machine; default: its GPUs")] = 0,
 ) -> None:
-    """Is this machine able: versions, cores, memory, disk; ops built and run. Exit code 3 when something is not.
+    """Check what this machine has: versions, cores, memory, disk; build and run ops. Exit code 3: something is missing.
 
-    With recipe=NAME option=value ...: able to hold that run, needed against found.
+    With recipe=NAME option=value ...: can it hold that run? Needed against found.
     """
     from remat.config import compose
     from remat.machine import ops

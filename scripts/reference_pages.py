@@ -73,8 +73,6 @@ def command_page(_: str = "") -> str:
         assert command is not None
         inner = typer.Context(command, info_name=name, parent=context)
         usage = " ".join(command.get_usage(inner).removeprefix("Usage: ").split())
-        if command.context_settings.get("allow_extra_args"):
-            usage += " recipe=NAME option=value ..."
         rows = [record for parameter in command.params if (record := _record(parameter, inner))]
         parts += [f"## remat {name}", f"    {usage}", (command.help or "").strip()]
         if rows:

@@ -19,4 +19,5 @@ OPTIONAL = {
     DataFormat.prompt_completion: ("tools",),
     DataFormat.plain: (),
 }
-NAMES = frozenset(name for names in (*REQUIRED.values(), *OPTIONAL.values()) for name in names)
+OF_FILES = ("repo", "path")  # of rows that are files: whose, and where in it; read with data.join_files
+NAMES = frozenset(name for names in (*REQUIRED.values(), *OPTIONAL.values(), OF_FILES) for name in names)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config import ds_defaults
-from remat.config.ds_defaults import OFFLOADS, ZERO
+from remat.config.ds_defaults import OFFLOADS, SECOND_SHARDS, ZERO
 from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
 
@@ -98,7 +98,32 @@ def pipeline_stages(ds: Mapping[str, Any]) -> int:
 
 def second_shard_ranks(ds: Mapping[str, Any]) -> int:
     """Return how many ranks share a second copy of the weights (hpZ) under the rendered dict; 1: there is none."""
-    return int(ds.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
+    return int(ds.get(ZERO, {}).get(SECOND_SHARDS, 1))
+
+
+def check_second_shards(ds: Mapping[str, Any], *, world_size: int, shared_by: int) -> None:
+    """Raise ConfigError where `world_size` ranks cannot share second copies of the weights, or not at all.
+
+    `shared_by` ranks have a layer between them.
+    """
+    size = second_shard_ranks(ds)
+    if size <= 1:
+        return
+    asked = f"deepspeed.overrides.{ZERO}.{SECOND_SHARDS}={size}"
+    found = []
+    if shared_by > 1:
+        found.append(
+            f"{asked} with train.tensor_parallel_size={shared_by}: DeepSpeed gives the second copy to consecutive "
+            "ranks, and those have other parts of each layer; leave one of them at 1"
+        )
+    elif world_size % size:
+        found.append(f"{asked} with {world_size} ranks: give a divisor, usually the GPUs of a node")
+    if param_offload_device(ds) == "nvme":
+        found.append(
+            f"{asked} with parameters on NVMe: the second copy cannot lie there; use deepspeed.config=zero3_offload"
+        )
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:
@@ -229,7 +254,7 @@ def _offload_device(ds: Mapping[str, Any], section: str) -> str | None:
 def _render(
     raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues
 ) -> tuple[dict[str, Any], list[str]]:
-    merged = _merge(raw, overrides)
+    merged = merge(raw, overrides)
     unknown = unknown_at_top(merged)
     found = stage(merged)
     if found:
@@ -246,7 +271,7 @@ def _render(
             zero, nvme_path=values.nvme_path, largest_param=values.largest_param, world_size=values.world_size
         ),
     ]
-    ds = _merge(defaults, merged)
+    ds = merge(defaults, merged)
     for section in OFFLOADS:  # one that moves nothing is the same as none
         if get(ds, f"{ZERO}.{section}.device") == "none":
             del ds[ZERO][section], defaults[ZERO][section]
@@ -270,7 +295,7 @@ def _reading_order(key: str) -> int:
     return order.index(key) if key in order else len(order)
 
 
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes` laid over it, objects key by key; null deletes."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
@@ -278,7 +303,7 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             inside = merged.get(key)
-            merged[key] = _merge(inside if isinstance(inside, dict) else {}, value)
+            merged[key] = merge(inside if isinstance(inside, dict) else {}, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -13,6 +13,7 @@ from typing import Any
 from remat.config.options import Precision
 
 ZERO = "zero_optimization"
+SECOND_SHARDS = "zero_hpz_partition_size"  # ranks that share a second copy of the weights
 OFFLOADS = ("offload_optimizer", "offload_param")
 SIZES = (  # filled from the model's width
     "reduce_bucket_size",
@@ -146,7 +147,7 @@ ZERO_3: dict[str, Any] = {
     "stage3_use_all_reduce_for_fetch_params": False,
     "stage3_allgather_sequential": False,
     "memory_efficient_linear": True,
-    "zero_hpz_partition_size": 1,
+    SECOND_SHARDS: 1,
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,

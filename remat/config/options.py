@@ -254,6 +254,8 @@ class MixedSource:
     format: DataFormat | None = None  # what a row means
     text_field: str | None = None  # the field that holds the text, in plain rows
     columns: dict[str, str] | None = None  # our field: the data's
+    join_files: bool | None = None  # whether the files of a folder, or of a repository, are one document
+    file_header: str | None = None  # what stands before each joined file
     alpaca_prompt: AlpacaPrompt | None = None  # how Alpaca rows become text
     train_on_roles: Any = None  # the roles whose turns carry the loss, or all
     train_on_end_token: bool | None = None  # whether the token that ends a trained turn carries the loss too
@@ -280,6 +282,9 @@ class DataConfig:
     text_field: str = "text"  # the field that holds the text, in plain rows
     # our field: the data's, for example {messages: dialogue}
     columns: dict[str, str] = field(default_factory=dict)
+    # whether the files of each folder in `path`, or the rows of each `repo`, are one document, in order of `path`
+    join_files: bool = False
+    file_header: str = "# {path}\n"  # what stands before each joined file; {repo} and {path} are filled in
     alpaca_prompt: AlpacaPrompt = AlpacaPrompt.auto  # how Alpaca rows become text
     # the roles whose turns carry the loss, or all
     train_on_roles: Any = field(default_factory=lambda: ["assistant"])
@@ -384,6 +389,9 @@ class TrainConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
 
+WARMUP_PERCENT = 3  # of a run's steps, as in the published commands of Stanford Alpaca and QLoRA
+
+
 @dataclass(kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule. The implementation follows from where the optimizer state lives."""
@@ -398,9 +406,13 @@ class OptimConfig:
     weight_decay: float = 0.1  # decay of matrices; norms and biases are not decayed
     gradient_clipping: float = 1.0  # the largest global L2 norm of a gradient; 0: no clipping
     schedule: Schedule = Schedule.cosine  # how the learning rate goes from its peak to its end
-    warmup_steps: int = 0  # [steps] how long the learning rate rises to `lr`
+    warmup_steps: int | None = 0  # [steps] how long the learning rate rises to `lr`; null: 3 % of the run
     decay_steps: int = 0  # [steps] how long it falls at the end, with schedule wsd
     min_lr_ratio: float = 0.1  # the learning rate at the end, as a part of `lr`
+
+    def warmup(self, run_steps: int) -> int:
+        """Return the steps of warm-up in a run of `run_steps`."""
+        return -(-WARMUP_PERCENT * run_steps // 100) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(kw_only=True)

@@ -319,6 +319,7 @@ def _source_problems(data: DataConfig) -> list[str]:
     found += _at_least(0, data__eval_tokens=data.eval_tokens)
     found += _paths(data)
     found += _rows(data)
+    found += _joined_files(data)
     if data.packing is Packing.stream and data.has_rows:
         found.append(
             f"data.packing=stream with data.format={data.format}: rows that see each other would be one conversation; "
@@ -373,6 +374,33 @@ def _rows(data: DataConfig) -> list[str]:
     return found + _without_effect(data)
 
 
+def _joined_files(data: DataConfig) -> list[str]:
+    default, found = DataConfig(), list[str]()
+    if not data.join_files:
+        if data.file_header != default.file_header:
+            found.append(
+                f"data.file_header={data.file_header!r} has no effect without data.join_files=true: set it"
+            )
+        return found
+    if data.source is DataSource.synthetic:
+        found.append(
+            "data.join_files=true has no meaning with data.source=synthetic, which has no files: leave it out"
+        )
+    if data.format not in (DataFormat.auto, DataFormat.plain):
+        found.append(
+            f"data.join_files=true with data.format={data.format}: conversations are no files of a repository; set "
+            "data.join_files=false"
+        )
+    try:
+        data.file_header.format(repo="", path="")
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        found.append(
+            f"data.file_header={data.file_header!r} cannot be filled in ({type(error).__name__}: {error}): only "
+            "{repo} and {path} are known, and other braces are doubled"
+        )
+    return found
+
+
 def _without_effect(data: DataConfig) -> list[str]:
     """Options for rows of another format than that of the data, once it is known."""
     default, found = DataConfig(), list[str]()
@@ -386,7 +414,8 @@ def _without_effect(data: DataConfig) -> list[str]:
             for name in ("train_on_roles", "train_on_end_token", "rewritten_turns")
             if getattr(data, name) != getattr(default, name)
         ]
-        found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name != "text"]
+        read = ("text", *data_fields.OF_FILES) if data.join_files else ("text",)
+        found += [f"data.columns.{name}={theirs}" for name, theirs in data.columns.items() if name not in read]
     return [f"{option} has no effect with data.format={data.format}: leave it out" for option in found]
 
 
@@ -397,7 +426,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
         optim__eps=optim.eps,
         optim__weight_decay=optim.weight_decay,
         optim__gradient_clipping=optim.gradient_clipping,
-        optim__warmup_steps=optim.warmup_steps,
+        optim__warmup_steps=optim.warmup_steps or 0,
         optim__decay_steps=optim.decay_steps,
     )
     for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
@@ -446,10 +475,12 @@ def _states(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 def schedule_problems(optim: OptimConfig, train: TrainConfig) -> list[str]:
     """Return what is wrong with the schedule once the steps are known."""
-    if train.steps is None or not optim.decay_steps or optim.warmup_steps + optim.decay_steps <= train.steps:
+    if train.steps is None or not optim.decay_steps:
+        return []
+    if (warmup := optim.warmup(train.steps)) + optim.decay_steps <= train.steps:
         return []
     return [
-        f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} exceed "
+        f"optim.warmup_steps={warmup} + optim.decay_steps={optim.decay_steps} exceed "
         f"train.steps={train.steps}: lower them or train longer"
     ]
 

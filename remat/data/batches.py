@@ -16,22 +16,31 @@ import numpy as np
 import torch
 
 from remat.config.options import ConfigError
-from remat.data.blocks import Blocks
+from remat.data.blocks import Blocks, positions_within
 
 NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
 LOOKED_AHEAD = 100_000  # samples
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of each row that a rank reads: block number `rank` of `size` equal ones. The last may have padding."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One rank's micro-batches of one optimizer step, and figures of the global batch.
 
-    `micro_batches`: {"input_ids", "labels"} int64 [micro, width] each, and "position_ids" where documents are kept
-    apart. The width is seq_len, or that of the longest row where each has its own. Labels are not shifted (Hugging
-    Face's convention); -100 carries no loss. `sample_ids` int64 [global batch]: block indices of all ranks, in order.
-    `trained_tokens`: targets that carry loss; `seen_tokens`: tokens without padding; `positions`: with padding; all
-    over the global batch. `epoch`: the epoch of the first sample. `seen_of`: tokens without padding of each source
-    of a mixture; {} where nothing is mixed.
+    `micro_batches`: what `micro_batch` returns, or `own_part` where ranks share sequences. `sample_ids` int64 [global
+    batch]: block indices of all ranks, in order. `trained_tokens`: targets that carry loss; `seen_tokens`: tokens
+    without padding; `positions`: with padding; all over the global batch. `epoch`: the epoch of the first sample.
+    `seen_of`: tokens without padding of each source of a mixture; {} where nothing is mixed.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -64,8 +73,12 @@ class GlobalBatches:
         seed: int,
         shuffle: bool,
         position: int = 0,
+        part: Part = WHOLE,
     ) -> None:
-        """Start at `position`, in samples since the start. Raises ConfigError if the global batch does not divide."""
+        """Start at `position`, in samples since the start; of each row, read `part`.
+
+        Raises ConfigError if the global batch does not divide.
+        """
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
@@ -75,7 +88,7 @@ class GlobalBatches:
             raise ValueError(f"position {position}, rank {rank} of {world_size}, {len(blocks)} blocks")
         self._blocks = blocks
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._part = rank, world_size, part
         self._seed, self._shuffle = seed, shuffle
         self.of_rows = blocks.of_rows
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -96,7 +109,7 @@ class GlobalBatches:
         micro_batches = ids.reshape(-1, self._micro_batch_size)
         mine = micro_batches[self._rank :: self._world_size]
         return StepBatch(
-            micro_batches=[micro_batch(blocks, micro_ids) for micro_ids in mine],
+            micro_batches=[read_micro_batch(blocks, micro_ids, self._part) for micro_ids in mine],
             sample_ids=sample_ids,
             trained_tokens=int(blocks.trained_tokens[ids].sum(dtype=np.int64)),
             seen_tokens=int(blocks.lengths[ids].sum(dtype=np.int64)),
@@ -193,18 +206,54 @@ def steps_of(epochs: float, blocks: int, global_batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * blocks, 6) / global_batch_size))
 
 
-def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return {"input_ids", "labels"} int64 [len(ids), blocks.width(ids)], labels unshifted.
+def read_micro_batch(blocks: Blocks, ids: np.ndarray, part: Part) -> dict[str, torch.Tensor]:
+    """Return the blocks `ids` as a micro-batch: whole rows, or `part` of each."""
+    return own_part(blocks, ids, part) if part.size > 1 else micro_batch(blocks, ids)
 
-    Where documents are kept apart there are also "position_ids" of that shape, which restart with every document.
+
+def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return {"input_ids", "labels"} int64 [len(ids), blocks.width(ids)]; a label of -100 carries no loss.
+
+    Labels are not shifted (Hugging Face's convention). Where documents are kept apart there are also "position_ids" of
+    that shape, which restart with every document.
     """
     width = blocks.width(ids)
-    tokens = blocks.tokens(ids, width).astype(np.int64)
-    labels = np.where(blocks.trained(ids, width), tokens, NO_LOSS)
+    tokens = blocks.tokens(ids, 0, width).astype(np.int64)
+    labels = np.where(blocks.trained(ids, 0, width), tokens, NO_LOSS)
     found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
     if blocks.apart:
-        found["position_ids"] = torch.from_numpy(blocks.positions(ids).astype(np.int64))
+        found["position_ids"] = torch.from_numpy(blocks.positions(ids))
     return found
+
+
+def own_part(blocks: Blocks, ids: np.ndarray, part: Part) -> dict[str, torch.Tensor]:
+    """Return {"input_ids", "targets", "position_ids"} int64 [len(ids), width / part.size]: `part` of each row.
+
+    Rows are padded to a multiple of `part.size`. Targets are labels that were shifted in the whole rows, so that of the
+    other parts' tokens only the one after this part is read. Padding comes last, where no token of a row sees it, and
+    carries no loss. Positions are those in the row. Where documents are kept apart they restart with every document,
+    padding is another one, and "documents" int32 [documents + 1] says where they start in the whole rows laid end to
+    end, with the end.
+    """
+    width = blocks.width(ids)
+    own = -(-width // part.size)
+    begin, end = part.rank * own, (part.rank + 1) * own
+    there = min(begin, width), min(end + 1, width)
+    tokens = blocks.tokens(ids, *there).astype(np.int64)
+    labels = np.where(blocks.trained(ids, *there), tokens, NO_LOSS)[:, 1:]
+    found = {
+        "input_ids": np.pad(tokens[:, :own], ((0, 0), (0, own - min(own, tokens.shape[1])))),
+        "targets": np.pad(labels, ((0, 0), (0, own - labels.shape[1])), constant_values=NO_LOSS),
+        "position_ids": np.tile(np.arange(begin, end), (len(ids), 1)),
+    }
+    if blocks.apart:
+        padded = own * part.size
+        bounds = blocks.bounds(ids, padded)
+        found["position_ids"] = np.stack(
+            [positions_within(bounds, row * padded + begin, row * padded + end) for row in range(len(ids))]
+        )
+        found["documents"] = bounds.astype(np.int32)
+    return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
 def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:
@@ -217,11 +266,17 @@ def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size:
 
 
 def eval_micro_batches(
-    blocks: Blocks, *, micro_batch_size: int, rank: int, world_size: int, max_batches: int
+    blocks: Blocks,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    max_batches: int,
+    part: Part = WHOLE,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's micro-batches for an evaluation, in fixed order and equally many on every rank.
 
-    Past the end of `blocks` all labels are -100.
+    Of each row they have `part`. Past the end of `blocks` no token carries loss.
     """
     count = eval_micro_batch_count(
         blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
@@ -230,8 +285,8 @@ def eval_micro_batches(
     for step in range(count):
         start = (step * world_size + rank) * micro_batch_size
         ids = np.arange(start, start + micro_batch_size)
-        batch = micro_batch(blocks, order[np.minimum(ids, len(blocks) - 1)])
-        batch["labels"][torch.from_numpy(ids >= len(blocks))] = NO_LOSS
+        batch = read_micro_batch(blocks, order[np.minimum(ids, len(blocks) - 1)], part)
+        batch["labels" if part.size == 1 else "targets"][torch.from_numpy(ids >= len(blocks))] = NO_LOSS
         yield batch
 
 

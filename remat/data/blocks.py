@@ -159,9 +159,12 @@ class Blocks:
         longest = self.lengths[groups].max(axis=1)
         return np.minimum(-(-longest // STEP_OF_WIDTHS) * STEP_OF_WIDTHS, self.seq_len)
 
-    def tokens(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        """Return the first `width` tokens of the blocks `indices`, int32 [n, width]; None: all."""
-        return np.asarray(self._tokens[indices, :width], dtype=np.int32)
+    def tokens(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Return the tokens of the blocks `indices` from `begin` to `end`, int32 [n, end - begin]; None: to the last.
+
+        No other tokens are read.
+        """
+        return np.asarray(self._tokens[indices, begin:end], dtype=np.int32)
 
     def documents_apart(self) -> Blocks:
         """Return the same blocks with `apart` set.
@@ -180,34 +183,62 @@ class Blocks:
         found.apart = True
         return found
 
+    def packed_starts(self, indices: np.ndarray) -> np.ndarray:
+        """Return uint8 [n, ceil(seq_len / 8)]: a bit for each token, set where a document starts."""
+        if self._starts is not None:
+            return np.asarray(self._starts[indices])
+        found = np.zeros((len(indices), -(-self.seq_len // 8)), dtype=np.uint8)
+        found[:, 0] = np.packbits([True])
+        return found
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """Return bool [n, seq_len]: whether a token is the first of a document.
 
         At position 0 a document may continue from the block before.
         """
-        if self._starts is None:
-            return np.broadcast_to(np.arange(self.seq_len) == 0, (len(indices), self.seq_len))
-        return np.unpackbits(self._starts[indices], axis=1, count=self.seq_len).astype(bool)
+        return np.unpackbits(self.packed_starts(indices), axis=1, count=self.seq_len).astype(bool)
+
+    def bounds(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
+        """Return where documents start, and the end: int64 [documents + 1], in rows of `width` laid end to end.
+
+        A row starts a document, and so does its padding: no kernel computes its attention to the tokens before it.
+        Read are the bits of `packed_starts` alone, an eighth of a byte for each token.
+        """
+        width, rows = width or self.seq_len, len(indices)
+        begins = np.arange(rows, dtype=np.int64) * width
+        bits = self.packed_starts(indices)
+        row, byte = np.nonzero(bits)
+        found, bit = np.nonzero(np.unpackbits(bits[row, byte][:, None], axis=1))
+        padding = [begins + self.lengths[indices], begins + self.seq_len]
+        inside = [place[place < begins + width] for place in padding]
+        return np.unique(
+            np.concatenate([begins, begins[row[found]] + 8 * byte[found] + bit, *inside, [rows * width]])
+        )
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later.
+        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later."""
+        return positions_within(self.bounds(indices), 0, len(indices) * self.seq_len).reshape(-1, self.seq_len)
 
-        Padding counts as a document: so no kernel computes its attention to the tokens before it.
-        """
-        places = np.arange(self.seq_len)
-        starts = self.starts(indices) | (places == self.lengths[indices][:, None])
-        return places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
-
-    def trained(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        """Return bool [n, width]: whether a token is a target that carries loss (unshifted, as labels are).
+    def trained(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Return bool [n, end - begin]: whether a token is a target that carries loss (unshifted, as labels are).
 
         The first token of a document that is kept apart is no target: what comes before it is another document.
         """
         if self._trained is not None:
-            return np.asarray(self._trained[indices, :width])
-        if not self.apart:
-            return np.ones((len(indices), self.seq_len), dtype=bool)[:, :width]
-        return (~self.starts(indices) | (np.arange(self.seq_len) == 0))[:, :width]
+            return np.asarray(self._trained[indices, begin:end])
+        places = np.arange(self.seq_len)[begin:end]
+        found = np.ones((len(indices), len(places)), dtype=bool)
+        if self.apart:
+            row, place = np.divmod(self.bounds(indices)[:-1], self.seq_len)
+            inside = (place > 0) & (place >= begin) & (place < begin + len(places))
+            found[row[inside], place[inside] - begin] = False
+        return found
+
+
+def positions_within(bounds: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """Return int64 [end - begin]: tokens since the last of `bounds`, ascending from 0, of the places begin to end."""
+    lengths = np.diff(np.clip(bounds, begin, end))
+    return np.arange(begin, end) - np.repeat(bounds[:-1], lengths)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool, *more: int) -> np.ndarray:

@@ -19,6 +19,7 @@ or trains to the end of the chat, when a span begins or ends with a space that t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
 
@@ -93,8 +95,11 @@ def encode(
 def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the options that decide which tokens rows of `cfg.format` become, beside the tokenizer."""
     if cfg.format == DataFormat.plain:
-        return {"text_field": cfg.columns.get("text", cfg.text_field)}
-    found: dict[str, Any] = {"columns": dict(cfg.columns)} if cfg.columns else {}
+        found: dict[str, Any] = {"text_field": cfg.columns.get("text", cfg.text_field)}
+        if cfg.join_files:
+            found["joined"] = [cfg.file_header, *(cfg.columns.get(name, name) for name in OF_FILES)]
+        return found
+    found = {"columns": dict(cfg.columns)} if cfg.columns else {}
     if cfg.format == DataFormat.alpaca:
         found["alpaca_prompt"] = str(
             AlpacaPrompt.template if _by_template(cfg, tokenizer) else AlpacaPrompt.stanford
@@ -112,7 +117,7 @@ def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 def describe(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say how rows become text and what of it is trained; "" for plain text."""
     if cfg.format == DataFormat.plain:
-        return ""
+        return "files joined by repository" if cfg.join_files else ""
     if cfg.format in (DataFormat.chat, DataFormat.sharegpt) or _by_template(cfg, tokenizer):
         form = "in the chat template"
     else:
@@ -229,12 +234,32 @@ def encode_chats(
     found: list[list[Rendered]] = []
     for chat, origin in chats:
         try:
+            _check_calls(chat, tokenizer)
             found.append(_rendered(chat, origin, tokenizer, cfg.rewritten_turns))
         except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
             found.append([])
     encoded = iter(_tokens([one for each in found for one in each], tokenizer, cfg.train_on_end_token))
     return [[next(encoded) for _ in each] for each in found]
+
+
+def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise TemplateError where the template leaves out trained calls of tools: the turn would be empty."""
+    if not any("tool_calls" in message and chat.trained[place] for place, message in enumerate(chat.messages)):
+        return
+    without = [
+        {name: value for name, value in message.items() if name != "tool_calls"} for message in chat.messages
+    ]
+    shown = _Prefixes(chat, tokenizer).render(len(chat.messages))
+    try:
+        bare = _Prefixes(replace(chat, messages=without), tokenizer).render(len(without))
+    except (TemplateError, TypeError):
+        return  # it asks for the calls
+    if shown == bare:
+        raise TemplateError(
+            "it does not write calls of tools: name a template that does with data.chat_template, or give the messages "
+            'that call "weight": 0'
+        )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

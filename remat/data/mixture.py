@@ -46,14 +46,14 @@ class Joined(Blocks):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def tokens(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.tokens(own, width))
+    def tokens(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.tokens(own, begin, end))
 
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.starts(own))
+    def packed_starts(self, indices: np.ndarray) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.packed_starts(own))
 
-    def trained(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        return self._gathered(indices, lambda part, own: part.trained(own, width))
+    def trained(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
+        return self._gathered(indices, lambda part, own: part.trained(own, begin, end))
 
     def documents_apart(self) -> Blocks:
         return self  # its parts are what they are

@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from remat.config.data_fields import OPTIONAL, REQUIRED
+from remat.config.data_fields import OF_FILES, OPTIONAL, REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
 from remat.data.readers import Unusable
 
@@ -281,7 +281,22 @@ def fits(row: Any, data_format: DataFormat, cfg: DataConfig) -> bool:
 
 def fields_read(cfg: DataConfig) -> list[str]:
     """Return the fields that `cfg.format` reads, in the data's words."""
-    return [_theirs(name, cfg) for name in (*REQUIRED[cfg.format], *OPTIONAL[cfg.format])]
+    names = (*REQUIRED[cfg.format], *OPTIONAL[cfg.format], *(OF_FILES if cfg.join_files else ()))
+    return [_theirs(name, cfg) for name in names]
+
+
+def file_of(row: Any, cfg: DataConfig) -> tuple[str, str, str]:
+    """Return the repository, the path in it and the text of a row that is a file. Raises ValueError as `content_of`."""
+    text = content_of(row, cfg)
+    assert isinstance(text, str), "rows of files are plain text"
+    row = with_our_names(row, cfg)
+    for name in OF_FILES:
+        if name not in row:
+            raise ValueError(
+                f"has no field {_theirs(name, cfg)!r}, which data.join_files=true needs (see data.columns.{name})"
+            )
+    repo, path = (_text(row, name, cfg) for name in OF_FILES)
+    return repo, path, text
 
 
 def _theirs(name: str, cfg: DataConfig) -> str:
@@ -292,7 +307,8 @@ def _lacks(row: dict[str, Any], cfg: DataConfig, name: str) -> str:
     theirs, others = _theirs(name, cfg), [other for other in REQUIRED if fits(row, other, cfg)]
     text = f"has no field {theirs!r}"
     if others:
-        return f"{text}, which data.format={cfg.format} needs; its fields are those of data.format={others[0]}"
+        known = f"its fields are those of data.format={others[0]} (files of several formats go into data.mix)"
+        return f"{text}, which data.format={cfg.format} needs; {known}"
     return f"{text} (see data.text_field)" if name == "text" else text
 
 

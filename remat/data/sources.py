@@ -5,18 +5,23 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sqlite3
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, FileType
+from remat.config.data_fields import REQUIRED
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data.files import (
+    ONE,
     ROWS,
     TEXTS,
     Hashes,
@@ -29,10 +34,20 @@ from remat.data.files import (
     tell_damaged,
 )
 from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
-from remat.data.rows import FIRST_ROWS, BadRowLog, Document, content_of, fields_read, recognise_format
+from remat.data.rows import (
+    FIRST_ROWS,
+    BadRowLog,
+    Document,
+    content_of,
+    fields_read,
+    file_of,
+    fits,
+    recognise_format,
+)
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4
+MOST_OPENED = 50  # files whose first row is looked at before any is read whole
 
 
 def synthetic_blocks(
@@ -116,7 +131,7 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
         raise ConfigError("data.source=synthetic has no documents: it is random tokens")
     if cfg.source == DataSource.python_stdlib:
         _check_bundled(cfg, path, option)
-        return _texts(stdlib_files(), "python_stdlib", hashes)
+        return _texts(cfg, stdlib_files(), "python_stdlib", hashes)
     if not path:
         raise ConfigError(f"data.source={cfg.source} needs {option}=FILE_FOLDER_OR_NAME, which is empty")
     if _is_of_the_hub(cfg, path):
@@ -125,7 +140,7 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     if all(file.kind.file_type is FileType.text for file in files):
         if cfg.format not in (DataFormat.auto, DataFormat.plain):
             raise ConfigError(_text_has_no_rows(cfg, files[0]))
-        return _texts(files, path, hashes)
+        return _texts(cfg, files, path, hashes)
     return _rows(cfg, files, path, option, hashes)
 
 
@@ -168,15 +183,17 @@ def _is_of_the_hub(cfg: DataConfig, path: Any) -> bool:
     return not local.exists() and not local.parent.exists() and not bare_name(local).endswith((*ROWS, *TEXTS))
 
 
-def _texts(files: list[SourceFile], named: Any, hashes: Hashes) -> Corpus:
+def _texts(cfg: DataConfig, files: list[SourceFile], named: Any, hashes: Hashes) -> Corpus:
     total_bytes = sum(file.size_bytes for file in files)
+    together = repositories(files) if cfg.join_files else {}
 
     def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
         return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
     count = f"{len(files)} text file{'s' * (len(files) != 1)}"
     return Corpus(
-        [partial(part, file) for file in files],
+        [partial(_joined_texts, cfg, name, inside) for name, inside in together.items()]
+        or [partial(part, file) for file in files],
         lambda: hashes.of(files, str(named)),
         total_bytes,
         "python_stdlib" if named == "python_stdlib" else "text",
@@ -199,6 +216,8 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
     )
     found = recognise_format(list(islice(first, FIRST_ROWS)), cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
+    if cfg.on_bad_row is BadRows.stop:
+        _check_alike(tables, cfg, option)
     if found.data_format != DataFormat.plain and len(tables) < len(files):
         text = next(file for file in files if file.kind.file_type is FileType.text)
         raise ConfigError(_text_has_no_rows(cfg, text))
@@ -209,12 +228,20 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
             return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
         return _documents(read_rows(file, fields_read(cfg)), str(file.path), file.name, cfg, bad_rows)
 
+    def all_rows() -> Iterator[tuple[str, Row]]:
+        for file in files:
+            for row in read_rows(file, fields_read(cfg)):
+                yield f"{file.path}:{row.place}", row
+
+    if cfg.join_files:
+        _check_joinable(cfg, len(files) - len(tables), option, path)
+
     types = ", ".join(
         dict.fromkeys(" in ".join(filter(None, (file.kind.file_type, file.kind.compression))) for file in files)
     )
     count = f"{len(files)} {types} file{'s' * (len(files) != 1)}"
     return Corpus(
-        [partial(part, file) for file in files],
+        [_SortedFiles(cfg, all_rows).read] if cfg.join_files else [partial(part, file) for file in files],
         lambda: hashes.of(files, str(path)),
         total_bytes,
         "+".join(sorted({str(file.kind.file_type) for file in files})),
@@ -222,6 +249,21 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
         f"{count}, {found.line}",
         frozenset(file.path.resolve() for file in files),
     )
+
+
+def _check_alike(tables: list[SourceFile], cfg: DataConfig, option: str) -> None:
+    """Raise ConfigError for files whose first row is of another format, before the others are read for nothing."""
+    others = []
+    for file in tables[:MOST_OPENED]:
+        row = next(iter(read_rows(file, rows_per_batch=1)), None)
+        fitting = [each for each in REQUIRED if row and fits(row.content, each, cfg)]
+        if fitting and cfg.format not in fitting:
+            others.append(f"{file.path} is {fitting[0]}")
+    if others:
+        raise ConfigError(
+            f"{option}: the first rows are of data.format={cfg.format}, but {', '.join(others[:5])}. Files of several "
+            "formats are mixed as sources: data.mix.NAME.path=FILE for each"
+        )
 
 
 def _documents(
@@ -314,6 +356,129 @@ def _unfinished_bytes(raw: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
+# Files of a repository, or chapters of a book, as one document.
+
+
+def repositories(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+    """Return the files of each folder that lies in the folder which the user named; "": those in none.
+
+    Files stay in the order given, which is that of their names. Of a list of paths each is a repository.
+    """
+    found: dict[str, list[SourceFile]] = {}
+    for file in files:
+        folder, slash, _ = file.name.partition("/")
+        found.setdefault(folder if slash else "", []).append(file)
+    return found
+
+
+def _joined_texts(
+    cfg: DataConfig, repository: str, files: Sequence[SourceFile], bad_rows: BadRowLog
+) -> Iterator[Document]:
+    """Yield the pieces of `files` as one document, which is held out as a whole; each file has its header before it."""
+
+    def pieces() -> Iterator[Document]:
+        for file in files:
+            path = file.path.name if file.name == ONE else file.name.removeprefix(f"{repository}/")
+            header, begins = cfg.file_header.format(repo=repository, path=path), True
+            for piece in _decoded(file, bad_rows, None):
+                if piece is not None:
+                    yield replace(piece, content=f"{header * begins}{piece.content}", starts=begins)
+                    begins = False
+
+    return _one_document(pieces(), f"{repository}/")
+
+
+def _one_document(pieces: Iterable[Document], unit: str) -> Iterator[Document]:
+    """Yield `pieces`, of which some start a file, as one document. A file begins on a line of its own."""
+    before = ""
+    for place, (piece, following) in enumerate(pairwise(chain(pieces, [None]))):
+        assert piece is not None, "only the last has nothing"
+        apart = "\n" * (piece.starts and before not in ("", "\n"))
+        before = str(piece.content)[-1:]
+        yield replace(
+            piece, content=f"{apart}{piece.content}", unit=unit, starts=place == 0, ends=following is None
+        )
+
+
+def _check_joinable(cfg: DataConfig, texts: int, option: str, path: Any) -> None:
+    """Raise ConfigError for rows that cannot be sorted into repositories."""
+    problems = []
+    if cfg.format is not DataFormat.plain:
+        problems.append(
+            f"data.join_files=true: the rows of {option}={path} are of data.format={cfg.format}, not files; set "
+            "data.join_files=false"
+        )
+    if texts:
+        problems.append(
+            f"data.join_files=true: {option}={path} has {texts} text files beside its rows, which name no repository; "
+            "name either, or make them two sources of data.mix"
+        )
+    if cfg.streaming:
+        problems.append(
+            "data.join_files=true with data.streaming=true: rows of a repository may lie anywhere in the data, so all "
+            "of it is sorted first; leave one of them out"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+class _SortedFiles:
+    """Rows that are files, sorted by repository and path in a SQLite table on the disk: memory does not grow with them.
+
+    The table lies in `data.cache_dir` and has no name there, so nothing is left behind, however the process ends.
+    """
+
+    def __init__(self, cfg: DataConfig, rows: Callable[[], Iterator[tuple[str, Row]]]) -> None:
+        """Sort `rows`, each with its place in the data, when they are read first."""
+        self._cfg, self._rows = cfg, rows
+        self._bad = BadRowLog(cfg.on_bad_row)
+        self._table: sqlite3.Connection | None = None
+
+    def read(self, bad_rows: BadRowLog) -> Iterator[Document]:
+        """Yield each repository as one document, a piece for each file."""
+        if self._table is None:
+            self._table = self._sorted()
+        bad_rows.count += self._bad.count
+        bad_rows.first += self._bad.first
+        bad_rows.check()
+        found = self._table.execute(
+            "SELECT repo, path, content, origin, size FROM files ORDER BY repo, path, number"
+        )
+        for repo, files in groupby(found, key=itemgetter(0)):
+            yield from _one_document(map(self._piece, files), f"{repo}/")
+
+    def _piece(self, row: tuple[str, str, str, str, int]) -> Document:
+        repo, path, content, origin, size = row
+        header = self._cfg.file_header.format(repo=repo, path=path)
+        return Document(f"{header}{content}", origin, repo, size=size)
+
+    def _sorted(self) -> sqlite3.Connection:
+        folder = Path(self._cfg.cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".sorted-") as file:
+            table = sqlite3.connect(file.name, check_same_thread=False)
+            table.execute("PRAGMA journal_mode=OFF")
+            table.execute(
+                "CREATE TABLE files (repo TEXT, path TEXT, number INTEGER, content TEXT, origin TEXT, size INTEGER)"
+            )
+            table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", self._usable())
+            table.execute("CREATE INDEX in_order ON files (repo, path, number)")
+            table.commit()
+        return table
+
+    def _usable(self) -> Iterator[tuple[str, str, int, str, str, int]]:
+        for number, (origin, row) in enumerate(self._rows()):
+            try:
+                if isinstance(row.content, Unusable):
+                    raise ValueError(row.content.reason)
+                repo, path, text = file_of(row.content, self._cfg)
+            except ValueError as error:
+                self._bad.bad(origin, str(error))
+                continue
+            self._bad.good()
+            yield repo, path, number, text, origin, row.size_bytes
+
+
 def find_format(cfg: DataConfig, path: Any, option: str) -> DataFormat:
     """Return the format of the data at `path` from first rows alone; of the hub no more than those is downloaded.
 
@@ -371,13 +536,19 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
     first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
     found = recognise_format(first, cfg, option, path)
     cfg = replace(cfg, format=found.data_format)
+    if cfg.join_files:
+        _check_joinable(cfg, 0, option, path)
     if cfg.streaming:
         return _streamed_hub(cfg, table, where, first, found.line)
     kept = table.select_columns([name for name in fields_read(cfg) if name in table.column_names])
 
+    def rows() -> Iterator[Row]:
+        return (Row(str(number), number, without_nulls(row), 1) for number, row in enumerate(kept, 1))
+
     def read(bad_rows: BadRowLog) -> Iterator[Document]:
-        rows = (Row(str(number), number, without_nulls(row), 1) for number, row in enumerate(kept, 1))
-        return _documents(rows, where, "row", cfg, bad_rows)
+        return _documents(rows(), where, "row", cfg, bad_rows)
+
+    joined = _SortedFiles(cfg, lambda: ((f"{where}:{row.place}", row) for row in rows()))
 
     def identity() -> list[str]:
         which = f"{subset}@{split} {len(kept)}"
@@ -385,7 +556,14 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
             return [which, *hashes.of(find_files(name, option, file_type=FileType.text), name)]
         return [f"{name}:{which} {kept._fingerprint}"]  # its own hash of the commit, the split and the columns
 
-    return Corpus([read], identity, len(kept), "hub", found.data_format, f"hub dataset, {found.line}")
+    return Corpus(
+        [joined.read if cfg.join_files else read],
+        identity,
+        len(kept),
+        "hub",
+        found.data_format,
+        f"hub dataset, {found.line}",
+    )
 
 
 def _streamed_hub(cfg: DataConfig, table: Any, where: str, first: list[tuple[str, Any]], found: str) -> Corpus:

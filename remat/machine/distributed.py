@@ -63,6 +63,11 @@ class World:
         return self.zero_size // self.sequence_parallel_size
 
     @property
+    def sequence_rank(self) -> int:
+        """Return which block of each sequence this rank has."""
+        return self.rank % self.sequence_parallel_size
+
+    @property
     def zero_size(self) -> int:
         return self.size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 

@@ -185,21 +185,23 @@ def describe_lora(cfg: PeftConfig, trained: int, total: int) -> str:
     return f"{kind} r={cfg.r} alpha={cfg.alpha} on {where}{also}: {trained:,} of {total:,} parameters trained"
 
 
-def _sharded(ds_config: dict[str, Any]) -> Any:
-    """Return a context in which ZeRO-3 partitions every new module at once."""
+def _sharded(ds_config: dict[str, Any], module: Any = None) -> Any:
+    """Return a context in which ZeRO-3 partitions every new module at once. Partition `module`, if there is one."""
     import deepspeed
+    from deepspeed.utils import groups
 
-    return deepspeed.zero.Init(config_dict_or_path=ds_config)
+    # of hpZ, made with the base: DeepSpeed asserts that it makes them once
+    second = groups._get_zero_param_intra_parallel_group()
+    return deepspeed.zero.Init(module=module, config_dict_or_path=ds_config, zero_param_parallel_group=second)
 
 
 def _shard_saved(wrapped: Any, ds_config: dict[str, Any]) -> None:
     """Shard the copies of `peft.modules_to_save`, which peft takes of gathered weights, whole on every rank."""
-    import deepspeed
     from peft.utils import ModulesToSaveWrapper
 
     for module in wrapped.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            deepspeed.zero.Init(module=module.modules_to_save, config_dict_or_path=ds_config)
+            _sharded(ds_config, module.modules_to_save)
 
 
 def _whole(module: Any) -> Any:
@@ -239,7 +241,7 @@ def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
             raise ConfigError(f"{where}.{key}={zero[key]}: {said}, and this {why}; set it to false")
     if (shared_by := ds_json.second_shard_ranks(ds)) > 1:
         raise ConfigError(
-            f"{where}.zero_hpz_partition_size={shared_by}: {said}, and a second copy of them on "
+            f"{where}.{ds_json.SECOND_SHARDS}={shared_by}: {said}, and a second copy of them on "
             "each node was never tried; leave it at 1"
         )
     if ds_json.param_offload_device(ds) == "nvme":

@@ -281,15 +281,16 @@ def muon_left_eager() -> Iterator[None]:
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based) out of `total_steps`.
 
-    Warm-up is linear and reaches `lr` at step `warmup_steps`. Then: constant; linear or cosine (Loshchilov and Hutter
-    2017, without restarts) down to `min_lr_ratio * lr` at the last step; wsd (Hu et al. 2024, MiniCPM) stays at `lr`
-    and falls linearly over the last `decay_steps`.
+    Warm-up is linear and reaches `lr` at step `cfg.warmup(total_steps)`. Then: constant; linear or cosine (Loshchilov
+    and Hutter 2017, without restarts) down to `min_lr_ratio * lr` at the last step; wsd (Hu et al. 2024, MiniCPM)
+    stays at `lr` and falls linearly over the last `decay_steps`.
     """
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
+    warmup = cfg.warmup(total_steps)
+    if step < warmup:
+        return cfg.lr * (step + 1) / (warmup + 1)
     if cfg.schedule is Schedule.constant:
         return cfg.lr
-    start = total_steps - cfg.decay_steps if cfg.schedule is Schedule.wsd else cfg.warmup_steps
+    start = total_steps - cfg.decay_steps if cfg.schedule is Schedule.wsd else warmup
     length = max(1, total_steps - 1 - start)
     progress = min(1.0, max(0.0, (step - start) / length))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.schedule is Schedule.cosine else 1 - progress

@@ -136,7 +136,7 @@ def refuse(cfg: ModelConfig, ds: Mapping[str, Any]) -> str | None:
     if ds_config.param_offload_device(ds) == "nvme":
         return "parameters on NVMe have no shard in memory"
     if ds_config.second_shard_ranks(ds) > 1:
-        return "zero_hpz_partition_size keeps a second shard of every weight"
+        return f"{ds_config.SECOND_SHARDS} keeps a second shard of every weight"
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
         return "quantised shards are made of whole weights"
     if cfg.trust_remote_code:

@@ -110,6 +110,16 @@ def varlen(position_ids: Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": longest}
 
 
+def varlen_of(documents: Tensor, width: int, device: torch.device) -> dict[str, Any]:
+    """Return the same from where documents start, and the end: int32 [documents + 1] in rows of `width`, on the host.
+
+    On meta each row is assumed to be one document.
+    """
+    longest = width if documents.is_meta else int(documents.diff().max())
+    bounds = documents.to(device, non_blocking=True)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 def _masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> Any:
     """Return the masks the model would make itself: one [batch, 1, seq, seq], or one for each kind of layer."""
     shape = torch.empty((*position_ids.shape, 1), dtype=dtype, device=position_ids.device)

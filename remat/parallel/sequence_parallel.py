@@ -1,8 +1,8 @@
 """Divide each sequence over a group of ranks: every rank trains a block of its tokens.
 
-Groups are consecutive ranks, so a group stays within a node when its size divides the node's number of GPUs. The ranks
-of a group read the same rows. Rows are padded to a multiple of the group, labels are shifted before they are cut, and
-each rank takes its contiguous block.
+Groups are consecutive ranks, so a group stays within a node when its size divides the node's number of GPUs. Each rank
+of a group reads its contiguous block of the same rows (`own_part` of remat/data/batches.py). Of the others' tokens it
+knows where documents start.
 
 DeepSpeed is not told: to it, the ranks of a group are data-parallel ranks like all others. ZeRO then shards over all
 ranks and averages gradients over all of them, which is the gradient of the sum of all blocks at every stage.
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
@@ -28,6 +27,8 @@ from remat.machine.distributed import World
 from remat.model import loss, packing
 from remat.model.packing import Packed
 from remat.parallel.ulysses import Group, Installed, RankGroup
+
+TOKENWISE = ("input_ids", "targets", "position_ids")  # of a micro-batch, a value for each token
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -71,65 +72,98 @@ class SequenceParallel:
     def remove(self) -> None:
         self._installed.remove()
 
-    def take_own(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's block of a micro-batch: "input_ids", "targets" and "position_ids" [batch, seq / n].
+    def inputs(self, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+        """Return this rank's part of a micro-batch on `device`, with the mask that attention over whole rows needs.
 
-        Targets are labels that were shifted in the whole rows. Positions are those in the row or the document.
+        `own` is what `own_part` of remat/data/batches.py returns.
         """
-        return self._own(pad(batch, self.group.size))
+        rows, width = own["input_ids"].shape
+        return self._with_beside(own, rows, width * self.group.size, device)
 
-    def inputs(self, batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-        """Return this rank's block on `device`, with the mask that attention over whole sequences needs."""
-        whole = pad(batch, self.group.size)
-        return self._own(whole, device) | self._beside(whole, device)
-
-    def run_whole(self, module: nn.Module, token_loss: loss.TokenLoss, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss of a micro-batch that this rank computes by itself, all blocks of it."""
-        device = next(iter(batch.values())).device
-        whole = pad(batch, self.group.size)
+    def run_whole(self, module: nn.Module, token_loss: loss.TokenLoss, whole: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss of whole rows that this rank computes by itself; `whole` as `gather` returns it."""
+        rows, width = whole["input_ids"].shape
         self._installed.whole = True
         try:
-            return token_loss(module, whole | self._beside(whole, device))
+            return token_loss(module, self._with_beside(whole, rows, width, whole["input_ids"].device))
         finally:
             self._installed.whole = False
 
-    def _own(self, whole: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        found = {name: value.chunk(self.group.size, 1)[self.group.rank] for name, value in whole.items()}
-        return {name: value.to(device, non_blocking=True) for name, value in found.items()}
+    def gather(self, own: Mapping[str, Tensor], longest: int, device: torch.device) -> dict[str, Tensor]:
+        """Return about `longest` tokens of a row, whole, on every rank, from the ranks' parts `own`. Collective.
 
-    def _beside(self, whole: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-        """Return what keeps attention within documents and windows; {} or None where it is causal alone."""
-        positions = whole["position_ids"] if self._packed.apart else None
-        ends = packing.ends(self._packed, self._attention, whole) if positions is not None else {}
-        ends = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in ends.items()}
-        shape = torch.empty((*whole["input_ids"].shape, 1), dtype=self._dtype, device=device)
-        if positions is not None:
-            positions = positions.to(device, non_blocking=True)
+        It is the row that has most trained tokens, from its first trained one on, in the form of `own` with one row.
+        The length is a multiple of the group.
+        """
+        size, rank, width = self.group.size, self.group.rank, own["input_ids"].shape[1]
+        trained = own["targets"] != loss.IGNORED
+        row = int(self.sum(trained.sum(1).to(device)).argmax())
+        firsts = torch.zeros(size, dtype=torch.int64, device=device)
+        firsts[rank] = rank * width + int(trained[row].int().argmax()) if trained[row].any() else size * width
+        begin, length = _window(int(self.sum(firsts).min()), size * width, longest, size)
+        found = torch.zeros((len(TOKENWISE), length), dtype=torch.int64, device=device)
+        there, end = max(begin, rank * width), min(begin + length, (rank + 1) * width)
+        if there < end:
+            mine = torch.stack(
+                [own[name][row, there - rank * width : end - rank * width] for name in TOKENWISE]
+            )
+            found[:, there - begin : end - begin] = mine.to(device)
+        whole = dict(zip(TOKENWISE, self.sum(found)[:, None], strict=True))
+        if "documents" in own:
+            whole["documents"] = _within(own["documents"], row * size * width + begin, length)
+        return whole
+
+    def shorten(self, whole: Mapping[str, Tensor], longest: int) -> dict[str, Tensor]:
+        """Return about `longest` tokens of the row of `gather`, from its first trained one on."""
+        trained = whole["targets"][0] != loss.IGNORED
+        begin, length = _window(int(trained.int().argmax()), len(trained), longest, self.group.size)
+        found = {name: whole[name][:, begin : begin + length] for name in TOKENWISE}
+        if "documents" in whole:
+            found["documents"] = _within(whole["documents"], begin, length)
+        return found
+
+    def take_own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of whole rows, whose length is a multiple of the group."""
+        own = {name: whole[name].chunk(self.group.size, 1)[self.group.rank] for name in TOKENWISE}
+        return own | {name: whole[name] for name in ("documents",) if name in whole}
+
+    def _with_beside(
+        self, batch: Mapping[str, Tensor], rows: int, width: int, device: torch.device
+    ) -> dict[str, Any]:
+        """Return `batch` on `device` with what keeps attention over rows of `width` within documents and windows."""
+        found = {name: batch[name].to(device, non_blocking=True) for name in TOKENWISE}
+        return found | self._beside(batch.get("documents"), rows, width, device)
+
+    def _beside(self, documents: Tensor | None, rows: int, width: int, device: torch.device) -> dict[str, Any]:
+        """Return the documents' ends for flash's kernels, and the masks that other kernels need; {} or None: causal."""
+        ends: dict[str, Any] = {}
+        positions = None
+        if documents is not None and self._attention is Attention.flash_attention_2:
+            ends = packing.varlen_of(documents, width, device)
+        elif documents is not None:
+            positions = _positions(documents.to(device, non_blocking=True), rows, width)
+        shape = torch.empty((1, 1, 1), dtype=self._dtype, device=device).expand(rows, width, 1)
         masks = create_masks_for_generate(self._config, shape, None, None, position_ids=positions)
         return ends | {"attention_mask": masks}
 
 
-def pad(batch: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return whole rows of a multiple of `size` tokens: "input_ids", "targets" and "position_ids", all [batch, seq].
+def _window(first: int, width: int, longest: int, size: int) -> tuple[int, int]:
+    """Return where at most `longest` of `width` tokens begin, if possible with `first`, and their number."""
+    length = min(longest, width) // size * size
+    return min(first, width - length), length
 
-    Padding comes last, so that no token of a row sees it, and carries no loss. In a row of several documents it is
-    another one.
-    """
-    ids, targets = batch["input_ids"], loss.shifted(batch["labels"])
-    rows, width = ids.shape
-    more = -width % size
-    apart = batch.get("position_ids")
-    positions = torch.arange(width, device=ids.device).expand(rows, -1) if apart is None else apart
-    found = {"input_ids": ids, "targets": targets, "position_ids": positions}
-    if not more:
-        return found
-    begin = width if apart is None else 0
-    after = torch.arange(begin, begin + more, device=ids.device).expand(rows, -1)
-    return {
-        "input_ids": F.pad(ids, (0, more)),
-        "targets": F.pad(targets, (0, more), value=loss.IGNORED),
-        "position_ids": torch.cat([positions, after], dim=1),
-    }
+
+def _within(documents: Tensor, begin: int, length: int) -> Tensor:
+    """Return where documents start, and the end, in the `length` tokens from `begin` on; int32."""
+    inside = documents[(documents > begin) & (documents < begin + length)] - begin
+    return torch.cat([documents.new_tensor([0]), inside, documents.new_tensor([length])])
+
+
+def _positions(documents: Tensor, rows: int, width: int) -> Tensor:
+    """Return int64 [rows, width]: tokens since the start of the document, for masks of whole rows."""
+    places = torch.arange(rows * width, dtype=documents.dtype, device=documents.device)
+    begins = documents[torch.bucketize(places, documents[1:], right=True)]
+    return (places - begins).long().view(rows, width)
 
 
 @contextmanager
@@ -143,11 +177,22 @@ def planned(
     if train.sequence_parallel_size == 1:
         yield packing.planned(packed, model.attention, net)
         return
-    sequence = SequenceParallel(net, RankGroup(train.sequence_parallel_size), packed, model.attention)
+    size = train.sequence_parallel_size
+    sequence = SequenceParallel(net, RankGroup(size), packed, model.attention)
     try:
-        yield lambda batch: sequence.inputs(batch, torch.device("meta"))
+        yield lambda batch: sequence.inputs(_own_on_meta(batch, size, packed), torch.device("meta"))
     finally:
         sequence.remove()
+
+
+def _own_on_meta(batch: Mapping[str, Tensor], size: int, packed: Packed) -> dict[str, Tensor]:
+    """Return a rank's part of `batch`. Values are not known on meta: one document is assumed in each row."""
+    rows, width = batch["input_ids"].shape
+    own = torch.empty((rows, -(-width // size)), dtype=torch.int64, device="meta")
+    found = dict.fromkeys(TOKENWISE, own)
+    return found | (
+        {"documents": torch.empty(rows + 1, dtype=torch.int32, device="meta")} if packed.apart else {}
+    )
 
 
 def tokens_of_rank(train: TrainConfig) -> int:

@@ -13,11 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from remat.config.options import Attention, ConfigError, ModelConfig, Packing, TrainConfig
+from remat.data.batches import Part, own_part
+from remat.data.blocks import Blocks
 from remat.model import packing, small_copy
 from remat.model.packing import Packed
 from remat.parallel.sequence_parallel import SequenceParallel
@@ -109,9 +112,8 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig
 def _difference(net: Any, packed: Packed, attention: Attention) -> str:
     """Return how the logits of ranks differ from those of whole sequences; empty when they do not."""
     batch = _batch(net, packed)
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
-    beside = packing.ends(packed, attention, inputs)
-    expected = net(**packing.given(packed, inputs, net), **beside, use_cache=False).logits
+    beside = packing.ends(packed, attention, batch)
+    expected = net(**packing.given(packed, batch, net), **beside, use_cache=False).logits
     pieces, calls = _in_threads(net, batch, packed, attention)
     if not calls:
         return "its attention does not go through transformers' AttentionInterface"
@@ -134,7 +136,17 @@ def _batch(net: Any, packed: Packed) -> dict[str, Tensor]:
     lowest = min(packing.LOWEST_ID, vocabulary // 2)
     tokens = torch.randint(lowest, vocabulary, shape, generator=torch.Generator().manual_seed(1))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row])[:-1] for row in lengths.tolist()])
-    return {"input_ids": tokens, "labels": tokens} | ({"position_ids": positions} if packed.apart else {})
+    return {"input_ids": tokens} | ({"position_ids": positions} if packed.apart else {})
+
+
+def _blocks(batch: dict[str, Tensor]) -> Blocks:
+    """Return the rows of `batch` as blocks of data, from which ranks read their parts."""
+    tokens = batch["input_ids"].numpy().astype(np.int32)
+    if "position_ids" not in batch:
+        return Blocks(tokens)
+    starts = (batch["position_ids"] == 0).numpy()
+    restarts = starts[:, 1:].sum(1, dtype=np.int32)
+    return Blocks(tokens, starts=np.packbits(starts, axis=1), restarts=restarts).documents_apart()
 
 
 class _ThreadGroup:
@@ -172,7 +184,7 @@ def _in_threads(
     net: Any, batch: dict[str, Tensor], packed: Packed, attention: Attention
 ) -> tuple[list[Tensor], int]:
     """Return the logits of each rank's block, and how often attention was asked for."""
-    group = _ThreadGroup(RANKS)
+    group, blocks = _ThreadGroup(RANKS), _blocks(batch)
     sequence = SequenceParallel(net, group, packed, attention)
     pieces: list[Tensor | None] = [None] * RANKS
     errors: list[Exception] = []
@@ -181,7 +193,8 @@ def _in_threads(
         group.enter(rank)
         try:
             with torch.no_grad():  # of each thread
-                inputs = sequence.inputs(batch, torch.device("cpu"))
+                own = own_part(blocks, np.arange(len(blocks)), Part(rank, RANKS))
+                inputs = sequence.inputs(own, torch.device("cpu"))
                 del inputs["targets"]
                 pieces[rank] = net(**inputs, use_cache=False).logits
         except Exception as error:  # raised below, in the thread that can report it

@@ -46,6 +46,9 @@ FILE = "checkpointing_table.json"
 MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
 CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon
 MOST_TRIALS = 12
+MOST_STAIRS = 4
+LITTLE = 0.05  # of what is made again: a climb that spares no more has met a peak that more bytes may lower
+WORKSPACE = 0.05  # of a budget: what the fewest bytes may need beyond it where more bytes need less
 NANO = 1e9
 MORE_OFFLOAD = "; checkpointing.offload.enabled=true lets tables move to the host too"
 POOLED = 0.8  # of host memory that is free: buffers fill at least so much of the blocks that they are cut from
@@ -114,9 +117,9 @@ def choose(
         first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
         started.append((plan(first), first, corners))
     climbed = [
-        _keep_last(_climb(start, first, plan, corners, limit, cfg.offload.dtype), plan)
+        _keep_last(found, plan)
         for first, start, corners in started
-        if first.needed_bytes <= limit
+        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype))
     ]
     best = min(climbed, key=lambda found: found[0].speed, default=None)
     # What `full` runs again is what the least does, or more.
@@ -157,18 +160,43 @@ def _climb(
     frontiers: Mapping[int, list[Point]],
     limit: int,
     dtype: StorageDtype,
-) -> tuple[Trial, list[LayerDecision]]:
-    """Return the plan that keeps the most of those within `limit`, found by as few plans as may be."""
+) -> tuple[Trial, list[LayerDecision]] | None:
+    """Return the plan that keeps the most of those within `limit`, found by as few plans as may be; None: no plan is.
+
+    `least`: the plan of the fewest bytes. It may need more than plans that keep what is dear to make again: that lives
+    with its workspace in the backward of one layer.
+    """
     steps, added = _order(frontiers)
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
         tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
         return plan(tried), tried
 
-    best, low, high, beyond = (least, decisions), 0, len(steps) + 1, 0
+    best = None
+    if least.needed_bytes <= limit:
+        best = _bisect(at, 0, (least, decisions), added, limit)
+    if best and best[0].recomputed_flops < (1 - LITTLE) * least.recomputed_flops:
+        return best
+    if least.needed_bytes <= (1 + WORKSPACE) * limit:
+        for count in _stairs(steps):
+            found = at(count)
+            if found[0].needed_bytes <= limit and (best is None or found[0].speed < best[0].speed):
+                return _bisect(at, count, found, added, limit)
+    return best
+
+
+def _bisect(
+    at: Callable[[int], tuple[Trial, list[LayerDecision]]],
+    start: int,
+    first: tuple[Trial, list[LayerDecision]],
+    added: Sequence[int],
+    limit: int,
+) -> tuple[Trial, list[LayerDecision]]:
+    """Climb from `start`, whose plan is `first`. `at`: the plan after so many climbs; `added`: bytes kept there."""
+    best, low, high, beyond = first, start, len(added), 0
     for _ in range(MOST_TRIALS):
         room = limit - best[0].needed_bytes
-        if high - low <= 1 or (low and room < CLOSE * limit):
+        if high - low <= 1 or (low > start and room < CLOSE * limit):
             break
         # What a plan needs grows by what layers keep, up to where another moment is the peak.
         guess = max(
@@ -183,6 +211,12 @@ def _climb(
             high = count
             beyond += found[0].needed_bytes - limit
     return best
+
+
+def _stairs(steps: Sequence[Climb]) -> list[int]:
+    """Return after how many climbs all layers have passed their first corner, their second, and so on."""
+    last = {corner: count for count, (_, corner) in enumerate(steps, 1)}
+    return sorted(last.values())[:MOST_STAIRS]
 
 
 def curve(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
-from remat.config.options import ConfigError, OptimName, OptimStates
+from remat.config.options import OptimName, OptimStates
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
@@ -322,20 +322,6 @@ def _stage_3(s: _Sizes) -> list[Item]:
         *items,
         *(_optimizer_nvme(s) if s.optimizer_device == "nvme" else _optimizer_cpu(s, _sub_groups(s))),
     ]
-
-
-def check_second_shards(ds: Mapping[str, Any], world_size: int) -> None:
-    """Raise ConfigError where a second copy of the weights cannot be shared by so many ranks, or not at all."""
-    size = ds_config.second_shard_ranks(ds)
-    asked = f"deepspeed.overrides.zero_optimization.zero_hpz_partition_size={size}"
-    if size <= 1:
-        return
-    if world_size % size:
-        raise ConfigError(f"{asked} with {world_size} ranks: give a divisor, usually the GPUs of a node")
-    if ds_config.param_offload_device(ds) == "nvme":
-        raise ConfigError(
-            f"{asked} with parameters on NVMe: the second copy cannot lie there; use deepspeed.config=zero3_offload"
-        )
 
 
 def _second_shards(s: _Sizes) -> list[Item]:

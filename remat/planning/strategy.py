@@ -156,7 +156,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         ),
     )
     fields, zero_stage = config.to_dict(), ds_config.zero_stage(rendered)
-    states.check_second_shards(rendered, world_size)
+    ds_config.check_second_shards(rendered, world_size=world_size, shared_by=shared_by)
     optimizer.check(cfg.optim, rendered, cfg.train.tensor_parallel_size)
     if cfg.peft.method is PeftMethod.lora:
         adapters.check_lora_offload(ds_config.param_offload_device(rendered))

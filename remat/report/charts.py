@@ -133,6 +133,11 @@ def _mark_resumes(figure: Figure, steps: Sequence[int], theme: Theme) -> None:
             _legend(axes)
 
 
+def _begin_at_zero(axes: Axes) -> None:
+    """Begin the y axis at 0, with room above the data: that of `margins` is a part of the data's own range."""
+    axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+
+
 def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
     """Return steps and values of the rows that hold `name`."""
     kept = [row for row in rows if name in row]
@@ -250,7 +255,7 @@ def _loss(rows: Rows, theme: Theme) -> Figure | None:
         _plot(axes, rows, name, theme.purple if name == GRAD_NORM else theme.green, label)
         axes.set_ylabel(label)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
-        axes.set_ylim(bottom=0)
+        _begin_at_zero(axes)
         if name == LEARNING_RATE:
             axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     figure.align_ylabels(panels)
@@ -305,7 +310,7 @@ def _cut_warm_up(axes: Axes, values: list[float], steps: list[float], theme: The
             bbox={"facecolor": theme.background, "edgecolor": theme.grid, "boxstyle": "round,pad=0.35"},
         )
     else:
-        axes.set_ylim(bottom=0)
+        _begin_at_zero(axes)
 
 
 def _memory(rows: Rows, theme: Theme) -> Figure | None:
@@ -358,7 +363,7 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
         _plot(speed, rows, TRAINED_TOKENS_PER_S, theme.orange, "tokens in the loss")
     speed.set_title("Throughput, all ranks together")
     speed.set_ylabel("tokens per second")
-    speed.set_ylim(bottom=0)
+    _begin_at_zero(speed)
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(speed)
     if utilisation:
@@ -366,7 +371,7 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
         _plot(panels[1], rows, MFU, theme.green, "MFU")
         panels[1].set_title("FLOPs utilisation")
         panels[1].set_ylabel("of dense peak")
-        panels[1].set_ylim(bottom=0)
+        _begin_at_zero(panels[1])
         panels[1].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         _legend(panels[1])
         figure.align_ylabels(panels)
@@ -439,6 +444,6 @@ def _over_time(rows: list[dict[str, float]], theme: Theme) -> Figure:
     power.set_ylabel("watts")
     power.set_xlabel("seconds")
     for axes in (memory, busy, power):
-        axes.set_ylim(bottom=0)
+        _begin_at_zero(axes)
     figure.align_ylabels([memory, busy, power])
     return figure

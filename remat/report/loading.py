@@ -1,4 +1,4 @@
-"""Say how far the reading of weights is."""
+"""Say how far the reading of weights, or the check of a saved state, is."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ from collections.abc import Callable
 from remat.config.units import format_size
 
 TOLD_EVERY_S = 5.0
+CHECKING = "checking the saved state: {} of {}"
 
 
 class LoadingProgress:
-    """Called with the bytes that this rank has read, and those it reads in all.
+    """Called with the bytes that were read, and those to read in all; with 0 the clock starts anew.
 
-    `say` gets a line with rate and time left every few seconds; `alive` is called each second at most.
+    `say` gets a line with rate and time left every few seconds; `alive` is called each second at most. `form` is the
+    beginning of the line, for both sizes.
     """
 
-    def __init__(self, say: Callable[[str], None], alive: Callable[[], None]) -> None:
-        self._say, self._alive = say, alive
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        alive: Callable[[], None],
+        form: str = "loading: {} of {} of this rank",
+    ) -> None:
+        self._say, self._alive, self._form = say, alive, form
         self._began_s = self._told_s = self._alive_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._alive_s >= 1:
+        if not done:
+            self._began_s = self._told_s = now_s
+        if now_s - self._alive_s >= 1 or not done:
             self._alive_s = now_s
             self._alive()
         if now_s - self._told_s < TOLD_EVERY_S:
             return
         self._told_s = now_s
         rate = done / (now_s - self._began_s)
-        self._say(
-            f"loading: {format_size(done)} of {format_size(total)} of this rank, {format_size(rate)}/s, "
-            f"{(total - done) / rate:.0f} s left"
-        )
+        read = self._form.format(format_size(done), format_size(total))
+        self._say(f"{read}, {format_size(rate)}/s, {(total - done) / rate:.0f} s left")

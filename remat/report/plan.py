@@ -27,10 +27,12 @@ from remat.planning.plan import (
 from remat.planning.retune import Retuned
 from remat.planning.settings.ladder import Rung
 from remat.planning.settings.search import Advice, Setting, missing_bytes
+from remat.planning.settings.sharding import Way
 from remat.planning.simulation.types import PEAKS, Category
-from remat.planning.step_time import StepTime
+from remat.planning.step_time import NETWORK, StepTime
 from remat.planning.sweep import Point
 
+TIME_WAS_UP = "  (the time for advice was up: not every setting was looked at; --best looks at all)"
 STYLES = {Verdict.fits: "green", Verdict.tight: "yellow", Verdict.too_large: "red"}
 
 
@@ -78,8 +80,6 @@ def show(
             console.print(f"assumed: {text}", style="dim")
     else:
         console.print(f"{len(assumptions)} assumptions: the same command with --explain", style="dim")
-    if plan.fits:
-        console.print("faster settings that fit: the same command with --best", style="dim")
 
 
 def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
@@ -199,6 +199,9 @@ def verdict(resource: Resource) -> str:
 
 def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
     """Print what to add to the command line of `planned`, one set of overrides per line."""
+    if planned.plan.fits:
+        _show_faster(advice, planned, console)
+        return
     groups = {
         "what is trained stays the same": [c for c in advice.changes if not (c.changes_training or _moves(c))],
         "changes what is trained": [c for c in advice.changes if c.changes_training],
@@ -218,7 +221,7 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
         console.print("  nothing found that fits on this machine; closest:", style="red")
         _show_change(advice.closest, planned, console)
     if advice.stopped:
-        console.print("  (the time for advice was up: not every setting was looked at; --best looks at all)")
+        console.print(TIME_WAS_UP)
     if advice.remedies:
         console.print("well-known remedies, estimated one at a time; none is taken by itself", style="bold")
     for remedy in advice.remedies:
@@ -227,6 +230,45 @@ def show_advice(advice: Advice, planned: Planned, console: Console) -> None:
         console.print(f"  {remedy.name}{marked}: {remedy.text}", style=style, soft_wrap=True)
         if remedy.fits:
             console.print(f"    {shlex.join(remedy.overrides)}", style="cyan", soft_wrap=True)
+
+
+def _show_faster(advice: Advice, planned: Planned, console: Console) -> None:
+    if not advice.changes:
+        console.print("\nno setting that fits and trains the same is found to be faster", style="bold")
+    else:
+        console.print("\nfaster, fits, and trains the same; add one line to the command", style="bold")
+    for change in advice.changes:
+        _show_change(change, planned, console)
+    if advice.stopped:
+        console.print(TIME_WAS_UP)
+
+
+def show_ways(ways: Sequence[Way], console: Console) -> None:
+    """Print what each way to shard the model states costs a run on several nodes, and which to take."""
+    if not ways:
+        return
+    nodes = ways[0].setting.planned.cfg.hardware.num_nodes
+    console.print(f"ZeRO on {nodes} nodes, nothing else changed, estimated", style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for title in ("s/step", "GPU GiB", "network of a node, GiB"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for way in ways:
+        planned = way.setting.planned
+        lacks = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(planned).items()]
+        table.add_row(
+            way.name,
+            _seconds(planned.time.total_s) if way.is_timed else "not known",
+            f"{needed_bytes(planned, GPU_MEMORY) / GIB:.1f}",
+            f"{planned.time.traffic_bytes.get(NETWORK, 0) / GIB:.0f}" if way.is_timed else "",
+            ", ".join(lacks) or ("fits, the one to take" if way.is_taken else "fits"),
+            style="green" if way.is_taken else "dim" if lacks else None,
+        )
+    console.print(table)
+    for way in ways:
+        words = shlex.join(way.setting.overrides) or "(this run)"
+        console.print(f"  {way.name}: {words}", style="cyan", soft_wrap=True)
 
 
 def show_best(settings: Sequence[Setting], console: Console) -> None:

@@ -78,9 +78,7 @@ def rows(run: Described) -> dict[str, str]:
     found["optimizer"] = str(optim.name) + f", optim.states={optim.states}" * (
         optim.states is not OptimStates.fp32
     )
-    found["lr"] = f"{optim.lr:g}, {optim.schedule}" + f" after {optim.warmup_steps} steps of warm-up" * (
-        optim.warmup_steps > 0
-    )
+    found["lr"] = f"{optim.lr:g}, {optim.schedule}{_warmup(optim.warmup(steps), steps)}"
     if cfg.peft.lr is not None:
         found["lr"] += f"; brought by peft={cfg.peft.method}, optim.lr=... sets another"
     if facts.quantised_weights:
@@ -120,6 +118,13 @@ def _data(run: Described) -> str:
     paths = run.cfg.data.path if isinstance(run.cfg.data.path, list) else [run.cfg.data.path or ""]
     named = f"{run.cfg.data.source} {', '.join(map(str, paths))}".strip()
     return f"{named} ({found})" if (found := run.splits.report.get("found")) else named
+
+
+def _warmup(warmup_steps: int, run_steps: int) -> str:
+    if not warmup_steps:
+        return ""
+    text = f" after {warmup_steps} steps of warm-up"
+    return text + "; the run ends before it reaches optim.lr" * (warmup_steps >= run_steps)
 
 
 def _mixture(sources: dict[str, Any], epochs: float) -> str:

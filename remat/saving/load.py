@@ -33,15 +33,18 @@ class ResumePoint:
     notes: list[str]
 
 
-def find_newest(path: Path, progress: Callable[[], object] = lambda: None) -> Found:
+Progress = Callable[[int, int], object]  # gets the bytes read by all ranks, and those of the state
+
+
+def find_newest(path: Path, progress: Progress = lambda done, total: None) -> Found:
     """Find the newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
 
-    Every file is read and its hash compared; the ranks share the work. Newest means saved last. `progress` is called
-    every ROUND_S on all ranks as long as any of them reads on, so that a large state is not taken for a hang.
+    Every file is read and its hash compared; the ranks share the work. Newest means saved last. `progress` is called on
+    all ranks: at the beginning of a state, and every ROUND_S in which any of them read on.
     """
     states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
     for state in states:
-        problems = _verify(state.path, progress)
+        problems = _verify(state, progress)
         if not problems:
             return Found(state, notes)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -49,19 +52,21 @@ def find_newest(path: Path, progress: Callable[[], object] = lambda: None) -> Fo
     return Found(None, notes)
 
 
-def _verify(path: Path, progress: Callable[[], object]) -> list[str]:
+def _verify(state: SavedState, progress: Progress) -> list[str]:
     """Return what all ranks find wrong with a state. Threads hash; the main threads exchange how far they are."""
     rank, size = manifest.place()
     counts: list[int] = []  # appending is atomic between threads
+    progress(0, state.info.size_bytes)
     with ThreadPoolExecutor(1, "remat-verify") as pool:
-        check = pool.submit(manifest.verify, path, part=rank, parts=size, hashed=counts.append)
-        read_bytes = -1
+        check = pool.submit(manifest.verify, state.path, part=rank, parts=size, hashed=counts.append)
+        read_bytes = 0
         while True:
             wait([check], timeout=ROUND_S)
             reports = distributed.gather((check.done(), sum(counts)))
-            if sum(count for _, count in reports) != read_bytes:
-                progress()
-            read_bytes = sum(count for _, count in reports)
+            now_bytes = sum(count for _, count in reports)
+            if now_bytes != read_bytes:
+                progress(now_bytes, state.info.size_bytes)
+            read_bytes = now_bytes
             if all(done for done, _ in reports):
                 break
     error = check.exception()  # the other ranks wait for this one's findings
@@ -76,7 +81,7 @@ def resolve_resume(
     name: str,
     run_id: str | None,
     own: Callable[[Path], None] = lambda run_dir: None,
-    progress: Callable[[], object] = lambda: None,
+    progress: Progress = lambda done, total: None,
 ) -> ResumePoint | None:
     """Find what `resume` names, the newest complete state. Collective, before the model exists.
 

@@ -115,7 +115,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     rank, size = manifest.place()
     own = safe_load.load(state.path / "rng" / "rank-00000.pt")
     folder = state.path.parent / UNIVERSAL
-    what = f"cutting {state.path} for {size} ranks in {folder}"
+    what = f"resharding {state.path} for {size} ranks in {folder}"
     frozen_now = frozen.fingerprint_of_first(engine.module, state.info.world_size)
     manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
     try:

@@ -32,12 +32,6 @@ def stage_count(engine: Any) -> int:
     return int(getattr(engine, "num_stages", 1))
 
 
-def keeps_whole(engine: Any) -> bool:
-    """Return whether this rank is the first of its stage, which hands on whole weights; without stages rank 0 is."""
-    rank, size = manifest.place()
-    return rank % (size // stage_count(engine)) == 0
-
-
 def of_stages(engine: Any, own: T) -> list[T]:
     """Return `own` of each stage's first rank, in the order of stages. Collective where there are several."""
     if stage_count(engine) == 1:
@@ -78,13 +72,13 @@ def gather(parameter: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 def read_over_stages(
     engine: Any,
-    read: Callable[[str], torch.Tensor | None],
+    read: Callable[[str, bool], torch.Tensor | None],
     held: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
-) -> Callable[[str], torch.Tensor | None]:
-    """Return a collective function that reads a weight of any stage on rank 0; None on other ranks.
+) -> Callable[[str, bool], torch.Tensor | None]:
+    """Return a collective function that reads a weight of any stage on rank 0, which alone may keep any.
 
-    `read` reads one of `held`, those of this rank's stage, on the stage's first rank, floating-point ones in `dtype`.
+    `read` reads one of `held`, those of this rank's stage, where it is told to keep it, floating-point ones in `dtype`.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -96,9 +90,9 @@ def read_over_stages(
         for name, (shape, kind) in named.items():
             owners.setdefault(name, (stage * per_stage, shape, dtype if kind.is_floating_point else kind))
 
-    def read_any(name: str) -> torch.Tensor | None:
+    def read_any(name: str, _keep: bool) -> torch.Tensor | None:
         owner, shape, kind = owners[name]
-        value = read(name) if owner // per_stage == rank // per_stage else None
+        value = read(name, rank == owner) if owner // per_stage == rank // per_stage else None
         if owner and rank == owner and value is not None:
             dist.send(value.to(device), 0)
         if owner and rank == 0:

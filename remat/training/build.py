@@ -32,7 +32,7 @@ from remat.config.options import (
     StrategyChoice,
 )
 from remat.data import cache
-from remat.data.batches import GlobalBatches, ReadAhead, check_same_order, steps_of
+from remat.data.batches import GlobalBatches, Part, ReadAhead, check_same_order, steps_of
 from remat.data.blocks import Blocks
 from remat.data.build import NoRoom
 from remat.data.cache import Splits, open_blocks
@@ -58,7 +58,7 @@ from remat.planning.preflight import DoesNotFit
 from remat.planning.strategy import Strategy, counted_model, decide, pack_again
 from remat.report import run_dir, summary
 from remat.report.console import Console
-from remat.report.loading import LoadingProgress
+from remat.report.loading import CHECKING, LoadingProgress
 from remat.report.run_dir import Ownership
 from remat.report.tracking import Tracker
 from remat.saving import disk_space, load, nvme, reshard, shared_folder, swap_room
@@ -78,7 +78,7 @@ def find_resume_point(
     world: World,
     console: Console,
     own: Callable[[Path], None] = lambda run_dir: None,
-    progress: Callable[[], object] = lambda: None,
+    progress: load.Progress = lambda done, total: None,
 ) -> load.ResumePoint | None:
     """Return the saved state to resume from, if one was asked for, checked against this launch. Collective.
 
@@ -156,11 +156,11 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     size = disk_space.describe_size(needed)
     if needed > free:
         raise DoesNotFit(
-            f"resume: cutting {state.path.name} of {ranks} needs {size} in {place} while it is loaded, and "
+            f"resume: resharding {state.path.name} of {ranks} needs {size} in {place} while it is loaded, and "
             f"{disk_space.describe_size(free)} are free: free some, or start {state.info.world_size} ranks"
         )
     console.note(
-        f"cutting {state.path.name} of {ranks} ({size} in {place} while it is loaded); random states start anew and "
+        f"resharding {state.path.name} of {ranks} ({size} in {place} while it is loaded); random states start anew and "
         "sums are taken in another order: losses agree closely, not bit for bit"
     )
 
@@ -254,7 +254,8 @@ def _build(
     plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
     strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
-    point = find_resume_point(cfg, strategy, world, console, ownership.take, lambda: watchdog.enter("load"))
+    checking = LoadingProgress(console.note, lambda: watchdog.enter("load"), CHECKING)
+    point = find_resume_point(cfg, strategy, world, console, ownership.take, checking)
     tokenizer, splits = _data(cfg, hf_config, strategy, watchdog, looked)
     cfg = with_steps(cfg, splits.train.epoch_length)
     if lost := cache.loss_of_tokens(splits.report):
@@ -263,7 +264,11 @@ def _build(
     padding_share = batches.padding_share()
     if point is not None:
         check_same_data(point.state.client_state, splits, batches, cfg.resume)
-        for line in same_launch.describe_changes(point.state, cfg) if world.is_main else ():
+        for line in (
+            same_launch.describe_changes(point.state, asked.run, cfg, splits.train.epoch_length)
+            if world.is_main
+            else ()
+        ):
             console.note(line)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
@@ -494,6 +499,7 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoi
         "seed": cfg.train.seed,
         "shuffle": cfg.data.shuffle,
         "position": saved.get("position", 0),
+        "part": Part(world.sequence_rank, world.sequence_parallel_size),
     }
     if isinstance(blocks, FirstWindow):
         return StreamedBatches(blocks, place=saved.get("place"), **options)

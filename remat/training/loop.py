@@ -33,7 +33,7 @@ from remat.config.metrics import (
     share_of,
 )
 from remat.config.units import format_size
-from remat.data.batches import NO_LOSS, StepBatch, eval_micro_batches
+from remat.data.batches import NO_LOSS, Part, StepBatch, eval_micro_batches
 from remat.machine import distributed
 from remat.machine.peers import LostPeer
 from remat.model import optimizer
@@ -139,6 +139,7 @@ def _mean_loss(run: Run, step: int) -> float:
         rank=run.world.data_rank,
         world_size=run.world.data_size,
         max_batches=cfg.eval_batches,
+        part=Part(run.world.sequence_rank, run.world.sequence_parallel_size),
     )
     while together := list(islice(every, run.world.pipeline_parallel_size)):
         run.watchdog.enter("evaluate", step)

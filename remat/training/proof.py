@@ -21,7 +21,7 @@ from remat.activation_checkpointing.replay import Recorder, Replayed
 from remat.config.options import Precision
 from remat.data.batches import StepBatch
 from remat.machine import distributed
-from remat.model.loss import IGNORED, shifted
+from remat.model.loss import IGNORED
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.report import run_dir, summary
 from remat.training import engine_memory
@@ -77,7 +77,8 @@ def watching(
                     recorder.forward_done(loss)
 
             yield forward_done
-            rows, width = micro_batch["input_ids"].shape
+            rows, own = micro_batch["input_ids"].shape
+            width = own * run.world.sequence_parallel_size
             if first.trace is None:
                 first.trace, first.shape = watch, (rows, width)
                 first.moved_bytes = sum(counts.moved_bytes for counts in run.applied.counts)
@@ -204,20 +205,23 @@ def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
     """Return what proof.json says of shared sequences, from the first step's batch. Collective.
 
-    The first tokens of a row are computed by the group, and whole by each rank of it, without dropout: the summed
-    losses must agree. So must, for fewer tokens, the norm of the loss's gradient for what the embedding returns: it
-    comes back through every exchange. Labels of all ranks' blocks are counted: none may be lost or seen twice.
+    The first tokens of a row are gathered. They are computed by the group, and whole by each rank of it, without
+    dropout: the summed losses must agree. So must, for fewer tokens, the norm of the loss's gradient for what the
+    embedding returns: it comes back through every exchange. Labels of all ranks' parts are counted: none may be lost or
+    seen twice.
     Raises PolicyNotApplied on all ranks otherwise; proof.json is written then too.
     """
     sequence = run.sequence
     assert sequence is not None, "only runs that share sequences are proven to"
     run.engine.eval()
     with run.window.excluded():
-        losses = _losses(run, sequence, _row(batch.micro_batches[0], LONGEST))
-        norms = _gradient_norms(run, sequence, _row(batch.micro_batches[0], LONGEST_BACKWARD))
+        whole = sequence.gather(batch.micro_batches[0], LONGEST, run.world.device)
+        losses = _losses(run, sequence, whole)
+        norms = _gradient_norms(run, sequence, sequence.shorten(whole, LONGEST_BACKWARD))
     run.engine.train()
-    trained = sum(int((sequence.take_own(each)["targets"] != IGNORED).sum()) for each in batch.micro_batches)
-    everyone = distributed.gather((*losses, *norms, trained))
+    trained = sum(int((each["targets"] != IGNORED).sum()) for each in batch.micro_batches)
+    held = sum(each["input_ids"].numel() for each in batch.micro_batches)
+    everyone = distributed.gather((*losses, *norms, trained, held))
     found = {
         "ranks": sequence.group.size,
         "loss_of_the_group": [each[0] for each in everyone],
@@ -228,6 +232,8 @@ def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
         "gradient_same_within": SAME_GRADIENT[run.cfg.train.precision],
         "trained_tokens_by_rank": [each[4] for each in everyone],
         "trained_tokens": batch.trained_tokens,
+        "tokens_held_by_rank": [each[5] for each in everyone],
+        "tokens_gathered": whole["input_ids"].numel(),
     }
     _refuse(run, {"shared_sequences": found}, compare_shared(found))
     run.console.note(
@@ -267,39 +273,27 @@ def _same(one: float, other: float, within: float) -> bool:
     return abs(one - other) <= within * abs(other)
 
 
-def _row(batch: Mapping[str, Tensor], longest: int) -> dict[str, Tensor]:
-    """Return `longest` tokens of the row that has most trained ones, from its first trained one on."""
-    trained = shifted(batch["labels"]) != IGNORED
-    row = int(trained.sum(1).argmax())
-    width = trained.shape[1]
-    begin = max(0, min(int(trained[row].int().argmax()), width - longest))
-    return {name: value[row : row + 1, begin : begin + longest] for name, value in batch.items()}
-
-
 @torch.no_grad()
-def _losses(run: Run, sequence: SequenceParallel, batch: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the summed loss of `batch` by the group, and by this rank alone."""
-    device = run.world.device
-    on_device = {name: value.to(device) for name, value in batch.items()}
+def _losses(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the summed loss of the rows `whole` by the group, and by this rank alone."""
     with _unlearnt(run):
-        part = run.token_loss(run.engine, sequence.inputs(batch, device))
+        part = run.token_loss(run.engine, sequence.inputs(sequence.take_own(whole), run.world.device))
     with _unlearnt(run):
-        whole = sequence.run_whole(run.engine, run.token_loss, on_device)
-    return sequence.sum(part.double()).item(), whole.item()
+        alone = sequence.run_whole(run.engine, run.token_loss, whole)
+    return sequence.sum(part.double()).item(), alone.item()
 
 
-def _gradient_norms(run: Run, sequence: SequenceParallel, batch: dict[str, Tensor]) -> tuple[float, float]:
+def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> tuple[float, float]:
     """Return the norms of the loss's gradient for what the embedding returns, by the group and by this rank alone.
 
     Everything is kept, whatever the policy is, and no weight gets a gradient.
     """
-    device, net = run.world.device, run.engine.module
-    on_device = {name: value.to(device) for name, value in batch.items()}
+    net, own = run.engine.module, sequence.inputs(sequence.take_own(whole), run.world.device)
     with run.applied.scope.keep_everything(), _unlearnt(run):
-        part = _squared_gradient(net, lambda: run.token_loss(net, sequence.inputs(batch, device)))
+        part = _squared_gradient(net, lambda: run.token_loss(net, own))
     with run.applied.scope.keep_everything(), _unlearnt(run):
-        whole = _squared_gradient(net, lambda: sequence.run_whole(net, run.token_loss, on_device))
-    return math.sqrt(sequence.sum(part).item()), math.sqrt(whole.item())
+        alone = _squared_gradient(net, lambda: sequence.run_whole(net, run.token_loss, whole))
+    return math.sqrt(sequence.sum(part).item()), math.sqrt(alone.item())
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import torch
 from remat.config import resumed
 from remat.config.options import ConfigError, OptimConfig, RunConfig, Schedule
 from remat.config.redact import redact
+from remat.data.batches import steps_of
 from remat.machine import distributed, peers
 from remat.machine.peers import Peers, Wait
 from remat.model import optimizer
@@ -200,6 +201,7 @@ def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 BITS = "it changes what training computes from here on, not only where things live"
+OF_STEPS = ("train.steps", "train.epochs", "train.global_batch_size")  # how many steps a run has
 EFFECTS = {  # the beginning of an option, and what changing it does
     "train.precision": "a state of another precision cannot be loaded",
     "train.micro_batch_size": "accumulation follows; sums are taken in another order",
@@ -213,23 +215,31 @@ EFFECTS = {  # the beginning of an option, and what changing it does
 }
 
 
-def describe_changes(state: SavedState, cfg: RunConfig) -> list[str]:
+def describe_changes(state: SavedState, asked: RunConfig, cfg: RunConfig, blocks: int) -> list[str]:
     """Return a line for each option that differs from the launch which wrote `state`, and one for the learning rate.
 
-    Empty where nothing differs, or where the run has no configuration to compare with.
+    `asked` is the run as its options say, as that launch's record is; `cfg` the same with what was found out, for
+    `blocks` blocks of data. Empty where nothing differs, or where the run has no configuration to compare with.
     """
     try:
         before = resumed.read_config(resumed.find_config(state.path))
     except ConfigError:
         return []
-    changed = resumed.changes(before, asdict(cfg))
+    changed = resumed.changes(before, asdict(asked))
     lines = [
         f"changed: {name}: {_option_value(old)} -> {_option_value(new)}{_effect(name)}"
         for name, old, new in changed
     ]
-    if any(name == "train.steps" or name.startswith("optim.") for name, _, _ in changed):
-        lines += _learning_rate(before, cfg, state.step)
+    if any(name in OF_STEPS or name.startswith("optim.") for name, _, _ in changed):
+        lines += _learning_rate(before, cfg, state.step, blocks)
     return lines
+
+
+def _steps(train: Mapping[str, Any], blocks: int) -> int:
+    """Return the steps of a launch by its record, which has epochs instead where the length followed from the data."""
+    if train["epochs"] is None:
+        return int(train["steps"])
+    return steps_of(train["epochs"], blocks, train["global_batch_size"])
 
 
 def _effect(name: str) -> str:
@@ -241,20 +251,21 @@ def _option_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "nothing" if value is None else str(value)
 
 
-def _learning_rate(before: Mapping[str, Any], cfg: RunConfig, step: int) -> list[str]:
+def _learning_rate(before: Mapping[str, Any], cfg: RunConfig, step: int, blocks: int) -> list[str]:
     """Return the learning rate of the next step under both schedules; `step` counts those that are done."""
     known = {item.name for item in fields(OptimConfig)}
     options = {name: value for name, value in before.get("optim", {}).items() if name in known}
     try:
         if "schedule" in options:
             options["schedule"] = Schedule(options["schedule"])
-        old = optimizer.lr_at(step, OptimConfig(**options), int(before["train"]["steps"]))
+        old_steps = _steps(before["train"], blocks)
+        old = optimizer.lr_at(step, OptimConfig(**options), old_steps)
     except (KeyError, TypeError, ValueError):  # a configuration of another version
         return []
     assert cfg.train.steps is not None, "the data is open, so the steps are known"
     new = optimizer.lr_at(step, cfg.optim, cfg.train.steps)
     if old == new:
         return [f"lr at step {step + 1}: {new:.3g}, as before"]
-    longer = before["train"]["steps"] != cfg.train.steps and cfg.optim.schedule is not Schedule.constant
+    longer = old_steps != cfg.train.steps and cfg.optim.schedule is not Schedule.constant
     why = f" (optim.schedule={cfg.optim.schedule} spans train.steps={cfg.train.steps})" if longer else ""
     return [f"lr at step {step + 1}: {old:.3g} -> {new:.3g}{why}"]

@@ -195,7 +195,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
     with out_of_memory.named("export", run.plan):
         exported = write_model(run, folder / "export")
     run.watchdog.enter("load", step)
-    found = load.find_newest(folder, lambda: run.watchdog.enter("load", step))  # reads and hashes every file
+    found = load.find_newest(folder, lambda done, total: run.watchdog.enter("load", step))  # hashes every file
     if found.state is None or found.notes:
         raise SaveError(f"the saved state is not whole: {'; '.join(found.notes)}")
     run.watchdog.enter("load", step)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from remat import cli
 from remat.config import compose, reference
 from remat.config.options import ConfigError
 
@@ -45,3 +47,13 @@ def test_help_tells_of_a_section_and_of_one_option(capsys: pytest.CaptureFixture
         assert ended.value.code == 0 and shown in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"did you mean train\.steps"):
         compose.from_command_line(["--help", "trian.steps"])
+
+
+@pytest.mark.parametrize("command", ["plan", "ds-config", "compare", "launch", "doctor"])
+def test_the_help_of_a_command_says_how_a_run_is_named(command: str) -> None:
+    for flag in ("--help", "-h"):
+        done = CliRunner().invoke(cli.app, [command, flag], env={"COLUMNS": "140"})
+        assert done.exit_code == 0 and "recipe=NAME option=value ..." in done.output.split("Options")[0]
+    whole = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "140"})
+    (line,) = [line for line in whole.output.splitlines() if line.startswith(f"│ {command} ")]
+    assert line.rstrip("│ ").endswith("."), "a sentence that is not cut"

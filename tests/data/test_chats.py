@@ -179,6 +179,19 @@ def test_tools_their_calls_and_their_answers(tmp_path: Path) -> None:
         assert both == '<tool_call>{"at": "sky"}</tool_call><|im_end|>\nblue<|im_end|>\nBlue.<|im_end|>\n'
 
 
+def test_calls_that_the_template_leaves_out_are_not_trained_as_empty_turns(tmp_path: Path) -> None:
+    """Llama 3's template writes content alone: the turn would be its end token and nothing else."""
+    call = {"type": "function", "function": {"name": "w", "arguments": "{}"}}
+    asked, calls = {"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}
+    rest = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]
+    made = tokenizer(LLAMA3)
+    path = write(tmp_path / "a.jsonl", {"messages": [asked, calls, *rest]})
+    with pytest.raises(ConfigError, match="it does not write calls of tools: name a template that does"):
+        trained(config(), path, made)
+    path = write(tmp_path / "a.jsonl", {"messages": [asked, calls | {"weight": 0}, *rest]})
+    assert trained(config(), path, made)[0][1] == "Sunny.<|eot_id|>"
+
+
 def test_turns_of_weight_0_are_seen_and_not_trained(tmp_path: Path) -> None:
     messages = [dict(message) for message in OPENAI["messages"]]
     messages[2]["weight"] = 0  # type: ignore[assignment]
@@ -307,6 +320,21 @@ def test_held_out_rows_are_of_the_format_of_the_others(tmp_path: Path) -> None:
         open_blocks(cfg, tokenizer=tokenizer(CHATML), seq_len=256, seed=1, show_progress=False)
 
 
+def test_files_of_several_formats_are_told_before_one_is_read(tmp_path: Path) -> None:
+    chats, alpaca = (
+        write(tmp_path / "a.jsonl", OPENAI),
+        write(tmp_path / "b.jsonl", {"instruction": "i", "output": "o"}),
+    )
+    unknown = write(tmp_path / "c.jsonl", {"x": 1})
+    with pytest.raises(ConfigError) as error:
+        open_corpus(config(), [chats, unknown, alpaca])
+    assert str(error.value) == (
+        f"data.path: the first rows are of data.format=chat, but {alpaca} is alpaca. Files of several formats are "
+        "mixed as sources: data.mix.NAME.path=FILE for each"
+    )
+    assert open_corpus(config(on_bad_row=BadRows.skip), [chats, alpaca]).data_format is DataFormat.chat
+
+
 def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None:
     alpaca = {"instruction": "i", "output": "o"}
     path = write(tmp_path / "a.jsonl", *[OPENAI] * 40, alpaca)
@@ -314,7 +342,7 @@ def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None
         list(documents(replace(config(), format=open_corpus(config(), path).data_format), path))
     assert (
         f"{path}:41: has no field 'messages', which data.format=chat needs; its fields are those of data.format=alpaca"
-        in str(error.value)
+        " (files of several formats go into data.mix)" in str(error.value)
     )
 
 

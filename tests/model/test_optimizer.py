@@ -26,6 +26,16 @@ def test_warmup_is_linear_and_reaches_lr_at_its_last_step() -> None:
     )
 
 
+def test_warmup_follows_the_length_of_the_run_unless_it_is_given() -> None:
+    """A starting point has it so: with 25 steps a run of 20 on few rows would never reach its learning rate."""
+    found = {steps: OptimConfig(warmup_steps=None).warmup(steps) for steps in (1, 20, 33, 34, 1000)}
+    assert found == {1: 1, 20: 1, 33: 1, 34: 2, 1000: 30}
+    assert OptimConfig(warmup_steps=25).warmup(20) == 25
+    assert rates(total=100, schedule=Schedule.constant, warmup_steps=None)[:4] == pytest.approx(
+        [0.25, 0.5, 0.75, 1]
+    )
+
+
 def test_linear_ends_at_the_minimum() -> None:
     found = rates(schedule=Schedule.linear, warmup_steps=1)
     assert found[1] == pytest.approx(1.0)

@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from remat.config import compose
 from remat.config.options import Attention, ConfigError, Packing
+from remat.data.batches import Part, own_part
+from remat.data.blocks import Blocks
 from remat.machine.distributed import World
-from remat.model.loss import IGNORED, shifted
 from remat.model.packing import Packed, Way
+from remat.parallel import sequence_trial
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.parallel.ulysses import RankGroup
 from remat.planning import strategy
 from tests.support import small_models
 
 DOCUMENTS = Packed(Packing.documents, "", Way.positions)
-STREAM = Packed(Packing.stream, "")
-
-
-def blocks(batch: dict[str, torch.Tensor], ranks: int, packed: Packed) -> list[dict[str, torch.Tensor]]:
-    """What each rank takes of a micro-batch."""
-    found = []
-    for rank in range(ranks):
-        sequence = SequenceParallel(small_models.build("llama"), RankGroup(ranks, rank), packed, Attention.sdpa)
-        found.append(sequence.take_own(batch))
-        sequence.remove()
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("width", [12, 13])
-def test_every_label_is_on_one_rank_and_padding_carries_no_loss(width: int, ranks: int) -> None:
-    labels = torch.arange(2 * width).view(2, width)
-    labels[1, : width - 2] = IGNORED  # some ranks have nothing to train in this row
-    found = blocks({"input_ids": torch.arange(2 * width).view(2, width), "labels": labels}, ranks, STREAM)
-    joined = {name: torch.cat([each[name] for each in found], dim=1) for name in found[0]}
-    assert {each["input_ids"].shape for each in found} == {(2, -(-width // ranks))}
-    assert torch.equal(joined["targets"][:, :width], shifted(labels))
-    assert torch.equal(joined["input_ids"][:, :width], torch.arange(2 * width).view(2, width))
-    assert (joined["targets"][:, width:] == IGNORED).all()
-    assert torch.equal(joined["position_ids"][0], torch.arange(joined["position_ids"].shape[1]))
 
 
 def test_padding_of_packed_rows_is_a_document_of_its_own() -> None:
-    """So the mask, which follows from the positions, keeps it from the last document."""
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    ids = torch.arange(5).view(1, 5)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    first, second = blocks(batch, 2, DOCUMENTS)
+    """So the mask, which follows from where documents start, keeps it from the last document."""
+    starts = np.packbits(np.array([[1, 0, 0, 1, 0]]), axis=1)
+    row = Blocks(np.arange(5, dtype=np.int32)[None], starts=starts, restarts=np.array([1])).documents_apart()
+    first, second = (own_part(row, np.array([0]), Part(rank, 2)) for rank in range(2))
     assert first["position_ids"].tolist() == [[0, 1, 2]] and second["position_ids"].tolist() == [[0, 1, 0]]
     net = small_models.build("llama")
     sequence = SequenceParallel(net, RankGroup(2, 1), DOCUMENTS, Attention.sdpa)
-    mask = sequence.inputs(batch, torch.device("cpu"))["attention_mask"]
+    mask = sequence.inputs(second, torch.device("cpu"))["attention_mask"]
     sequence.remove()
     expected = [
         [1, 0, 0, 0, 0, 0],
@@ -65,6 +43,43 @@ def test_padding_of_packed_rows_is_a_document_of_its_own() -> None:
     ]
     assert mask.shape == (1, 1, 6, 6)  # of the whole row, on every rank
     assert mask[0, 0].int().tolist() == [*expected, [0, 0, 0, 0, 0, 1]]
+
+
+def test_what_is_gathered_for_the_proof_is_the_row_from_its_first_trained_token_on() -> None:
+    """Of a row of 24 tokens in three documents, on three ranks; the second row has more trained tokens."""
+    tokens = np.arange(48, dtype=np.int32).reshape(2, 24)
+    trained = np.zeros((2, 24), dtype=bool)
+    trained[0, 20], trained[1, 11:20] = True, True
+    starts = np.zeros((2, 24), dtype=bool)
+    starts[:, [0, 7, 14]] = True
+    trained[starts] = False
+    rows = Blocks(tokens, trained, starts=np.packbits(starts, axis=1), restarts=np.array([2, 2]))
+    group = sequence_trial._ThreadGroup(3)
+    net, found = small_models.build("llama"), dict[int, Any]()
+    sequence = SequenceParallel(net, group, DOCUMENTS, Attention.sdpa)
+
+    def gather(rank: int) -> None:
+        group.enter(rank)
+        own = own_part(rows, np.arange(2), Part(rank, 3))
+        whole = sequence.gather(own, 10, torch.device("cpu"))
+        found[rank] = whole, sequence.take_own(whole), sequence.shorten(whole, 5)
+
+    threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    sequence.remove()
+    for rank, (whole, own, short) in found.items():
+        assert whole["input_ids"].tolist() == [
+            list(range(24 + 10, 24 + 19))
+        ]  # 10 to 18: the target at 10 is 11
+        assert whole["targets"].tolist() == [[35, 36, 37, -100, 39, 40, 41, 42, 43]]
+        assert whole["position_ids"].tolist() == [[3, 4, 5, 6, 0, 1, 2, 3, 4]]
+        assert whole["documents"].tolist() == [0, 4, 9]
+        assert own["input_ids"].tolist() == [[34 + 3 * rank, 35 + 3 * rank, 36 + 3 * rank]]
+        assert short["input_ids"].tolist() == [[34, 35, 36]] and short["documents"].tolist() == [0, 3]
+    assert sorted(found) == [0, 1, 2]
 
 
 def test_ranks_of_a_group_read_the_same_rows_and_zero_shards_over_all() -> None:

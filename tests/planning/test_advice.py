@@ -71,8 +71,29 @@ def test_no_other_single_change_is_faster(found: search.Advice, known: Recording
             assert single.time.total_s >= 0.99 * found.changes[0].planned.time.total_s
 
 
-def test_a_run_that_fits_needs_no_advice() -> None:
-    assert search.advise(BASE, plan(BASE)) == search.Advice([], None)
+def test_a_run_that_fits_is_told_what_is_faster_and_fits_too(
+    known: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = [*BASE, "checkpointing=full", "train.micro_batch_size=1", "deepspeed.config=zero2"]
+    planned = plan(slow)
+    found = search.advise(slow, planned, limit=2, recordings=known)
+    assert planned.plan.fits and len(found.changes) == 2 and found.closest is None and found.remedies == []
+    for change in found.changes:
+        assert change.planned.plan.fits and not change.changes_training
+        assert change.planned.time.total_s <= (1 - search.FASTER) * planned.time.total_s
+    fastest = [*slow, *found.changes[0].overrides]
+    assert search.advise(fastest, plan(fastest), recordings=known).changes == []
+    monkeypatch.setattr(search, "advise", lambda *_, **__: found)
+    said = CliRunner().invoke(cli.app, ["plan", *slow])
+    assert said.exit_code == 0 and "faster settings that fit (--no-advice: not)" in said.stderr
+    assert "faster, fits, and trains the same; add one line to the command" in said.stdout
+    assert all(word in said.stdout for change in found.changes for word in change.overrides)
+
+
+def test_a_run_on_a_machine_of_unknown_speed_is_told_nothing_of_it() -> None:
+    words = [word for word in BASE if "hardware" not in word]
+    said = CliRunner().invoke(cli.app, ["plan", *words])
+    assert said.exit_code == 0 and "looking up to" not in said.stderr and "faster" not in said.stdout
 
 
 def test_where_nothing_fits_the_closest_says_what_is_missing(

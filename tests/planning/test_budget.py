@@ -16,8 +16,9 @@ from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision
 from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config import compose
-from remat.config.options import CheckpointingConfig, ConfigError, Policy, RunConfig
+from remat.config.options import CheckpointingConfig, ConfigError, Policy, RunConfig, StorageDtype
 from remat.config.units import GIB
+from remat.machine.gpus import Machine
 from remat.planning import budget
 from remat.planning import plan as plan_module
 from remat.planning.plan import Planned, Recordings, make_plan
@@ -111,6 +112,33 @@ def test_the_last_layer_keeps_all_where_that_needs_no_memory(needs_bytes: int) -
     last = TABLES if needs_bytes else KEEP
     assert [d.mechanism for d in decisions] == [TABLES, TABLES, last]
     assert trial.seconds == (2.0 if needs_bytes else 1.0)
+
+
+@pytest.mark.parametrize("share", [0.04, 0.5])
+def test_a_peak_that_falls_with_more_bytes_is_met(share: float) -> None:
+    """What is dear to make again needs room of its own in the backward of a layer that does not keep it."""
+    net, decisions = small_models.build("llama"), policy.decide_layers(BUDGET, 3)
+    applied = apply.apply(net, decisions, BUDGET, device=torch.device("cpu"))
+    with applied.micro_batch():
+        net(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits.sum().backward()
+    graphs = applied.graphs()
+    rates = Machine(name="any", matmul_tflops=1.0, attention_tflops=0.001, memory_gbs=10.0)
+    frontiers = budget.Prices(rates, {}, on_gpu=False).frontiers(graphs)
+
+    def plan_of(tried: list[LayerDecision]) -> budget.Trial:
+        dear = any(d.table is None or "self_attn: attention" not in d.table.keep for d in tried)
+        kept = sum(d.table.saved_bytes for d in tried if d.table)
+        return budget.Trial(10**6 + kept + int(share * 10**6) * dear, 0.0, 1000 - kept // 1000, graphs, None)
+
+    least = plan_of(decisions)
+    limit = 10**6 + 40_000 - 1  # a byte less than the fewest bytes need, or far less
+    found = budget._climb(decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    if share > budget.WORKSPACE:  # so far away that plans are not spent on it
+        assert found is None
+        return
+    assert found is not None
+    assert found[0].needed_bytes <= limit < least.needed_bytes
+    assert all(d.table and "self_attn: attention" in d.table.keep for d in found[1])
 
 
 def test_a_table_can_be_written_edited_and_given_back(folder: Path) -> None:

@@ -19,7 +19,7 @@ from remat.machine import gpus
 from remat.model.hf_model import Loaded, describe_loaded
 from remat.planning import strategy
 from remat.planning.loading import WHOLE_MODEL, Loading, plan_loading
-from remat.report.loading import LoadingProgress
+from remat.report.loading import CHECKING, LoadingProgress
 from remat.training import build, ledger
 from tests.support.tiny import make_model
 
@@ -157,8 +157,11 @@ def test_the_command_tells_how_weights_are_read(tmp_path: Path) -> None:
         "model.tokenizer=bytes",
         *MACHINE,
     ]
-    assert "loading: each rank reads its own" in CliRunner().invoke(cli.app, ["plan", *words]).output
-    found = json.loads(CliRunner().invoke(cli.app, ["plan", "--json", *words]).output)["loading"]
+    assert (
+        "loading: each rank reads its own"
+        in CliRunner().invoke(cli.app, ["plan", "--no-advice", *words]).output
+    )
+    found = json.loads(CliRunner().invoke(cli.app, ["plan", "--json", "--no-advice", *words]).output)["loading"]
     assert found["way"] == "own_slices" and found["read_bytes"] < found["read_bytes_of_all"]
 
 
@@ -202,3 +205,16 @@ def test_progress_says_rate_and_time_left_every_few_seconds(monkeypatch: pytest.
         "loading: 10.0 MiB of 20.0 MiB of this rank, 1.0 MiB/s, 10 s left",
     ]
     assert len(alive) == 11
+
+
+def test_the_check_of_a_state_is_timed_from_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an older state, after a newer one that is damaged."""
+    now, said = [100.0], list[str]()
+    monkeypatch.setattr("remat.report.loading.time.monotonic", lambda: now[0])
+    progress = LoadingProgress(said.append, lambda: None, CHECKING)
+    for begins in (160.0, 200.0):
+        for second in (0, 5, 10):
+            now[0] = begins + second
+            progress(second * 2**30, 20 * 2**30)
+    line = "checking the saved state: {}.0 GiB of 20.0 GiB, 1.0 GiB/s, {} s left"
+    assert said == [line.format(5, 15), line.format(10, 10)] * 2

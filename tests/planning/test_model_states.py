@@ -152,19 +152,25 @@ MEASURED_LORA = [
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "ranks", "reason"),
-    [("zero3", 3, 8, "give a divisor"), ("zero3_nvme", 2, 8, "parameters on NVMe"), ("zero3", 4, 8, None)],
+    ("name", "size", "shared_by", "reason"),
+    [
+        ("zero3", 3, 1, "give a divisor"),
+        ("zero3_nvme", 2, 1, "parameters on NVMe"),
+        ("zero3", 2, 2, "train.tensor_parallel_size=2.*consecutive ranks"),
+    ],
 )
 def test_second_shards_are_refused_where_they_cannot_be(
-    name: str, size: int, ranks: int, reason: str | None
+    name: str, size: int, shared_by: int, reason: str
 ) -> None:
-    ds = rendered(name, world_size=ranks, zero_optimization={"zero_hpz_partition_size": size})
-    if reason:
-        with pytest.raises(ConfigError, match=f"zero_hpz_partition_size={size}.*{reason}"):
-            states.check_second_shards(ds, ranks)
-        return
-    states.check_second_shards(ds, ranks)
-    items = model_states(**LLAMA_8B, ds=ds, world_size=ranks, ranks_per_node=4, gas=1)
+    ds = rendered(name, world_size=8, zero_optimization={"zero_hpz_partition_size": size})
+    with pytest.raises(ConfigError, match=f"zero_hpz_partition_size={size}.*{reason}"):
+        ds_config.check_second_shards(ds, world_size=8, shared_by=shared_by)
+
+
+def test_second_shards_are_a_part_of_all_weights() -> None:
+    ds = rendered("zero3", world_size=8, zero_optimization={"zero_hpz_partition_size": 4})
+    ds_config.check_second_shards(ds, world_size=8, shared_by=1)
+    items = model_states(**LLAMA_8B, ds=ds, world_size=8, ranks_per_node=4, gas=1)
     found = next(item for item in items if item.name == states.SECOND_SHARDS)
     assert (found.place, found.bytes_per_rank) == ("gpu", 2 * LLAMA_8B["num_params"] // 4)
 

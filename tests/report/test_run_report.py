@@ -138,6 +138,22 @@ def test_cpu_run_has_four_pictures_and_says_what_is_absent(tmp_path: Path) -> No
     assert "run r1, step 5," in page.text
 
 
+def test_no_point_lies_on_the_upper_edge_of_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values differ little and the axis begins at 0, matplotlib's own margin is next to nothing."""
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: drawn.append(self))
+    charts([gpu(step) | {"optim/grad_norm": 2.36 - 0.01 * step} for step in range(1, 4)], LIGHT)
+    heights = [
+        max(line.get_ydata()) / axes.get_ylim()[1]
+        for figure in drawn
+        for axes in figure.axes
+        if axes.get_ylim()[0] == 0
+        for line in axes.lines
+        if len(line.get_ydata()) == 3
+    ]
+    assert len(heights) >= 6 and max(heights) < 0.97
+
+
 def test_gpu_with_an_unknown_peak_is_said(tmp_path: Path) -> None:
     known = {"throughput/mfu", "throughput/hfu", "throughput/tflops_per_gpu"}
     run_dir = make(

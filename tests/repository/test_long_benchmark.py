@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import long
 from benchmarks.accuracy_points import portable
+from remat.config.options import ConfigError
 from remat.config.units import MIB
+from remat.training.ledger import MICRO_BATCH
 
 
 def test_the_page_has_the_committed_figures() -> None:
@@ -65,6 +67,33 @@ def test_a_run_that_fails_for_another_reason_ends_a_climb() -> None:
     assert long.next_length([(1024, "ran"), (2048, "failed")]) == 0
     assert long.next_length([(1024, "ran"), (2048, "ran")]) == 4096
     assert long.next_length([(4096, "ran"), (8192, "out of memory")]) == 6144
+
+
+@pytest.mark.parametrize(("status", "ended"), [("failed", "failed"), ("refused", "found")])
+def test_a_climb_tells_why_it_ended_and_takes_a_refused_length_as_too_long(
+    status: str, ended: str, tmp_path: Path
+) -> None:
+    words = ["--climb", "100", "--device", "cpu", "--cap-mib", "9", "--work", str(tmp_path)]
+
+    def run(words: list[str], *_: object) -> dict[str, object]:
+        if tokens_of(words) > 3000:
+            if status == "refused":
+                raise ConfigError("train.seq_len: too long")
+            return {"status": status, "measured_bytes": None}
+        return {"status": "ran", "measured_bytes": 1024}
+
+    rung = long.rungs("cpu", tmp_path)[0]
+    with mock.patch.object(long, "run", run), mock.patch.object(long, "planned_longest", lambda *_: 0):
+        row = long.climb(rung, float("inf"), long.parse_args(words))
+    assert (row["ended"], row["measured_seq_len"]) == (ended, 2048)
+
+
+def test_the_ledger_s_unit_is_read(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    assert long.measured_bytes(ledger) is None
+    for unit, size in (("MiB", MIB), ("GiB", 1024 * MIB)):
+        ledger.write_text(json.dumps({"rows": [{"category": MICRO_BATCH, "measured": 1.5, "unit": unit}]}))
+        assert long.measured_bytes(ledger) == 1.5 * size
 
 
 def test_misses_are_shown() -> None:

@@ -22,7 +22,10 @@ STRATEGIES = {
     "ZeRO-1": ["deepspeed.config=zero1"],
     **cells.STRATEGIES,
 }
-PRECISIONS = {"fp32": ["train.precision=fp32"], "bf16": ["train.precision=bf16"]}
+PRECISIONS = {
+    "fp32": ["train.precision=fp32"],
+    "bf16": ["train.precision=bf16", "train.global_batch_size=8"],  # two micro-batches of each rank in a step
+}
 COLUMNS = {
     f"{strategy}, {precision}, {trained}": [
         *STRATEGIES[strategy],

@@ -53,7 +53,12 @@ RESUMED = {
 QLORA = {
     "qlora_zero0": [*STRATEGIES["zero0"], "peft=qlora"],
     "qlora_zero2": [*STRATEGIES["zero2"], "peft=qlora"],
-    "qlora_zero3": [*STRATEGIES["zero3_nothing_persistent"], "peft=qlora", "save.merge=true"],
+    "qlora_zero3": [
+        *STRATEGIES["zero3_nothing_persistent"],
+        "peft=qlora",
+        "save.merge=true",
+        "save.max_shard_size=20KB",
+    ],
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
 REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "qlora_again", "random_base_again"}

@@ -256,6 +256,11 @@ def test_export_is_the_live_model(
     assert ("model.safetensors.index.json" in report["names"]) != single
     keys = cases.tensors(tmp_path / "own").keys()
     assert ("lm_head.weight" in keys) != tie and "model.embed_tokens.weight" in keys
+    wrote = [rank["wrote"] for rank in ranks]
+    assert sorted(name for files in wrote for name in files) == sorted(report["result"].files)
+    loads = [sum(files.values()) for files in wrote]
+    assert sum(loads) == report["result"].bytes
+    assert abs(loads[0] - loads[1]) <= max(max(files.values(), default=0) for files in wrote)
     sizes = [(tmp_path / "own" / name).stat().st_size for name in report["result"].files]
     assert single or max(sizes) < 20_000 + 2_000  # header
 

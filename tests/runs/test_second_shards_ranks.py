@@ -28,10 +28,15 @@ def launch(workshop: Path, name: str, *more: str, code: int = 0) -> Path:
     return workshop / "out" / name / "run"
 
 
-@pytest.mark.parametrize("config", ["zero3", "zero3_offload"])
-def test_losses_are_those_without_and_the_second_shards_are_as_planned(workshop: Path, config: str) -> None:
-    plain = launch(workshop, f"plain_{config}", f"deepspeed.config={config}")
-    found = launch(workshop, f"second_{config}", f"deepspeed.config={config}", SECOND)
+@pytest.mark.parametrize(
+    ("config", "peft"), [("zero3", "none"), ("zero3_offload", "none"), ("zero3_offload_optimizer", "lora")]
+)
+def test_losses_are_those_without_and_the_second_shards_are_as_planned(
+    workshop: Path, config: str, peft: str
+) -> None:
+    words = [f"deepspeed.config={config}", f"peft={peft}"]
+    plain = launch(workshop, f"plain_{config}", *words)
+    found = launch(workshop, f"second_{config}", *words, SECOND)
     losses = [[row["loss/train"] for row in tiny.rows(run)] for run in (plain, found)]
     assert losses[0] == losses[1]
     rows = {row["category"]: row for row in json.loads((found / "ledger.json").read_text())["rows"]}

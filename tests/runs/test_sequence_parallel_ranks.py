@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,8 @@ from remat.config.options import (
     SelectiveOpsConfig,
     TrainConfig,
 )
+from remat.data.batches import Part, own_part
+from remat.data.blocks import Blocks
 from remat.machine import distributed
 from remat.model import loss
 from remat.model.packing import Packed
@@ -141,6 +144,9 @@ def test_the_proof_says_who_shares(workshop: Path, ranks: Callable[[int], RankPo
     other = found | {"loss_of_the_group": [value * 1.01 for value in found["loss_of_the_group"]]}
     assert [text[:6] for text in proof.compare_shared(other)] == ["rank 0", "rank 1"]
     assert found["gradient_norm_of_one_rank"][0] > 0
+    rows, seq = 4, shared_sequences.LENGTH  # of two micro-batches
+    assert found["tokens_held_by_rank"] == [rows * seq // 2] * 2
+    assert found["tokens_gathered"] == seq  # once
 
 
 def test_the_proof_costs_no_gathers(workshop: Path, ranks: Callable[[int], RankPool]) -> None:
@@ -160,22 +166,22 @@ def test_the_proof_costs_no_gathers(workshop: Path, ranks: Callable[[int], RankP
 
 
 def train_with_a_fault(words: list[str], fault: str) -> str:
-    """Train where a rank's block is not its own, attention gets no mask, or gradients come back twice; what ends it."""
-    own, beside, backward = SequenceParallel._own, SequenceParallel._beside, ulysses._Exchange.backward
+    """Train where a rank's part is not its own, attention gets no mask, or gradients come back twice; what ends it."""
+    take, beside, backward = SequenceParallel.take_own, SequenceParallel._beside, ulysses._Exchange.backward
 
-    def neighbour(self: Any, whole: Any, device: Any = None) -> Any:
-        """Targets of the rank's block, moved by one."""
-        found = own(self, whole, device)
+    def neighbour(self: Any, whole: Any) -> Any:
+        """Targets of the rank's part, moved by one."""
+        found = take(self, whole)
         return found | {"targets": found["targets"].roll(1, 1)}
 
-    def nothing(self: Any, whole: Any, device: Any) -> Any:
-        return {"attention_mask": None} if not self._installed.whole else beside(self, whole, device)
+    def nothing(self: Any, *given: Any) -> Any:
+        return {"attention_mask": None} if not self._installed.whole else beside(self, *given)
 
     def twice(ctx: Any, gradient: Any) -> Any:
         return 2 * backward(ctx, gradient)[0], None
 
     patches = {
-        "targets": mock.patch.object(SequenceParallel, "_own", neighbour),
+        "targets": mock.patch.object(SequenceParallel, "take_own", neighbour),
         "mask": mock.patch.object(SequenceParallel, "_beside", nothing),
         "gradient": mock.patch.object(ulysses._Exchange, "backward", staticmethod(twice)),
     }
@@ -242,13 +248,16 @@ def counted(family: str, name: str, data: str) -> tuple[list[int], int]:
     sequence = SequenceParallel(net, group, PACKED[data], Attention.sdpa)
     decisions = policy.decide_layers(cfg, small_models.SIZES["num_hidden_layers"], zero_stage=0)
     applied = apply.apply(net, decisions, cfg, zero_stage=0)
-    ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 60
-    positions = torch.cat([torch.arange(20), torch.arange(SEQ - 20)]).expand(ROWS, -1)
-    batch = {"input_ids": ids, "labels": ids} | ({"position_ids": positions} if data == "packed" else {})
+    starts = np.zeros((ROWS, SEQ), dtype=bool)
+    starts[:, [0, 20]] = True
+    ids = (np.arange(ROWS * SEQ, dtype=np.int32) % 60).reshape(ROWS, SEQ)
+    blocks = Blocks(ids, starts=np.packbits(starts, axis=1), restarts=np.ones(ROWS, dtype=np.int32))
+    blocks = blocks.documents_apart() if data == "packed" else blocks
+    own = own_part(blocks, np.arange(ROWS), Part(group.rank, group.size))
     watch, token_loss = applied.watch(CPU), loss.TokenLoss(net, LossKind.full)
     waiting = mock.patch.object(ulysses.RankGroup, "exchange", exchange)
     with waiting, applied.micro_batch(), watch:
-        value = token_loss(net, sequence.inputs(batch, CPU))
+        value = token_loss(net, sequence.inputs(own, CPU))
         watch.forward_done()
         value.backward()
         del value

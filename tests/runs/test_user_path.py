@@ -276,7 +276,10 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
     assert [row["step"] for row in tiny.rows(early)] == [1, 2, 3]
     assert json.loads((early / "best.json").read_text())["step"] == 1
     assert [path.name for path in (early / "saved").iterdir()] == ["step-000003"]
-    assert json.loads((workshop / "resume_1.done.json").read_text())["early"]["finished"]
+    returned = json.loads((workshop / "resume_1.done.json").read_text())["early"]
+    assert returned["finished"]
+    for name in ("loss/train", "loss/eval"):  # what a caller in Python gets
+        assert returned["metrics"][name] == tiny.rows(early, name)[-1][name]
     assert "no lower held-out loss in 2 evaluations" in done.out and "at step 1, its model is" in done.out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+def same_tensors(one: Path, other: Path) -> bool:
+    first, second = load_file(one), load_file(other)
+    same = (
+        value.dtype == second[name].dtype and torch.equal(value, second[name]) for name, value in first.items()
+    )
+    return first.keys() == second.keys() and all(same)
+
+
 @pytest.mark.parametrize("max_shard_size", ["3KB", "1GB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_files_equal_save_pretrained(tmp_path: Path, name: str, max_shard_size: str) -> None:
@@ -103,6 +112,78 @@ def test_only_one_shard_is_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = export.export(engine(model("llama-untied")), tmp_path / "out", export.Form("3KB"), tokenizer=None)
     assert max(held) <= 3000 < result.bytes / 5
     assert held[-1] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_that_share_the_files_write_what_one_writes(tmp_path: Path, name: str) -> None:
+    """File for file. A file is of one rank; a layer whose files are of several ranks is converted on each of them."""
+    net, ranks = model(name), 3
+    export.export(engine(net), tmp_path / "one", export.Form("3KB"), tokenizer=None)
+    plan = hf_files.plan(type(net), net.config, torch.float32, "3KB", getattr(net, "_weight_conversions", None))
+    shared, kept, names = tmp_path / "shared", list[int](), list[str]()
+    shared.mkdir()
+    for rank in range(ranks):
+        files, read = plan.files_of(rank, ranks), list[bool]()
+
+        def reader(name: str, keep: bool, read: list[bool] = read) -> torch.Tensor | None:
+            read.append(keep)
+            return net.state_dict()[name] if keep else None
+
+        assert export._write_files(hf_files.Shards(shared, plan, files), reader) is None
+        assert sorted(path.name for path in shared.iterdir()) == sorted([*names, *files])
+        names += files
+        kept.append(sum(read))
+    assert sorted(names) == sorted(plan.split.filename_to_tensors) and min(kept) > 0
+    if max(len(unit) for unit in plan.units) == 1:
+        assert sum(kept) == len(plan.units)  # each weight is copied on one rank alone
+    for file in names:
+        assert same_tensors(shared / file, tmp_path / "one" / file), file
+
+
+def test_files_are_dealt_by_their_bytes(tmp_path: Path) -> None:
+    net = model("llama-untied")
+    plan = hf_files.plan(type(net), net.config, torch.float32, "3KB", None)
+    numels = {
+        file: sum(plan.shapes[n].numel() for n in names)
+        for file, names in plan.split.filename_to_tensors.items()
+    }
+    for writers in (1, 2, 3, 40):
+        dealt = [plan.files_of(rank, writers) for rank in range(writers)]
+        assert sorted(file for files in dealt for file in files) == sorted(numels)
+        loads = [sum(numels[file] for file in files) for files in dealt]
+        assert max(loads) - min(loads) <= max(numels.values())
+
+
+def test_a_file_is_written_while_the_next_weights_of_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next file of the same rank waits, so that a rank holds one file."""
+    net = model("llama-untied")
+    plan = hf_files.plan(type(net), net.config, torch.float32, "3KB", None)
+    go, told, original = threading.Event(), list[str](), hf_files.save_file
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path, **settings: Any) -> None:
+        assert go.wait(timeout=60)
+        told.append(f"wrote {path.name}")
+        original(tensors, path, **settings)
+
+    def reader(name: str, keep: bool) -> torch.Tensor | None:
+        told.append(f"{'kept' if keep else 'read'} {name}")
+        if told.count(told[-1]) == 1 and not keep and len(told) > 1:
+            go.set()  # of another rank, while this one's first file waits to be written
+        return net.state_dict()[name] if keep else None
+
+    monkeypatch.setattr(hf_files, "save_file", slow)
+    shards = hf_files.Shards(tmp_path, plan, plan.files_of(0, 2))
+    assert export._write_files(shards, reader) is None
+    first = next(index for index, text in enumerate(told) if text.startswith("wrote"))
+    assert any(text.startswith("read") for text in told[:first])
+    held = 0
+    for text in told:
+        held += text.startswith("kept")
+        if text.startswith("wrote"):
+            held -= len(plan.split.filename_to_tensors[text.split()[1]])
+            assert held == 0  # nothing of the next file was kept before this one was written
 
 
 def test_dtype_and_tokenizer_and_generation_settings(tmp_path: Path) -> None:
@@ -156,18 +237,19 @@ def test_a_model_unlike_its_config_is_refused(tmp_path: Path) -> None:
 def test_what_was_written_is_checked(tmp_path: Path) -> None:
     net = model("llama-untied")
     plan = hf_files.plan(type(net), net.config, torch.float32, "1GB", None)
-    shards = hf_files.Shards(tmp_path, plan)
+    shards = hf_files.Shards(tmp_path, plan, plan.files_of(0, 1))
     for unit in plan.units:
         shards.add({name: net.state_dict()[name] for name in unit})
-    shards.finish()
+    shards.close()
+    shards.check()
     whole = load_file(tmp_path / "model.safetensors")
     save_file(whole | {"model.norm.weight": torch.empty(0)}, tmp_path / "model.safetensors")
     with pytest.raises(SaveError, match=r"model.norm.weight was written as \(0,\), expected \(16,\)"):
-        shards.finish()
+        shards.check()
     del whole["lm_head.weight"]
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(SaveError, match=r"lm_head.weight was written as None, expected \(31, 16\)"):
-        shards.finish()
+        shards.check()
 
 
 def test_a_bad_shard_size_is_named(tmp_path: Path) -> None:

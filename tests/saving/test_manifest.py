@@ -153,6 +153,19 @@ def test_bytes_are_told_while_they_are_read(tmp_path: Path) -> None:
     assert sum(told) == 256 * 40 + 12 + 20 * 1024**2 and max(told) == 8 * 1024**2
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_ranks_share_the_check_and_read_each_byte_once(tmp_path: Path, parts: int) -> None:
+    """Whatever the number of ranks that wrote the state."""
+    info = make(tmp_path)
+    reads = []
+    for part in range(parts):
+        told: list[int] = []
+        assert manifest.verify(tmp_path, part=part, parts=parts, hashed=told.append) == []
+        reads.append(sum(told))
+    assert sum(reads) == info.size_bytes
+    assert max(reads) <= info.size_bytes / parts + max(entry.size_bytes for entry in info.files.values())
+
+
 @pytest.mark.parametrize("damaged", [0, 1000, 2999])
 def test_pieces_of_a_large_file_are_hashed_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -117,6 +118,30 @@ def test_a_merged_model_answers_as_the_adapted_one(kind: str, tmp_path: Path) ->
     assert state.keys() == other.keys() and all(
         torch.equal(value, other[name]) for name, value in state.items()
     )
+
+
+@pytest.mark.parametrize("kind", ["lora", "mixture", "tied, the embedding trained"])
+def test_ranks_that_share_the_files_write_what_one_writes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, more = KINDS[kind]
+    net = adapted(
+        base_at(tmp_path / "base", fields), PeftConfig(**({"method": PeftMethod.lora, "r": 4} | more))
+    )
+    one = merge.export_merged(engine(net), tmp_path / "one", export.Form("100KB"), tokenizer=None)
+    given: list[Any] = []
+    monkeypatch.setattr(export, "write", lambda *parts, writers: given.extend(parts))
+    merge.export_merged(engine(net), tmp_path / "shared", export.Form("100KB"), tokenizer=None)
+    plan, read, shared = given[0], given[1], tmp_path / "shared"
+    shared.mkdir()
+    for rank in range(3):
+        files = plan.files_of(rank, 3)
+        assert files and export._write_files(hf_files.Shards(shared, plan, files), read) is None
+    assert sorted(path.name for path in shared.iterdir()) == sorted(one.files)
+    for name in one.files:
+        first, second = load_file(one.path / name), load_file(shared / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 def test_other_precisions_are_merged_in_fp32_and_then_cast(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, *words: st
 
 def test_a_resume_says_that_it_cuts_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = point(tmp_path, monkeypatch, 10**9)
-    assert told.startswith("cutting step-000004 of 2 ranks for 1 (")
+    assert told.startswith("resharding step-000004 of 2 ranks for 1 (")
     assert "not bit for bit" in told
 
 

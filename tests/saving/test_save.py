@@ -431,7 +431,7 @@ def test_random_states_survive_a_weights_only_file(tmp_path: Path) -> None:
 def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog's deadline is for standing still: a round in which something was read counts, another does not."""
     save(tmp_path, 1)
-    rounds, marks = [100, 100, 0, 0, 100], list[int]()
+    rounds, marks = [100, 100, 0, 0, 100], list[tuple[int, int]]()
     begin: queue.Queue[int] = queue.Queue()
     end: queue.Queue[None] = queue.Queue()
 
@@ -455,8 +455,8 @@ def test_a_state_that_is_read_for_long_makes_progress(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(manifest, "verify", verify)
     monkeypatch.setattr(load, "wait", wait)
-    assert load.find_newest(tmp_path, lambda: marks.append(number)).state is not None
-    assert marks == [1, 2, 5]
+    found = load.find_newest(tmp_path, lambda done, total: marks.append((number, done))).state
+    assert found is not None and marks == [(0, 0), (1, 100), (2, 200), (5, 300)]
 
 
 def test_one_that_cannot_verify_says_so_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,11 @@ def main(spec_path: Path) -> None:
         parts = build.build(composed.run, composed.yaml, composed.words)
         outcome = loop.train(parts)
         parts.engine.destroy()
-        done[name] = {"folder": str(parts.folder), "finished": outcome.finished}
+        done[name] = {
+            "folder": str(parts.folder),
+            "finished": outcome.finished,
+            "metrics": dict(outcome.metrics),
+        }
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -374,17 +376,34 @@ def export_case(
     target = engine(stage, nvme=nvme and nvme / "target", **settings)
     train(target, 0, 2)
     masters = _masters(target)
-    result = export.export(target, folder / "own", export.Form(max_shard_size), tokenizer=None)
+    with _watch_files() as wrote:
+        result = export.export(target, folder / "own", export.Form(max_shard_size), tokenizer=None)
     in_fp32 = export.export(target, folder / "fp32", export.Form(max_shard_size, torch.float32), tokenizer=None)
     reloaded = _reload(target, folder, max_shard_size)
     live = logits(target)
     train(target, 2, 3)
     report: dict[str, Any] = {"same_training": digest(target) == digest(control), "result": result}
-    report |= {"reloaded": reloaded}
+    report |= {"reloaded": reloaded, "wrote": wrote}
     if dist.get_rank() == 0:
         report |= _compare(folder, live, masters)
         report["fp32_files"] = in_fp32.files
     return report
+
+
+@contextlib.contextmanager
+def _watch_files() -> Iterator[dict[str, int]]:
+    """Yield the bytes of weights that this rank writes, by file."""
+    original, wrote = hf_files.save_file, dict[str, int]()
+
+    def watched(values: dict[str, torch.Tensor], path: Path, **settings: Any) -> None:
+        wrote[path.name] = sum(value.nbytes for value in values.values())
+        original(values, path, **settings)
+
+    hf_files.save_file = watched
+    try:
+        yield wrote
+    finally:
+        hf_files.save_file = original
 
 
 def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from remat.config import compose
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, DataFormat
 from remat.model import optimizer
 from remat.training import build, same_launch
 from tests.data.test_batches import make_blocks, stream
@@ -64,6 +65,7 @@ def test_the_data_goes_on_with_the_sample_after_the_last_one() -> None:
     assert not set(before.sample_ids.tolist()) & set(after.sample_ids.tolist())
 
 
+BLOCKS = 80  # of the data
 OLD = ["recipe=tiny_zero3_offload", "train.steps=40", "optim.warmup_steps=0", "optim.lr=3e-4"]
 
 
@@ -73,7 +75,9 @@ def changed(tmp_path: Path, *words: str, old: Sequence[str] = OLD) -> list[str]:
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text(compose.compose_run(list(old)).yaml)
     state: Any = SimpleNamespace(path=run / "saved" / "step-000030", step=30)
-    return same_launch.describe_changes(state, compose.compose_run([*old, *words]).run)
+    asked = compose.compose_run([*old, *words]).run
+    found = replace(asked, data=replace(asked.data, format=DataFormat.alpaca))
+    return same_launch.describe_changes(state, asked, build.with_steps(found, BLOCKS), BLOCKS)
 
 
 def test_a_longer_schedule_is_told_with_the_learning_rates_before_and_after(tmp_path: Path) -> None:
@@ -83,6 +87,19 @@ def test_a_longer_schedule_is_told_with_the_learning_rates_before_and_after(tmp_
     assert after > 1.5 * before
     assert lines == [
         "changed: train.steps: 40 -> 60",
+        f"lr at step 31: {before:.3g} -> {after:.3g} (optim.schedule=cosine spans train.steps=60)",
+    ]
+
+
+def test_more_epochs_are_told_and_what_was_found_out_is_no_change(tmp_path: Path) -> None:
+    """The record has neither the steps that follow from epochs nor the format that was found in the data."""
+    epochs = ["train.epochs=2", "train.global_batch_size=4", "optim.warmup_steps=null"]
+    old = [OLD[0], *epochs, "data=files", "data.path=x"]
+    assert changed(tmp_path, old=old) == []
+    cfg = compose.compose_run(old).run
+    before, after = (optimizer.lr_at(30, cfg.optim, steps) for steps in (40, 60))
+    assert changed(tmp_path, "train.epochs=3", old=old) == [
+        "changed: train.epochs: 2 -> 3",
         f"lr at step 31: {before:.3g} -> {after:.3g} (optim.schedule=cosine spans train.steps=60)",
     ]
 
@@ -99,7 +116,8 @@ def test_each_change_is_told_once_and_nothing_without_one(tmp_path: Path) -> Non
 
 def test_a_run_without_a_readable_configuration_has_nothing_to_compare(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(path=tmp_path / "run" / "saved" / "step-000030", step=30)
-    assert same_launch.describe_changes(state, compose.compose_run(list(OLD)).run) == []
+    cfg = compose.compose_run(list(OLD)).run
+    assert same_launch.describe_changes(state, cfg, cfg, BLOCKS) == []
 
 
 def test_a_folder_that_a_launch_left_before_its_first_state_is_started_in_again(tmp_path: Path) -> None:

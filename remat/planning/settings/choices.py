@@ -65,7 +65,7 @@ def same_training(
 
     Micro-batches come smallest first, policies with the least recomputation first.
     """
-    values = (_losses(cfg), _micro_batches(cfg), _strategies(cfg), _policies(args, cfg, policies))
+    values = (_losses(cfg), _micro_batches(cfg), strategies(cfg), _policies(args, cfg, policies))
     return dict(zip(AXES, values, strict=True))
 
 
@@ -182,16 +182,41 @@ def _micro_batches(cfg: RunConfig) -> list[Option | None]:
     ]
 
 
-def _strategies(cfg: RunConfig) -> list[Option | None]:
-    names = sorted(path.stem for path in compose.DS_CONFIG_DIR.glob("*.json"))
-    others = [name for name in names if name != cfg.deepspeed.config]
-    return [
-        None,
-        *(
-            Option("deepspeed.config", (f"deepspeed.config={name}",), _Put(deepspeed__config=name))
-            for name in others
-        ),
-    ]
+def strategies(cfg: RunConfig) -> list[Option | None]:
+    """Return the files of ds_configs/, and on several nodes those of ZeRO-3 with a second copy in each node."""
+    names = sorted({path.stem for path in compose.DS_CONFIG_DIR.glob("*.json")} | {cfg.deepspeed.config})
+    now = ds_config.second_shard_ranks(_raw(cfg, cfg.deepspeed.config))
+    present = (cfg.deepspeed.config, now)
+    pairs = [(name, size) for name in names for size in _second_shards(cfg, name, now)]
+    return [None, *(_strategy(cfg, *pair, present) for pair in pairs if pair != present)]
+
+
+def _raw(cfg: RunConfig, name: str) -> dict[str, Any]:
+    return ds_config.merge(ds_config.load(name, compose.DS_CONFIG_DIR), cfg.deepspeed.overrides)
+
+
+def _second_shards(cfg: RunConfig, name: str, now: int) -> tuple[int, ...]:
+    """Return how many ranks may share a second copy of the weights with the strategy `name`; 1: there is none."""
+    machine = cfg.hardware
+    if machine.num_nodes == 1 or cfg.train.tensor_parallel_size > 1:
+        return (now,)
+    raw = _raw(cfg, name)
+    if ds_config.zero_stage(raw) < 3 or ds_config.param_offload_device(raw) == "nvme":
+        return (1,)
+    return tuple(sorted({1, machine.gpus_per_node or 1}))
+
+
+def _strategy(cfg: RunConfig, name: str, size: int, present: tuple[str, int]) -> Option:
+    """Return the change to the strategy `name`, and to `size` ranks that share a second copy of the weights."""
+    words, overrides = [], cfg.deepspeed.overrides
+    if name != present[0]:
+        words.append(f"deepspeed.config={name}")
+    if size != present[1]:
+        value = size if size > 1 else None  # below ZeRO-3 nothing reads it
+        words.append(f"{ZERO}.{ds_config.SECOND_SHARDS}={size if size > 1 else 'null'}")
+        overrides = _merged(overrides, {"zero_optimization": {ds_config.SECOND_SHARDS: value}})
+    changed = replace(cfg.deepspeed, config=name, overrides=overrides)
+    return Option("deepspeed.config", tuple(words), _Put(deepspeed=changed))
 
 
 def zero_sizes() -> list[Option]:

@@ -42,6 +42,7 @@ NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are t
 SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
 NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
 TRIED_FOR_CLOSEST = 3
+FASTER = 0.03  # of a step's time: a run that fits is not told of less
 ADVICE_S = 20.0  # seconds of a core that advice may take: no other load of the machine changes what it says
 REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # of that time, until which each part of it looks
 Candidate = tuple[Option, ...]
@@ -261,7 +262,7 @@ class Search:
         taken: set[tuple[str, ...]] = set()
         counted = 0
         for candidate in candidates:
-            kind = tuple(o.words[0] for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
+            kind = tuple(_kind(o) for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
             policy = next((o for o in candidate if o.axis == "checkpointing"), None)
             moves = self._moves(policy)
             if moves or budget.CHOICE in kind:  # one is enough: they take longest to plan
@@ -290,9 +291,7 @@ class Search:
     def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         estimate = self._estimates[candidate]
         assert estimate is not None
-        unknown, seconds = _time_of(estimate)
-        steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
-        return (unknown, steps, len(candidate), seconds, needed_bytes(estimate, GPU_MEMORY))
+        return rank(estimate, len(candidate))
 
     def _estimate(self, candidate: Candidate) -> Planned | None:
         """Return the estimate of a candidate; None if it is refused."""
@@ -347,12 +346,24 @@ def _policy_of(option: Option | None) -> str | None:
     return option.words[0].partition("=")[2] if option else None
 
 
+def _kind(option: Option) -> str:
+    """Return what tells strategies and policies apart: all words of a strategy, of a policy its name."""
+    return " ".join(option.words) if option.axis == "deepspeed.config" else option.words[0]
+
+
 def _changes(*options: Option | None) -> Candidate:
     return tuple(option for option in options if option is not None)
 
 
 def _time_of(planned: Planned) -> tuple[bool, float]:
     return bool(planned.time.unknown), planned.time.total_s
+
+
+def rank(estimate: Planned, changes: int) -> tuple[float, ...]:
+    """Return the sort key of an estimate: the fastest first, of those with the same time that with fewer changes."""
+    unknown, seconds = _time_of(estimate)
+    steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
+    return (unknown, steps, changes, seconds, needed_bytes(estimate, GPU_MEMORY))
 
 
 def _words(candidate: Candidate) -> list[str]:
@@ -377,10 +388,11 @@ def _shares(planned: Planned) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes to a run that does not fit.
+    """Changes to a run: to one that fits those that are faster, to another those that make it fit.
 
-    All `changes` fit. If none of them keeps the machine, `closest` is the setting that lacks least on it. `remedies`
-    says of each well-known remedy what it gives. `stopped`: the time was up before all settings were looked at.
+    All `changes` fit. Of a run that does not fit, `closest` is the setting that lacks least on its machine, if none of
+    them keeps it, and `remedies` says of each well-known remedy what it gives. `stopped`: the time was up before all
+    settings were looked at.
     """
 
     changes: list[Setting]
@@ -398,18 +410,21 @@ def advise(
     progress: Callable[[int, int], None] = lambda done, total: None,
     limit_s: float = math.inf,
 ) -> Advice:
-    """Return advice for the run of `args`, whose plan is `planned`; empty when that fits.
+    """Return advice for the run of `args`, whose plan is `planned`.
 
     After `limit_s` seconds of a core nothing more is begun.
 
-    The changes come in this order: up to `limit` that leave alone what is trained, the fastest first; where there are
+    To a run that fits the changes are up to `limit` settings that train the same in less time. To another they come in
+    this order: up to `limit` that leave alone what is trained, the fastest first; where there are
     none, smaller states of the optimizer, which train the same weights on another trajectory; then the smallest change
     of the sequence length and of the adapters that would do, with what else it needs; then the smallest machine of
     conf/hardware that holds the run unchanged.
     """
-    if planned.plan.fits:
-        return Advice([], None)
     began, known = time.process_time(), recordings or Recordings()
+    if planned.plan.fits:
+        search = Search(args, planned.cfg, known, progress)
+        search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
+        return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
     told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s)
     search = Search(args, planned.cfg, known, progress)
     search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
@@ -423,6 +438,14 @@ def advise(
     closest = None if changes else search.closest() or Setting([], planned)
     moved = _machine(args, planned, search)
     return Advice([*changes, *moved], closest, told, search.stopped)
+
+
+def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
+    """Return settings that are faster than `planned`; none where step times are not known."""
+    if why_not(planned.cfg) or planned.time.unknown:
+        return []
+    most_s = (1 - FASTER) * planned.time.total_s
+    return [found for found in search.fastest(limit) if found.cost < (False, most_s, 0)]
 
 
 def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:

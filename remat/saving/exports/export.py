@@ -2,9 +2,9 @@
 
 A model trained through adapters is written as an adapter folder, which peft loads on the base model.
 
-Weights are streamed: one parameter is gathered at a time, and rank 0 holds one shard. It is one decoder layer at a
-time where transformers keeps weights fused in the model and separate in the files, as in mixtures of experts. The
-folder appears complete or not at all.
+Weights are streamed: one parameter is gathered at a time, on all ranks, and each rank writes its share of the files and
+holds one of them. It is one decoder layer at a time where transformers keeps weights fused in the model and separate in
+the files, as in mixtures of experts. The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
 README = "README.md"
+Read = Callable[
+    [str, bool], torch.Tensor | None
+]  # weight by name, None where the rank does not keep it; collective
 DTYPES = {
     str(Precision.fp32): torch.float32,
     str(Precision.bf16): torch.bfloat16,
@@ -81,7 +85,7 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
         return _write_extras(target, tokenizer, None, form.readme)
 
     with gathering(engine.optimizer):
-        return write(plan, engine_reader(engine, dtype), folder, describe)
+        return write(plan, engine_reader(engine, dtype), folder, describe, writers=count_writers(engine))
 
 
 @contextlib.contextmanager
@@ -156,7 +160,7 @@ def export_saved_state(
         copy_extras(described, target, but=["config.json", *(["generation_config.json"] if adapted else [])])
         _write_extras(target, None, None, form.readme)
 
-    return write(plan, read, folder, describe)
+    return write(plan, lambda name, keep: read(name), folder, describe)
 
 
 def refuse_code(state_dir: Path) -> None:
@@ -237,32 +241,37 @@ def _check_same_weights(engine: Any, plan: hf_files.Plan) -> None:
             raise SaveError(f"export: config.json ties {name} to {kept}, but the trained model holds both")
 
 
-def engine_reader(engine: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor | None]:
-    """Return a collective function from name to value: in `dtype` on the CPU of rank 0, None on other ranks."""
+def count_writers(engine: Any) -> int:
+    """Return how many ranks write files: all that gather each weight anyway; with stages rank 0 alone."""
+    return manifest.place()[1] if shares.stage_count(engine) == 1 else 1
+
+
+def engine_reader(engine: Any, dtype: torch.dtype) -> Read:
+    """Return a collective function that reads a weight: in `dtype` on the CPU of the ranks that keep it."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    module, is_main = engine.module, shares.keeps_whole(engine)
+    module = engine.module
     held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     masters = _unpartitioned_masters(engine)
 
-    def copy_out(name: str, value: torch.Tensor) -> torch.Tensor | None:
+    def copy_out(name: str, value: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
         value = shares.gather(held[name], value)
         wanted = dtype if value.is_floating_point() else value.dtype
-        return value.detach().to("cpu", wanted, copy=True).contiguous() if is_main else None
+        return value.detach().to("cpu", wanted, copy=True).contiguous() if keep else None
 
-    def read(name: str) -> torch.Tensor | None:
+    def read(name: str, keep: bool) -> torch.Tensor | None:
         value = held[name]
         owner = module.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and adapters.is_quantised(owner):
             with deepspeed.zero.GatheredParameters([value]):  # does nothing where it is no shard
-                return copy_out(name, adapters.dequantise(owner))
+                return copy_out(name, adapters.dequantise(owner), keep=keep)
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
             if master is not None:
-                return copy_out(name, master)
+                return copy_out(name, master, keep=keep)
         with deepspeed.zero.GatheredParameters([value]):
-            return copy_out(name, value.data)
+            return copy_out(name, value.data, keep=keep)
 
     return read if shares.stage_count(engine) == 1 else shares.read_over_stages(engine, read, held, dtype)
 
@@ -303,27 +312,23 @@ def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype)
 
 def write(
     plan: hf_files.Plan,
-    read: Callable[[str], torch.Tensor | None],
+    read: Read,
     folder: Path,
     describe: Callable[[Path], None],
+    *,
+    writers: int = 1,
 ) -> ExportResult:
-    """Read every unit on all ranks, write on rank 0, check what was written, rename. Errors raise on every rank."""
-    started = time.monotonic()
-    folder = folder.absolute()
-    tmp, what = folder.with_name(manifest.TMP + folder.name), f"exporting to {folder}"
-    manifest.on_main(lambda: _prepare(folder, tmp), what)
-    shards, error = hf_files.Shards(tmp, plan), None
+    """Read every unit on all ranks, write each file on one of the first `writers`, check them, rename.
+
+    Errors raise on every rank.
+    """
+    started, folder = time.monotonic(), folder.absolute()
+    what = f"exporting to {folder}"
+    tmp = manifest.on_main(lambda: _prepare(folder), what)
+    shards = hf_files.Shards(tmp, plan, plan.files_of(manifest.place()[0], writers))
     try:
-        for unit in plan.units:
-            values = {name: read(name) for name in unit}
-            if manifest.place()[0] != 0 or error is not None:
-                continue  # go on after an error: the other ranks still gather
-            try:
-                shards.add({name: value for name, value in values.items() if value is not None})
-            except Exception as caught:
-                error = caught
-        manifest.agree(error, what)
-        manifest.on_main(lambda: _finish(shards, tmp, folder, describe), what)
+        manifest.agree(_write_files(shards, read), what)
+        manifest.on_main(lambda: _finish(plan, tmp, folder, describe), what)
     except SaveError:
         if manifest.place()[0] == 0:
             manifest.remove(tmp)
@@ -337,16 +342,44 @@ def write(
     )
 
 
-def _prepare(folder: Path, tmp: Path) -> None:
+def _write_files(shards: hf_files.Shards, read: Read) -> Exception | None:
+    """Read every unit, write this rank's files; return an error, after which others still need it to gather."""
+    error: Exception | None = None
+    for unit, written in zip(shards.plan.units, shards.plan.written, strict=True):
+        keep = False
+        try:
+            keep = error is None and shards.takes(written)
+        except Exception as caught:
+            error = caught
+        values = {name: read(name, keep) for name in unit}
+        try:
+            if keep:
+                shards.add({name: value for name, value in values.items() if value is not None})
+        except Exception as caught:
+            error = caught
+    try:
+        shards.close()
+        if error is None:
+            shards.check()
+    except Exception as caught:
+        error = error or caught
+    return error
+
+
+def _prepare(folder: Path) -> Path:
+    """Return a new folder beside `folder`. Its name is new too: a network file system may still know an older one."""
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not hf_files.written_here(folder):
         raise ConfigError(f"{folder} exists and is not a former export: choose another folder")
-    manifest.remove(tmp)
+    for left in folder.parent.glob(f"{manifest.TMP}{folder.name}-*"):
+        manifest.remove(left)
+    tmp = folder.with_name(f"{manifest.TMP}{folder.name}-{uuid.uuid4().hex[:8]}")
     tmp.mkdir(parents=True)
+    return tmp
 
 
-def _finish(shards: hf_files.Shards, tmp: Path, folder: Path, describe: Callable[[Path], None]) -> None:
-    shards.finish()
+def _finish(plan: hf_files.Plan, tmp: Path, folder: Path, describe: Callable[[Path], None]) -> None:
+    hf_files.write_index(tmp, plan)
     describe(tmp)
     for name in manifest.files_in(tmp):
         manifest.sync(tmp / name)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Plan:
 
     skeleton: Any  # the plain model, without storage
     units: list[list[str]]  # names that are read together; each unit is converted alone
+    written: list[list[str]]  # names in the files that each unit becomes
     tied: dict[str, str]  # names left out -> the name that is written for them
     shapes: dict[str, torch.Size]  # of every name in the files
     split: StateDictSplit
@@ -48,6 +50,15 @@ class Plan:
     @property
     def num_params(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
+
+    def files_of(self, rank: int, writers: int) -> list[str]:
+        """Return the files that `rank` writes: each goes, in order, to the rank with the fewest weights so far."""
+        given, mine = [0] * writers, []
+        for file, names in self.split.filename_to_tensors.items():
+            writer = given.index(min(given))
+            given[writer] += sum(self.shapes[name].numel() for name in names)
+            mine += [file] if writer == rank else []
+        return mine
 
 
 def plan(
@@ -78,8 +89,11 @@ def plan(
     whole = revert_weight_conversion(skeleton, dict(kept))
     units = [[name] for name in kept] if set(whole) == set(kept) else _layers(list(kept))
     files: dict[str, torch.Tensor] = {}
+    written: list[list[str]] = []
     for unit in units:
-        for name, value in revert_weight_conversion(skeleton, {name: kept[name] for name in unit}).items():
+        found = revert_weight_conversion(skeleton, {name: kept[name] for name in unit})
+        written.append(list(found))
+        for name, value in found.items():
             files[name] = torch.empty_like(value)  # else a slice of a fused weight would count as the whole
     shapes = {name: value.shape for name, value in files.items()}
     if shapes != {name: value.shape for name, value in whole.items()}:
@@ -92,7 +106,9 @@ def plan(
         )
     except ValueError as error:
         raise ConfigError(f"save.max_shard_size={max_shard_size}: {error}; write for example 5GB") from error
-    return Plan(skeleton, units, tied, shapes, split, lambda unit: revert_weight_conversion(skeleton, unit))
+    return Plan(
+        skeleton, units, written, tied, shapes, split, lambda unit: revert_weight_conversion(skeleton, unit)
+    )
 
 
 def _layers(names: list[str]) -> list[list[str]]:
@@ -120,37 +136,59 @@ def written_here(folder: Path) -> bool:
     return False
 
 
-@dataclass
 class Shards:
-    """Rank 0's open shards. Each is written and freed as soon as its last tensor arrives."""
+    """The files that one rank writes: one is filled, or written by a thread while other ranks fill theirs."""
 
-    folder: Path
-    plan: Plan
-    open: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    def __init__(self, folder: Path, plan: Plan, files: Collection[str]) -> None:
+        self.folder, self.plan, self.files = folder, plan, files
+        self.open: dict[str, dict[str, torch.Tensor]] = {}
+        self._pool = ThreadPoolExecutor(1, "remat-export")
+        self._writing: Future[None] | None = None
+
+    def takes(self, written: Sequence[str]) -> bool:
+        """Return whether any of the weights `written` is for these files, once the file before is on disk.
+
+        Raises what writing it raised.
+        """
+        takes = any(self.plan.split.tensor_to_filename[name] in self.files for name in written)
+        if takes:
+            self._wait()
+        return takes
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
-        """Add the weights of one unit, under the module's names; write the shards that they complete."""
+        """Add the weights of one unit, under the module's names; begin to write the files that they complete."""
         tensors = self.plan.convert(values)
         for name, tensor in tensors.items():
+            file = self.plan.split.tensor_to_filename[name]
+            if file not in self.files:
+                continue
             if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
-            file = self.plan.split.tensor_to_filename[name]
             shard = self.open.setdefault(file, {})
             shard[name] = tensor
             if len(shard) == len(self.plan.split.filename_to_tensors[file]):
-                save_file(self.open.pop(file), self.folder / file, metadata=METADATA)
-                manifest.sync(self.folder / file)
+                self._wait()
+                self._writing = self._pool.submit(_write_file, self.folder / file, self.open.pop(file))
 
-    def finish(self) -> None:
-        """Write the index, then read the headers back. Raises SaveError unless names and shapes are as planned."""
-        split = self.plan.split
-        if split.is_sharded:
-            metadata = {"total_parameters": self.plan.num_params, **split.metadata}
-            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        expected = {name: tuple(shape) for name, shape in self.plan.shapes.items()}
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the last file, let go of what is open. Raises what writing it raised."""
+        self._pool.shutdown()
+        self.open.clear()
+        self._wait()
+
+    def check(self) -> None:
+        """Read the headers of these files back. Raises SaveError unless names and shapes are as planned."""
+        expected: dict[str, tuple[int, ...]] = {}
         found: dict[str, tuple[int, ...]] = {}
-        for file in split.filename_to_tensors:
+        for file in self.files:
+            expected |= {
+                name: tuple(self.plan.shapes[name]) for name in self.plan.split.filename_to_tensors[file]
+            }
             with safe_open(self.folder / file, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (safe_open is no mapping)
                     found[name] = tuple(reader.get_slice(name).get_shape())
@@ -159,6 +197,24 @@ class Shards:
             raise SaveError(
                 f"{wrong[0]} was written as {found.get(wrong[0])}, expected {expected.get(wrong[0])}"
             )
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path, metadata=METADATA)
+    manifest.sync(path)
+
+
+def write_index(folder: Path, plan: Plan) -> None:
+    """Write which weight is in which file, where there are several. Raises SaveError when one is not there."""
+    split = plan.split
+    if unseen := [file for file in split.filename_to_tensors if not (folder / file).exists()]:
+        raise SaveError(
+            f"{folder / unseen[0]} (and {len(unseen) - 1} more), written by another rank, is not there"
+        )
+    if split.is_sharded:
+        metadata = {"total_parameters": plan.num_params, **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 if TYPE_CHECKING:
@@ -195,7 +251,7 @@ def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
         max_shard_size=1 + sum(value.nbytes for value in files.values()),
     )
     shapes = {name: value.shape for name, value in files.items()}
-    return Plan(model, [list(trained)], {}, shapes, split, convert=keys)
+    return Plan(model, [list(trained)], [list(files)], {}, shapes, split, convert=keys)
 
 
 def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftModel:

@@ -22,14 +22,13 @@ from remat.machine.host_memory import host_memory
 from remat.model import adapters, hf_model, layers
 from remat.saving import manifest
 from remat.saving.exports import export, hf_files
-from remat.saving.exports.export import ExportResult, Form
+from remat.saving.exports.export import ExportResult, Form, Read
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 FOLDER = "merged"  # in the run directory
 PREFIX = "base_model.model."  # what peft puts before the names of the base
-Read = Callable[[str], torch.Tensor | None]
 
 
 class NoRoom(RuntimeError):
@@ -50,7 +49,7 @@ def export_merged(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> E
         export.describe_plain(target, base, plan, tokenizer, form)
 
     with export.gathering(engine.optimizer):
-        return export.write(plan, merged, folder, describe)
+        return export.write(plan, merged, folder, describe, writers=export.count_writers(engine))
 
 
 def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: RunConfig) -> ExportResult:
@@ -83,7 +82,7 @@ def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: Ru
     )
     plain = dict(base.named_parameters(remove_duplicate=False)) | dict(base.named_buffers())
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str, _keep: bool) -> torch.Tensor:
         if (value := trained(name)) is not None:
             return value
         own = name.removeprefix(PREFIX).replace(".base_layer.", ".")
@@ -136,7 +135,7 @@ def _merge(
 ) -> tuple[hf_files.Plan, Read]:
     """Return the plan of the plain model, and a function that reads a weight of it, merged and in `dtype`.
 
-    `read` returns a weight of the adapted model by its name there; None on other ranks than 0.
+    `read` returns a weight of the adapted model by its name there.
     """
     base: Any = skeleton.get_base_model()
     config = hf_files.inference_config(base.config)
@@ -147,11 +146,13 @@ def _merge(
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         plan = hf_files.plan(type(base), config, dtype, max_shard_size, conversions)
 
-    def merged(name: str) -> torch.Tensor | None:
+    def merged(name: str, keep: bool) -> torch.Tensor | None:
         found, module = _locate(base, name)
-        value = (
-            read(found) if module is None else _merge_layer(module, found.rpartition("base_layer.")[0], read)
-        )
+        if module is None:
+            value = read(found, keep)
+        else:
+            path = found.rpartition("base_layer.")[0]
+            value = _merge_layer(module, path, lambda inner: read(inner, keep))
         return value.to(dtype) if value is not None and value.is_floating_point() else value
 
     return plan, merged
@@ -174,8 +175,8 @@ def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
     return f"{found}base_layer.{leaf}", module if leaf == "weight" else None
 
 
-def _merge_layer(module: Any, path: str, read: Read) -> torch.Tensor | None:
-    """Return the merged weight of a layer at `path`, in fp32. `module` has no storage and keeps none."""
+def _merge_layer(module: Any, path: str, read: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the merged weight of a layer at `path`, in fp32, None where `read` keeps none. `module` has no storage."""
     values = {name: read(f"{path}{name}") for name, _ in module.named_parameters()}
     known = {name: value.float() for name, value in values.items() if value is not None}
     if len(known) < len(values):
