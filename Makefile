@@ -20,10 +20,8 @@ setup: $(STAMP) ## make the environment: venv, pinned dependencies, DeepSpeed's 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"remat needs Python 3.11 or newer (transformers 5.23 does), this is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11" if v < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "== torch"
-	@$(BIN)/pip install $(PIP) "$(TORCH)"
-	@echo "== pinned dependencies"
-	@$(BIN)/pip install $(PIP) -r requirements.lock
+	@echo "== torch and pinned dependencies"
+	@$(BIN)/pip install $(PIP) "$(TORCH)" -r requirements.lock
 	@$(BIN)/pip install $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -351,7 +351,7 @@ def _from_pretrained(cfg: ModelConfig, config: PretrainedConfig, settings: dict[
         use_safetensors=None if cfg.allow_pickle else True,
         output_loading_info=True,
         **settings,
-    )
+    )  # type: ignore[misc]
     _refuse_partial(cfg, report)
     return model
 

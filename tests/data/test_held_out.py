@@ -200,7 +200,7 @@ def test_held_out_tokens_are_bounded_wherever_the_data_lies(tmp_path: Path) -> N
     assert unbounded.report["held_out"]["tokens"] == by_fraction.report["held_out"]["tokens"]
 
 
-@pytest.mark.parametrize("count", [400, 6000])
+@pytest.mark.parametrize("count", [400, pytest.param(6000, marks=pytest.mark.exhaustive)])
 def test_the_bound_holds_where_the_first_rows_are_a_poor_sample(tmp_path: Path, count: int) -> None:
     """They are short in a table whose sizes are not known before it is read: no more is held out once it is full."""
     pyarrow = pytest.importorskip("pyarrow")

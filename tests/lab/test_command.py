@@ -16,7 +16,7 @@ from remat import cli
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import MIB
-from remat.lab import cache_key, command, experiment, figures, launch, measure, publish, schedule
+from remat.lab import cache_key, charts, command, experiment, figures, launch, measure, publish, schedule
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Slot
@@ -227,6 +227,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return played
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pictures, which take a second each time, are of other tests."""
+    monkeypatch.setattr(charts, "draw", lambda *_: {})
+
+
 @contextmanager
 def silent(total: int) -> Iterator[schedule.ProgressReport]:
     yield schedule.Lines(total, lambda text: None)
@@ -296,6 +302,7 @@ def test_a_refused_point_is_a_row_and_all_refused_an_error(launches: Launches, t
     assert "micro_batch_size=-1" in outcome.results[1].words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ctrl_c_keeps_what_is_finished(
     launches: Launches, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +321,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "nothing was launched: all 4 results are from before" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ctrl_c_publishes_what_is_finished_but_not_nothing(launches: Launches, tmp_path: Path) -> None:
     options = command.Options(out=tmp_path / "out", publish=tmp_path / "published")
     launches.stop_at = 0

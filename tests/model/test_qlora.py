@@ -157,6 +157,7 @@ def test_planned_bytes_of_shards_are_those_of_the_flat_weights(config: str, fami
     assert not any("constants" in item.name for item in items)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("shape", [(64, 64), (33, 100), (1000, 33), (3, 2)])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_flat_bytes_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -17,7 +17,6 @@ from deepspeed.launcher import launch, runner
 
 from remat.config import compose, metrics
 from remat.launch import arguments
-from scripts import wandb_workspace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -196,6 +195,8 @@ def test_the_image_is_built_from_files_that_are_there_and_the_pinned_torch() -> 
 
 
 def test_the_view_of_weights_and_biases_draws_metrics_that_runs_log() -> None:
+    from scripts import wandb_workspace  # a second, which each worker would spend
+
     view = wandb_workspace.make_workspace("team", "remat")
     panels = [panel for section in view.sections for panel in section.panels]
     drawn = [name for panel in panels for name in panel.y]

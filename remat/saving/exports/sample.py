@@ -62,7 +62,7 @@ class Speaker:
         if room < 1:
             raise ConfigError(f"{ids.shape[1]} tokens leave no room in the model's {length}: say less")
         streamer = TextStreamer(self.tokenizer, skip_prompt=self.chats, skip_special_tokens=True)
-        streamer.on_finalized_text = lambda text, stream_end=False: show(text + "\n" * stream_end)
+        streamer.on_finalized_text = lambda text, stream_end=False: show(text + "\n" * stream_end)  # type: ignore[method-assign]
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
