@@ -374,7 +374,8 @@ def draw(points: Sequence[Mapping[str, Any]], path: Path) -> None:
             rows, color = [row for row in points if row["rung"] == rung], f"C{place}"
             planned = [(row["seq_len"], row["planned_bytes"] / MIB) for row in rows]
             measured = [(row["seq_len"], row["measured_bytes"] / MIB) for row in rows if row["measured_bytes"]]
-            axes.plot(*zip(*planned, strict=True), color=color, label=rung)
+            dashes = ("-", (0, (4, 4)))[place % 2]  # two rungs may need the same
+            axes.plot(*zip(*planned, strict=True), color=color, linestyle=dashes, label=rung)
             if measured:
                 axes.plot(*zip(*measured, strict=True), "o", color=color)
         axes.set_xscale("log", base=2)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, compiled
-from remat.activation_checkpointing.mechanisms import budget as mechanism
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.mechanisms.offload import pool_bytes
 from remat.activation_checkpointing.policy import without_engine
@@ -31,7 +30,6 @@ from remat.config.options import (
 )
 from remat.config.units import GIB, format_size
 from remat.machine import gpus
-from remat.machine.allocator import Allocators
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import hf_model, layers, loss, meta_kernels, optimizer_state
 from remat.parallel import pipeline_parallel, sequence_parallel
@@ -40,7 +38,7 @@ from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
 from remat.planning.simulation import simulate
 from remat.planning.simulation.peaks import IN_BACKWARD
-from remat.planning.simulation.repeat import REACHES, REACHES_OF_MOVES, NotRepeated, Owners
+from remat.planning.simulation.repeat import REACHES, REACHES_OF_MOVES, NotRepeated, Owners, lengthen_sizes
 from remat.planning.simulation.reserved import Around, Replayed
 from remat.planning.simulation.types import PEAKS, Category, Moment, Phase, Simulation, ZeroSettings
 
@@ -398,27 +396,8 @@ def _record(
         except ConfigError:  # what is wrong is told of the whole model
             break
         reaches[kind] = reach
-        return _with_host_bytes(recorded, decisions, cfg, decided.allocators)
+        return recorded
     return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
-
-
-def _with_host_bytes(
-    recording: simulate.Recording,
-    decisions: Sequence[LayerDecision],
-    cfg: RunConfig,
-    allocators: Allocators,
-) -> simulate.Recording:
-    """Return the recording of a model that was recorded shortened, with the host memory that its tables take."""
-    sizes = [
-        size
-        for layer, graph in sorted(recording.graphs.items())
-        if (table := decisions[layer].table)
-        for size in mechanism.host_sizes(graph, table, cfg.checkpointing.offload.dtype)
-    ]
-    host_bytes = pool_bytes(sizes, allocators)
-    return replace(
-        recording, timeline=replace(recording.timeline, host_bytes=host_bytes, moved_bytes=sum(sizes))
-    )
 
 
 def _record_layers(
@@ -475,8 +454,17 @@ def _record_layers(
         recording = replace(recording, timeline=timeline, graphs=applied.graphs())
     if short is None:
         return recording
+    taken = applied.offload.taken if applied.offload else None
     del net, marked, applied  # what they still hold is freed, and that is part of the record
-    return simulate.lengthened(recording, owners, short.repeats)
+    recording = simulate.lengthened(recording, owners, short.repeats)
+    if taken is None:
+        return recording
+    if not taken.in_a_row:
+        raise NotRepeated("host memory is taken after some of it has come back")
+    sizes = lengthen_sizes(taken.by_layer, short.repeats, owners.num_layers)
+    host_bytes = pool_bytes(sizes, decided.allocators)
+    timeline = replace(recording.timeline, host_bytes=host_bytes, moved_bytes=sum(sizes))
+    return replace(recording, timeline=timeline)
 
 
 def _loss(cfg: RunConfig, decided: strategy.Strategy, net: Any, *, on_gpu: bool) -> simulate.Loss:

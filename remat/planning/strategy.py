@@ -292,8 +292,7 @@ def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> S
     config = hf_model.shape_config(cfg.model)
     text = config.get_text_config()
     depth = getattr(text, "num_hidden_layers", 0)
-    in_blocks = any(d.offload and d.table is None for d in decisions)  # of host memory, for many layers
-    if cfg.model.trust_remote_code or len(decisions) != depth or in_blocks:
+    if cfg.model.trust_remote_code or len(decisions) != depth:
         return None
     fields = [value for value in vars(text).values() if isinstance(value, list) and len(value) == depth]
     likes = _shape_of(cfg, config).likes

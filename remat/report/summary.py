@@ -123,7 +123,7 @@ def _data(run: Described) -> str:
 def _warmup(warmup_steps: int, run_steps: int) -> str:
     if not warmup_steps:
         return ""
-    text = f" after {warmup_steps} steps of warm-up"
+    text = f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warm-up"
     return text + "; the run ends before it reaches optim.lr" * (warmup_steps >= run_steps)
 
 

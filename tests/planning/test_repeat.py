@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP
+from remat.activation_checkpointing.mechanisms.offload import Taken
 from remat.config import compose
 from remat.config.options import RunConfig
 from remat.model import loss, meta_kernels
@@ -28,7 +29,8 @@ def run_of(*words: str, depth: int = DEPTH, **fields: Any) -> RunConfig:
 
 
 def record_short(cfg: RunConfig, decided: strategy.Strategy) -> simulate.Recording:
-    for reach in repeat.REACHES:
+    moved = any(decision.offload for decision in decided.decisions)
+    for reach in repeat.REACHES_OF_MOVES if moved else repeat.REACHES:
         short = strategy.shorten(cfg, decided.decisions, reach)
         assert short is not None
         try:
@@ -55,6 +57,7 @@ def assert_same(short: simulate.Recording, whole: simulate.Recording) -> None:
     assert dict(made.kept_bytes) == dict(expected.kept_bytes)
     assert {phase: n for phase, n in made.flops.items() if n} == {p: n for p, n in expected.flops.items() if n}
     assert (made.host_bytes, made.num_layers) == (expected.host_bytes, expected.num_layers)
+    assert made.moved_bytes == expected.moved_bytes
     assert short.parameters == whole.parameters
     assert short.assumptions == whole.assumptions
     assert sorted(short.graphs) == sorted(whole.graphs)
@@ -140,10 +143,37 @@ def test_layers_of_other_kinds_are_told_apart() -> None:
     assert_repeats(cfg)
 
 
-def test_what_is_moved_to_the_host_is_recorded_whole() -> None:
-    cfg = run_of("checkpointing=offload", "checkpointing.offload.min_bytes=0", "deepspeed.config=zero2")
+MOVES = {
+    "inputs": ("checkpointing=offload",),
+    "in 8 bits": ("checkpointing=offload", "checkpointing.offload.dtype=fp8"),
+    "all but the last": ("checkpointing=offload", "checkpointing.offload.keep_last_layers=2"),
+    "what operations keep": ("checkpointing=selective_ops", "checkpointing.offload.enabled=true"),
+    "LoRA": ("checkpointing=offload", "peft=lora"),
+    "shared sequences": ("checkpointing=offload", "train.sequence_parallel_size=2", "train.micro_batch_size=1"),
+}
+
+
+@pytest.mark.sample(one_in=3)
+@pytest.mark.parametrize("stage", ["zero2", "zero3_offload"])
+@pytest.mark.parametrize("name", MOVES)
+def test_host_memory_of_all_layers_follows_from_what_a_few_take(name: str, stage: str) -> None:
+    """Slabs are cut for sizes in their order, so their sum is not the sum of the layers'."""
+    words = (*MOVES[name], "checkpointing.offload.min_bytes=0", f"deepspeed.config={stage}")
+    assert_repeats(run_of(*words, depth=24))
+
+
+def test_host_memory_that_is_taken_again_is_recorded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = run_of(
+        "checkpointing=offload", "checkpointing.offload.min_bytes=0", "deepspeed.config=zero2", depth=24
+    )
+    expected = make_plan(cfg, recordings=Recordings()).plan
+    monkeypatch.setattr(Taken, "in_a_row", False, raising=False)
+    monkeypatch.setattr(Taken, "add", lambda *_: None)
+    monkeypatch.setattr(Taken, "__init__", lambda self: vars(self).update(by_layer={}))
     decided = strategy.decide(cfg, world_size=2, can_pin=True)
-    assert strategy.shorten(cfg, decided.decisions, 1) is None
+    with pytest.raises(NotRepeated):
+        record_short(cfg, decided)
+    assert make_plan(cfg, recordings=Recordings()).plan == expected
 
 
 def test_layers_that_do_not_do_the_same_are_recorded_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def words(workshop: Path, column: str, name: str, *more: str) -> list[str]:
 
 
 def budgets(workshop: Path, column: str) -> list[int]:
+    """Of the column that is always run, every second share."""
     least, most = (
         make_plan(
             compose.compose_run(words(workshop, column, name, f"checkpointing={name}")).run,
@@ -61,7 +62,7 @@ def budgets(workshop: Path, column: str) -> list[int]:
         ).plan.peak_bytes
         for name in ("full", "none")
     )
-    return [int(least + share * (most - least)) for share in SHARES]
+    return [int(least + share * (most - least)) for share in SHARES[:: 1 if column in REST else 2]]
 
 
 @pytest.fixture(scope="module")
@@ -103,4 +104,4 @@ def test_budgets_are_kept_and_change_nothing(column: str, workshop: Path, limits
         recomputed.append(proof["first_micro_batch_flops"].get("recompute", 0))
         assert (run / budget.FILE).exists()
     assert kept == sorted(kept) and recomputed == sorted(recomputed, reverse=True)
-    assert len(set(kept)) > len(SHARES) / 2, "tables differ"
+    assert len(set(kept)) > len(kept) / 2, "tables differ"

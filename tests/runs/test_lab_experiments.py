@@ -62,6 +62,7 @@ def test_d2_accumulation_saves_activations_and_leaves_the_loss(compare: Compare)
     assert [v for _, v in parts["loss"]] == pytest.approx([v for _, v in whole["loss"]], abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_c1_the_reentrant_variant_runs_every_layer_again(compare: Compare) -> None:
     found = compare("seed_c1", ("none", "reentrant"), "train.steps=3")
     none, again = found.values()

@@ -62,6 +62,7 @@ QLORA = {
 }
 # Every stage is among the others, with its optimizer on the host or without, whole or in 4 bits.
 REST = {"zero0", "zero2", "zero3", "qlora_zero0", "zero2_offload_again", "qlora_again", "random_base_again"}
+REST |= {"qlora_sharded_again"}
 RESUMED_STEPS = 3
 LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "save.export=true"]
 
@@ -228,6 +229,7 @@ def trained_engine(folder: Path, stage: int, offload: bool) -> dict[str, Any]:
     return {"before": before, "after": whole(False), "first": adapters, "last": whole(True), "live": live}
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_only_adapters_change(two_ranks: RankPool, workshop: Path, stage: int, offload: bool) -> None:

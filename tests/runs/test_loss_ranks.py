@@ -63,6 +63,7 @@ def _steps(engine: Any, token_loss: loss.TokenLoss) -> dict[str, list[float]]:
     return {"losses": losses, "norms": norms}
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_many_chunks_follow_full_logits(two_ranks: RankPool, stage: int, tied: bool) -> None:

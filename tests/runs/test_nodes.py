@@ -31,6 +31,7 @@ def test_nodes_that_were_started_with_other_options_are_refused(tmp_path: Path) 
     assert not (workshop / "out" / "differs").exists()
 
 
+@pytest.mark.slow_fault  # of a link that is cut, by forks: test_two_nodes.py
 def test_a_lost_node_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
     workshop = tiny.make_workshop(tmp_path)
     words = tiny.words(workshop, "lost", *tiny.ENDLESS)

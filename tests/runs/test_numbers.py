@@ -34,8 +34,9 @@ RUNS: dict[str, tuple[list[str], str]] = {
     "bf16_zero2_offload": (["deepspeed.config=zero2_offload", BF16], LOSS),
     "bf16_zero3_offload": (["deepspeed.config=zero3_offload", BF16], HIDDEN),
 }
-# Each strategy, each fault and each precision are among the others.
-REST = {"zero2", "zero2_offload_gradient", "zero3", "zero3_offload", "bf16_zero2_offload"}
+# Each stage, each fault and each precision are among the others, with offload and without.
+REST = {"zero2", "zero2_offload", "zero2_offload_gradient", "zero3", "zero3_offload", "zero3_offload_gradient"}
+REST |= {"bf16_zero2", "bf16_zero2_offload"}
 ZERO0 = ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"]
 ENDED: dict[str, tuple[list[str], str]] = {
     "zero0": ([*ZERO0, "save.every=1"], LOSS),

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sample(one_in=9)
+@pytest.mark.sample(one_in=16)
 @pytest.mark.parametrize("recipe", [name for name in compose.recipe_names() if name not in NOT_HERE])
 def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) -> None:
     asked = words(recipe, folder)

@@ -25,11 +25,11 @@ ESSENTIAL = {
     "zero2_optimizer": ["deepspeed.config=zero2_offload"],  # with round_robin_gradients
     "zero3": ["deepspeed.config=zero3", "deepspeed.overrides.zero_optimization.sub_group_size=10000"],
     "zero3_qlora_parameters": ["deepspeed.config=zero3_offload", "train.precision=bf16", "peft=qlora"],
-    "zero3_bf16_states": ["deepspeed.config=zero3", "train.precision=bf16", "optim.states=bf16"],
     "zero2_lion": ["deepspeed.config=zero2", "optim.name=lion", "optim.lr=1e-3"],
-    "zero3_lion": ["deepspeed.config=zero3", "optim.name=lion", "optim.lr=1e-3"],
 }
 MORE = {
+    "zero3_bf16_states": ["deepspeed.config=zero3", "train.precision=bf16", "optim.states=bf16"],
+    "zero3_lion": ["deepspeed.config=zero3", "optim.name=lion", "optim.lr=1e-3"],
     "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
     "zero1": ["deepspeed.config=zero1"],
     "zero2": ["deepspeed.config=zero2"],

@@ -90,7 +90,7 @@ MIXED = Point(
     ["train.stop_at=3"],
 )
 STREAM = [*SPREAD, "train.eval_every=3", "data.streaming=true", "data.eval_fraction=0.05", "data.eval_rows=8"]
-STREAMED = Point("in a stream, in its third epoch", 3, 5, STREAM, ["train.stop_at=3"])
+STREAMED = Point("in a stream, in its third epoch, in a second micro-batch", 3, 5, STREAM, fault=[ASKED])
 POINTS = [AFTER_EVALUATION, IN_ACCUMULATION, EPOCH_END, WRAPS, FP16, BETWEEN_ROWS, MIXED, STREAMED]
 
 
@@ -163,7 +163,9 @@ HERE = {
         (STREAMED, "zero2_offload"),
     )
 }
-REST = {f"zero3 {AFTER_EVALUATION.words}", f"zero2_offload {BETWEEN_ROWS.words}"}
+REST = {f"zero3 {AFTER_EVALUATION.words}"} | {
+    f"zero2_offload {p.words}" for p in (IN_ACCUMULATION, BETWEEN_ROWS)
+}
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,7 @@ def test_a_run_out_of_memory_goes_on_from_its_first_step(
     fixed = [*RUN, *FIXED, f"model.path={tiny.make_model(tmp_path / 'deep', num_hidden_layers=LAYERS)}"]
     plain = deepspeed(*tiny.words(workshop, "plain", *fixed))
     assert plain.code == 0, plain.out[-4000:]
-    words = tiny.words(
-        workshop, "edge", *fixed, "on_out_of_memory=retreat", "most_retreats=1", "tracking=wandb_offline"
-    )
+    words = tiny.words(workshop, "edge", *fixed, "on_out_of_memory=retreat", "most_retreats=1")
     file = tmp_path / "retreat.json"
     monkeypatch.setenv(retreat.FILE, str(file))
     first = deepspeed(str(LAYERS + 2), *words, script="tests/support/fails_in.py")

@@ -58,12 +58,12 @@ def test_resumed_training_is_bit_equal(
 
 
 OPTIMIZERS = [
-    ("adamw_8bit", 0, False, "bf16"),
+    pytest.param("adamw_8bit", 0, False, "bf16", marks=MORE),
     ("adamw_8bit", 2, False, "bf16"),
     ("paged_adamw_8bit", 3, False, "fp32"),
     ("lion", 2, False, "bf16"),
     pytest.param("lion", 3, True, "fp32", marks=pytest.mark.exhaustive),  # builds an op, which takes minutes
-    ("adafactor", 0, False, "fp32"),
+    pytest.param("adafactor", 0, False, "fp32", marks=MORE),
     ("adafactor", 0, False, "bf16"),
 ]
 
@@ -85,10 +85,10 @@ def test_another_optimizer_resumes_bit_equal(
 @pytest.mark.parametrize(
     ("states", "stage", "offload"),
     [
-        ("bf16", 2, False),
         ("bf16", 3, True),
         ("bf16_master", 2, True),
-        ("bf16_master", 3, True),
+        pytest.param("bf16", 2, False, marks=MORE),
+        pytest.param("bf16_master", 3, True, marks=MORE),
         pytest.param("bf16", 2, True, marks=MORE),
         pytest.param("bf16", 3, False, marks=MORE),
     ],
@@ -117,7 +117,9 @@ needs_async_io = pytest.mark.skipif(not ASYNC_IO.exists(), reason="DeepSpeed's a
 
 
 @needs_async_io
-@pytest.mark.parametrize("params_on_cpu", [False, True], ids=["params-nvme", "params-cpu"])
+@pytest.mark.parametrize(
+    "params_on_cpu", [False, pytest.param(True, marks=MORE)], ids=["params-nvme", "params-cpu"]
+)
 def test_resume_from_nvme_is_bit_equal(two_ranks: RankPool, tmp_path: Path, params_on_cpu: bool) -> None:
     """DeepSpeed alone loses Adam's moments, its step counts and the groups too small to be swapped."""
     nvme = tmp_path / "nvme"
@@ -148,7 +150,7 @@ def test_export_from_nvme(two_ranks: RankPool, tmp_path: Path) -> None:
     assert_reloads(ranks[0]["reloaded"], index=False)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=MORE)])  # of stage 3: test_lora_ranks.py
 def test_frozen_weights_stay_out_of_the_state(two_ranks: RankPool, tmp_path: Path, stage: int) -> None:
     settings = {"stage": stage, "offload": False, "precision": "fp32"}
     full = two_ranks.run(cases.resume_case, folder=tmp_path / "full", **settings)[0]
@@ -175,7 +177,13 @@ def test_other_parameters_are_refused(two_ranks: RankPool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("failing_rank", "where"), [(1, "engine"), (0, "engine"), (1, "hash"), (0, "manifest")]
+    ("failing_rank", "where"),
+    [
+        (1, "engine"),
+        (0, "manifest"),
+        pytest.param(0, "engine", marks=MORE),
+        pytest.param(1, "hash", marks=MORE),
+    ],
 )
 def test_one_failing_rank_fails_all_and_keeps_older_states(
     two_ranks: RankPool, tmp_path: Path, failing_rank: int, where: str
@@ -192,7 +200,7 @@ def test_frozen_weights_are_known_again_by_another_number_of_ranks(two_ranks: Ra
     assert two_ranks.run(cases.fingerprint_case)[0] == (True, True, False)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=MORE), 3])
 def test_no_file_of_a_state_runs_code(two_ranks: RankPool, tmp_path: Path, stage: int) -> None:
     for rank in two_ranks.run(cases.code_case, folder=tmp_path, stage=stage):
         assert len(rank["refused"]) == (6 if stage == 3 else 5)
@@ -215,11 +223,11 @@ def test_all_ranks_pass_over_a_damaged_state(two_ranks: RankPool, tmp_path: Path
 @pytest.mark.parametrize(
     ("stage", "offload", "precision", "tie", "max_shard_size"),
     [
-        pytest.param(0, False, "bf16", True, "1GB", id="zero0-bf16-tied-single"),
+        pytest.param(0, False, "bf16", True, "1GB", id="zero0-bf16-tied-single", marks=MORE),
         pytest.param(0, False, "fp32", False, "20KB", id="zero0-fp32-untied-sharded", marks=MORE),
         pytest.param(2, False, "bf16", False, "20KB", id="zero2-bf16-untied-sharded"),
         pytest.param(2, True, "bf16", True, "1GB", id="zero2-offload-bf16-tied-single", marks=MORE),
-        pytest.param(3, False, "bf16", True, "20KB", id="zero3-bf16-tied-sharded"),
+        pytest.param(3, False, "bf16", True, "20KB", id="zero3-bf16-tied-sharded", marks=MORE),
         pytest.param(3, False, "fp32", False, "1GB", id="zero3-fp32-untied-single", marks=MORE),
         pytest.param(3, True, "bf16", False, "20KB", id="zero3-offload-bf16-untied-sharded", marks=MORE),
         pytest.param(3, True, "fp32", True, "1GB", id="zero3-offload-fp32-tied-single"),
@@ -287,7 +295,7 @@ def test_export_that_fails_leaves_nothing_and_hangs_nobody(two_ranks: RankPool, 
         (0, "bf16", False),
         pytest.param(0, "fp32", True, marks=MORE),
         pytest.param(1, "bf16", False, marks=MORE),
-        (2, "bf16", True),
+        pytest.param(2, "bf16", True, marks=MORE),
         pytest.param(3, "bf16", False, marks=MORE),
         (3, "fp32", True),
     ],

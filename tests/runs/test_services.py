@@ -25,24 +25,25 @@ def words(workshop: Path, name: str, *more: str) -> list[str]:
 
 
 @pytest.mark.launch
-def test_wandb_that_fails_or_hangs_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("faults", [FAULTS[1:3], pytest.param(FAULTS, marks=pytest.mark.exhaustive)])
+def test_wandb_that_fails_or_hangs_changes_nothing(tmp_path: Path, faults: list[str]) -> None:
     """Losses are bit-equal to those without W&B, the record is complete, and one line says how to upload later."""
     workshop = tiny.make_workshop(tmp_path)
     spec = tmp_path / "spec.json"
     runs = {"alone": words(workshop, "alone")}
-    runs |= {name: words(workshop, name, "tracking=wandb_offline") for name in FAULTS}
+    runs |= {name: words(workshop, name, "tracking=wandb_offline") for name in faults}
     spec.write_text(json.dumps(runs))
     launched = deepspeed(str(spec), script="tests/support/services.py", ranks=2)
     assert launched.code == 0, launched.out[-4000:]
     expected = [row["loss/train"] for row in tiny.rows(tmp_path / "out" / "alone" / "run")]
     assert len(expected) == STEPS
-    for name in FAULTS:
+    for name in faults:
         folder = tmp_path / "out" / name / "run"
         assert [row["loss/train"] for row in tiny.rows(folder)] == expected, name
         assert launched.out.count(f"wandb sync {folder}/wandb") == 1, launched.out
-    assert launched.out.count("W&B is off for the rest of this run") == len(FAULTS)
-    assert launched.out.count("(ConnectionError: ") == 2
-    assert launched.out.count("(it did not finish within ") == 2
+    assert launched.out.count("W&B is off for the rest of this run") == len(faults)
+    assert launched.out.count("(ConnectionError: ") == len(faults) // 2
+    assert launched.out.count("(it did not finish within ") == len(faults) // 2
 
 
 @pytest.mark.launch

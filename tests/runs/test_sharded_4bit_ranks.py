@@ -221,7 +221,9 @@ EVALUATED: dict[str, Any] = {"accumulation": 2, "evaluate": True}
     [
         {"read_as": "4 bits", "config": "zero3_offload_optimizer"},
         # some weights are never released, the others are fetched ahead
-        {"zero": {"stage3_param_persistence_threshold": 9000}, **EVALUATED},
+        pytest.param(
+            {"zero": {"stage3_param_persistence_threshold": 9000}, **EVALUATED}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )

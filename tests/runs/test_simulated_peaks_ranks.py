@@ -128,7 +128,7 @@ def simulated(stage: int, overlap: bool, name: str, method: PeftMethod = PeftMet
     return recording.under(ZeroSettings.of(rendered(stage, overlap), 2)).peak
 
 
-@pytest.mark.sample(one_in=3)
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize(("stage", "overlap"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks: RankPool) -> None:
@@ -137,7 +137,7 @@ def test_the_peak_is_the_engines(stage: int, overlap: bool, name: str, two_ranks
     assert found.total_bytes == pytest.approx(max(ranks), rel=TOLERANCE), found
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", ["none", "full", "tiles"])
 @pytest.mark.parametrize(
     ("stage", "method"), [(2, PeftMethod.lora), (2, PeftMethod.qlora), (3, PeftMethod.qlora)]

@@ -46,7 +46,8 @@ STOPS: dict[str, tuple[list[str], dict[str, Any] | None, int, str]] = {
     "minutes": ([*ZERO2, "train.max_minutes=0.001"], None, 0, "train.max_minutes=0.001"),
 }
 RESUMED = list(STOPS)[:6]
-REST = {"all_ranks", "evaluating", "first_evaluation", "last_step"}  # of the runs that go on
+MORE = {"all_ranks", "first_evaluation", "last_step"}  # each is between two others
+REST = {*MORE, "evaluating"}  # of the runs that go on
 
 
 Stopped = tuple[Path, dict[str, list[dict[str, Any]]], str]
@@ -66,12 +67,15 @@ def losses(folder: Path) -> list[tuple[float, str, float]]:
 def stopped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """(folder of the runs, what became of each, output): one launch of all the runs, stopped and resumed."""
     workshop = tiny.make_workshop(tmp_path_factory.mktemp("stop"))
+    going_on, stops = chosen(request, "resumed"), chosen(request)
     spec = [
         {"name": name, "words": tiny.words(workshop, name, *RUN, *strategy), "fault": None}
         for name, strategy in (("whole_zero2", ZERO2), ("whole_zero3", ZERO3))
+        if any(strategy[0] in STOPS[each][0] for each in going_on)
     ]
-    going_on = chosen(request, "resumed")
     for name, (more, fault, _, _) in STOPS.items():
+        if name not in stops | going_on | {"file"}:
+            continue
         words = tiny.words(workshop, name, *RUN, *more, "save.keep=9")
         spec.append({"name": name, "words": words, "fault": fault})
         if name in going_on:
@@ -86,7 +90,7 @@ def stopped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return workshop / "out", found, done.out
 
 
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("name", cases(STOPS, MORE))
 def test_a_stop_saves_one_state_where_all_ranks_agree(stopped: Stopped, name: str) -> None:
     out, found, text = stopped
     more, _, step, why = STOPS[name]
@@ -136,6 +140,7 @@ def one_state(folder: Path) -> None:
     assert state.name == f"step-{int(tiny.rows(folder)[-1]['step']):06d}"
 
 
+@pytest.mark.slow_fault  # ranks that are told to stop are above, a supervisor that tells them is in test_supervise.py
 def test_sigterm_to_the_supervisor_ends_in_75_and_a_saved_state(tmp_path: Path) -> None:
     words = tiny.words(tiny.make_workshop(tmp_path), "signalled", *ENDLESS)
     folder = tmp_path / "out" / "signalled" / "run"

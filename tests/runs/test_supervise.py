@@ -181,7 +181,7 @@ def test_every_rank_has_a_plain_log_and_one_is_seen_live_in_a_terminal_that_stay
 def test_the_real_thing(tmp_path: Path) -> None:
     """train.py under `remat launch`: the run and its exit code are what they are under `deepspeed`.
 
-    The normal tests have it in test_stop.py, stopped by a signal.
+    The normal tests have it in test_installed.py; stopped by a signal it is in test_stop.py.
     """
     words = tiny.words(tiny.make_workshop(tmp_path), "supervised", "train.steps=3", "train.stop_at=2")
     with supervised(tmp_path, *words) as run:

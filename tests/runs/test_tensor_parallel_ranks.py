@@ -50,7 +50,7 @@ FOUR_RANKS = {
 PARTITIONED_GROUPS = {name for name in FOUR_RANKS if name.endswith("_partition")}
 # Of partitioned and of kept activations one is among the others at each stage.
 REST = {"zero1", "zero1_partition", "zero2_contiguous", "zero3_partition", "zero3_offload", "groups_zero2"}
-REST |= PARTITIONED_GROUPS
+REST |= {"full_logits", "zero2_linears", "zero2_matmul", *PARTITIONED_GROUPS}
 HELD_OUT = ["data.eval_fraction=0.2", "train.steps=2"]
 EVALUATING = {
     "evaluated_alone": [*HELD_OUT, "train.tensor_parallel_size=1", "deepspeed.config=zero2"],
@@ -145,22 +145,23 @@ def test_whole_layers_are_read_in_slices_before_autotp_cuts_them(two_ranks_runs:
     assert [(each["way"], each["because"]) for each in found] == [("own_slices", "")] * 2
 
 
-@pytest.mark.parametrize("name", ["zero2_matmul", "zero2_linears", "zero3_linears"])
+@pytest.mark.parametrize("name", cases(["zero2_matmul", "zero2_linears", "zero3_linears"], REST))
 def test_kept_results_change_nothing(name: str, two_ranks_runs: Path) -> None:
+    """In each layer those of q k v o gate up and of attention, in two micro-batches."""
     expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (name.split("_")[0], name))
     for key in ("loss/train", "optim/grad_norm"):
         assert [row[key] for row in found] == [row[key] for row in expected]
+    layers = json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())["layers"]
+    assert [layer["reused_results"] for layer in layers] == [7 * 2] * 2
 
 
+@pytest.mark.exhaustive
 def test_every_product_is_kept_in_the_linears_that_autotp_put_in(two_ranks_runs: Path) -> None:
-    """The output projection's too, whose sum over the ranks is part of it. Each layer keeps the same."""
+    """Each layer keeps the same, also of the output projection, whose sum over the ranks is part of it."""
     proofs = {
         name: json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())["layers"]
         for name in ("zero2_matmul", "zero2_linears", "zero3_linears")
     }
-    micro_batches = 2
-    found = {name: [layer["reused_results"] for layer in layers] for name, layers in proofs.items()}
-    assert found == dict.fromkeys(proofs, [7 * micro_batches] * 2)  # q k v o gate up and attention
     kept = {name: [layer["kept_bytes"] for layer in layers] for name, layers in proofs.items()}
     hidden = 2 * 192 * 32 * 4
     assert kept["zero2_linears"] == kept["zero3_linears"] == [kept["zero2_linears"][0]] * 2

@@ -38,9 +38,7 @@ MODELS = (
 )
 GRID = [f"{strategy}, {model}" for strategy in STRATEGIES for model in MODELS]
 SAMPLE = {
-    "zero2, llama",
     "zero3, llama",
-    "zero3, gemma3_text",
     "zero3_offload, llama, LoRA in MLPs",
     "zero1, mixtral",
     "zero2_offload, llama, activations moved",

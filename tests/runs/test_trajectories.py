@@ -19,6 +19,7 @@ from tests.support.tiny import words
 
 pytestmark = pytest.mark.launch
 
+ONE_STEP = ["profile.after=1", "profile.steps=1"]  # the first is watched op by op: more to write
 STRATEGIES = {
     "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
     "zero1": ["deepspeed.config=zero1"],
@@ -38,7 +39,7 @@ STRATEGIES = {
     "zero3_no_checkpointing": ["deepspeed.config=zero3", "checkpointing=none"],
     "zero3_full_logits": ["deepspeed.config=zero3", "train.loss=full"],
     "zero3_shared_sequences": ["deepspeed.config=zero3", "train.sequence_parallel_size=2"],
-    "zero2_profiled": ["deepspeed.config=zero2", "profile=summary", "profile.trace=true", "profile.after=0"],
+    "zero2_profiled": ["deepspeed.config=zero2", "profile=summary", "profile.trace=true", *ONE_STEP],
     "zero2_micro1": ["deepspeed.config=zero2", "train.micro_batch_size=1"],
     "zero3_micro1": ["deepspeed.config=zero3_offload", "train.micro_batch_size=1"],
 }
@@ -84,6 +85,10 @@ STATES_16 = {  # 16-bit states: another trajectory, near the one of fp32 states
 # Each strategy is among the others in fp32 or in bf16, and each way to accumulate.
 REST = {
     "zero0",
+    "zero3_optimizer_parameters",
+    "zero3_micro1",
+    "packed_zero3_segments_micro1",
+    "paged_adamw_8bit_zero3",
     "zero1_optimizer",
     "zero2_micro1",
     "zero3",
@@ -104,6 +109,8 @@ REST = {
     "adafactor_zero0_bf16",
     "adamw_8bit_zero0",
     "bf16_states_zero2",
+    "bf16_master_zero3_optimizer",  # test_held_ranks.py
+    "zero3_shared_sequences",  # test_sequence_parallel_ranks.py
 }
 TEXTS = "PACKED_TEXTS"  # stands for their path
 DOCUMENTS = ["data=jsonl", f"data.path={TEXTS}", "data.packing=documents", "train.seq_len=64"]
@@ -189,11 +196,12 @@ def two_rank_runs(request: pytest.FixtureRequest, workshop: Path, async_io: bool
         name: packed(workshop, more)
         for name, more in (STRATEGIES | BF16 | STATES_16 | PACKED | ROWS | OPTIMIZERS).items()
     }
-    strategies |= larger(workshop) if async_io else {}
+    if async_io and "larger_nvme" in needed:
+        needed |= {"larger_cpu"}
+        strategies |= larger(workshop)
     strategies |= experts(workshop)
     runs = {name: words(workshop, name, *more) for name, more in strategies.items()}
-    always = {"larger_cpu", "larger_nvme", *experts(workshop)}
-    runs = {name: run for name, run in runs.items() if name in needed | always}
+    runs = {name: run for name, run in runs.items() if name in needed | experts(workshop).keys()}
     launch(workshop, runs | switched(workshop, needed & SWITCHED.keys()), ranks=2)
     return workshop / "out"
 
@@ -241,7 +249,7 @@ def experts(workshop: Path) -> dict[str, list[str]]:
             "train.micro_batch_size=1",
             *common,
         ],
-        "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", common[0]],
+        "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", common[0], "train.stop_at=1"],
     }
 
 
@@ -412,12 +420,14 @@ def test_bf16_stays_near_the_plain_fp32_loop(
     assert losses != pytest.approx([loss for loss, _ in reference], rel=1e-6), "this ran in fp32"
 
 
+@pytest.mark.exhaustive  # tests/runs/test_nvme.py has it with other sizes
+@pytest.mark.parametrize("name", ["larger_nvme"])
 def test_nvme_really_swaps_and_follows_host_offload(
-    two_rank_runs: Path, workshop: Path, async_io: bool
+    name: str, two_rank_runs: Path, workshop: Path, async_io: bool
 ) -> None:
     if not async_io:
         pytest.skip("libaio's headers are not installed and could not be: async_io cannot be built")
-    expected, found = (tiny.rows(two_rank_runs / name / "run") for name in ("larger_cpu", "larger_nvme"))
+    expected, found = (tiny.rows(two_rank_runs / name / "run") for name in ("larger_cpu", name))
     assert [row["loss/train"] for row in found] == [row["loss/train"] for row in expected]
     state = two_rank_runs / "larger_nvme" / "run" / "saved" / f"step-{tiny.STEPS:06d}"
     swapped = [path for path in state.rglob("offloaded_tensors/rank*/*") if path.is_file()]

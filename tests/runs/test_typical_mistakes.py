@@ -17,6 +17,7 @@ import pytest
 
 from remat.data.tokenizer import byte_tokenizer
 from tests.support import tiny
+from tests.support.grids import chosen
 from tests.support.launcher import deepspeed
 
 pytestmark = pytest.mark.launch
@@ -201,11 +202,12 @@ def command_lines(place: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     place, folders = tmp_path_factory.mktemp("workshop"), tmp_path_factory.mktemp("started")
     make_workshop(place)
     before = files_in(place)
-    lines = command_lines(place)
+    asked = chosen(request, "line")
+    lines = {line: words for line, words in command_lines(place).items() if line in asked}
     spec = [{"words": words, "folder": str(folders / str(n))} for n, words in enumerate(lines.values())]
     (folders / "spec.json").write_text(json.dumps(spec))
     done = deepspeed(str(folders / "spec.json"), script="tests/support/mistakes.py", ranks=1)
@@ -222,6 +224,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize(("line", "told"), [*OPTIONS.items(), *FILES.items(), *OF_THEIR_OWN.items()])
 def test_a_mistake_is_one_message_with_the_right_hint(ended: dict[str, Ended], line: str, told: str) -> None:
     code, shown, left = ended[line]

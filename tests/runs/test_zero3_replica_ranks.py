@@ -167,11 +167,10 @@ def replayed(parameters: Parameters, events: list[Event], in_forward: int, setti
 
 SAMPLE = [  # each policy, frozen weights and each kind of setting
     ("none", False, ["few live"]),
-    ("full", False, ["default", "near reuse", "persistent and prefetch"]),
-    ("full", True, ["no reuse"]),
+    ("full", True, ["persistent and prefetch"]),
     ("full_reentrant", False, ["nothing"]),
 ]
-WHOLE = [(name, frozen, list(SETTINGS)) for name, frozen, _ in SAMPLE]
+WHOLE = [(name, frozen, list(SETTINGS)) for name, frozen, _ in (*SAMPLE, ("full", False, []))]
 
 
 @pytest.mark.parametrize(

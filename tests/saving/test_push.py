@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,9 @@ def test_a_vocabulary_may_name_what_it_likes(model: Path) -> None:
 
 def test_a_run_directory_is_no_model(model: Path) -> None:
     assert "give " + str(model) in push.problems(model.parent)[0]
+    merged = Path(shutil.copytree(model, model.parent / "merged"))
+    assert push.problems(model.parent)[0].endswith(" or ".join(map(str, sorted([model, merged]))))
+    shutil.rmtree(merged)
     (model / "model.safetensors").unlink()
     assert "has no weights" in push.problems(model)[0]
     assert "write one with `remat export RUN_DIR`" in push.problems(model.parent)[0]

@@ -1,7 +1,8 @@
 """`deepspeed fails_in.py WHICH WORDS`: a real run in which rank 1 asks for more memory than there is.
 
 WHICH says in which call of an MLP of the model it does. The allocation is torch's own and fails for real. `backward N`
-raises the error of a GPU's allocator in the backward of that call, `update N` in the optimizer's Nth step.
+raises the error of a GPU's allocator in the backward of that call, `update N` in the optimizer's Nth step. With
+`unadvised N` it is the call, and the search for advice, which takes half a minute, has no time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ def ask_in_mlp(which: int) -> None:
         return forward(self, rows)
 
     LlamaMLP.forward = asking
+
+
+def ask_without_advice(which: int) -> None:
+    from remat.training import out_of_memory
+
+    out_of_memory.ADVICE_S = 0
+    ask_in_mlp(which)
 
 
 def run_out(*_: Any) -> None:
@@ -76,7 +84,12 @@ def main(argv: list[str]) -> int:
     if os.environ.get("RANK") == "1":
         hide_gpus_from_cpu_ranks()
         where, _, count = which.rpartition(" ")
-        {"": ask_in_mlp, "backward": run_out_in_backward, "update": run_out_in_update}[where](int(count))
+        {
+            "": ask_in_mlp,
+            "unadvised": ask_without_advice,
+            "backward": run_out_in_backward,
+            "update": run_out_in_update,
+        }[where](int(count))
     return train.main(words)
 
 

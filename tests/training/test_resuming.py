@@ -52,7 +52,7 @@ def test_epochs_become_steps_once_the_data_is_open() -> None:
 
 def test_the_data_goes_on_with_the_sample_after_the_last_one() -> None:
     cfg = compose.compose_run(["recipe=tiny_zero3_offload", "train.global_batch_size=4"]).run
-    world: Any = SimpleNamespace(data_rank=0, data_size=1)
+    world: Any = SimpleNamespace(data_rank=0, data_size=1, sequence_rank=0, sequence_parallel_size=1)
 
     def batches(point: Any) -> Any:
         return build._batches(cfg, make_blocks(20), world, point)

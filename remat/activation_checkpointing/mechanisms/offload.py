@@ -75,6 +75,7 @@ class HostOffload:
         # What several saves, or several layers (masks, rotary tables), share is moved once. Every value keeps its
         # storage's address from being given to another, so an address that is found belongs to this storage.
         self.known: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
+        self.taken = Taken() if device.type == "meta" else None
 
     def layer(self, index: int, counts: LayerCounters) -> LayerOffload:
         layer = LayerOffload(self, index, counts)
@@ -146,6 +147,26 @@ class HostOffload:
         return self.pool.storages()
 
 
+class Taken:
+    """What each layer took from the pool in a micro-batch on meta tensors, in bytes and in order.
+
+    `in_a_row`: nothing was taken after something had come back. Then the pool's size follows from the sizes alone.
+    """
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, list[int]] = {}
+        self.in_a_row = True
+        self._came_back = False
+
+    def add(self, layer: int, sizes: Sequence[int]) -> None:
+        last = next(reversed(self.by_layer), layer)
+        self.in_a_row = self.in_a_row and not self._came_back and last <= layer
+        self.by_layer.setdefault(layer, []).extend(sizes)
+
+    def give(self) -> None:
+        self._came_back = True
+
+
 class LayerOffload:
     """What one layer keeps. `pack` what autograd or a policy saves, `unpack` it in backward."""
 
@@ -185,6 +206,8 @@ class LayerOffload:
         self._owner.transfers.enter(self._index)
         moved = _Moved(self._owner, tensor, start, length, row)
         self._counts.moved_bytes += moved.nbytes
+        if self._owner.taken is not None:
+            self._owner.taken.add(self._index, moved.sizes)
         return moved
 
     def _handle(self, moved: _Moved, tensor: torch.Tensor, start: int) -> Handle:
@@ -267,7 +290,8 @@ class _Moved:
                 parts = list(encode(flat.view(-1, row), owner.cfg.dtype))
             else:
                 parts = [flat]
-            self.nbytes = sum(part.nbytes for part in parts)
+            self.sizes = [part.nbytes for part in parts]
+            self.nbytes = sum(self.sizes)
             self._buffers = [owner.pool.take(part.nbytes) for part in parts]
             self._host = [
                 buffer[: part.nbytes].view(part.dtype).view(part.shape)
@@ -301,6 +325,8 @@ class _Moved:
         self._values, self._arriving, self._host = None, [], []
         while self._buffers:
             self._owner.pool.give(self._buffers.pop())
+            if self._owner.taken is not None:
+                self._owner.taken.give()
 
     def _wait(self) -> None:
         if self._arrival is not None:

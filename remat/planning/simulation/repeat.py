@@ -10,10 +10,10 @@ Otherwise NotRepeated is raised.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -88,6 +88,21 @@ def _count_periods(keys: Sequence[Hashable], start: int, period: int) -> int:
 def sources(repeats: Sequence[Repeat], num_recorded: int) -> list[int]:
     """Return for each layer of the whole model the recorded one that it is like."""
     return [layer for unit in _units(repeats, num_recorded) for _ in range(unit.times) for layer in unit.layers]
+
+
+def lengthen_sizes(
+    sizes: Mapping[int, Sequence[int]], repeats: Sequence[Repeat], num_recorded: int
+) -> list[int]:
+    """Return the sizes of all layers of the whole model, in order, from those of each recorded layer.
+
+    Raises NotRepeated where the two periods in the middle of a run differ.
+    """
+    units = _units(repeats, num_recorded)
+    for unit, following in pairwise(units):
+        one, other = ([sizes.get(layer) for layer in each.layers] for each in (unit, following))
+        if unit.is_template and following.is_template and unit.run == following.run and one != other:
+            raise NotRepeated(f"recorded layers {unit.layers} and those after them do not do the same")
+    return [size for layer in sources(repeats, num_recorded) for size in sizes.get(layer, ())]
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,10 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = N
 def problems(folder: Path) -> list[str]:
     """Return what in `folder` must not go to the hub, each with what to do."""
     if not any((folder / name).is_file() for name in ("config.json", hf_files.ADAPTER_CONFIG)):
-        exports = sorted(path.parent.name for path in folder.glob("*/*.safetensors"))
-        inside = f": give {folder / exports[0]}" if exports else ": write one with `remat export RUN_DIR`"
+        exports = sorted({path.parent for path in folder.glob("*/*.safetensors")})
+        inside = (
+            f": give {' or '.join(map(str, exports))}" if exports else ": write one with `remat export RUN_DIR`"
+        )
         return [f"{folder} is no exported model, it has no config.json{inside}"]
     found = []
     for path in sorted(folder.rglob("*")):
