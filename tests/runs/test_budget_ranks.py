@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,7 @@ def words(workshop: Path, column: str, name: str, *more: str) -> list[str]:
     return tiny.words(workshop, cells.run_name(name, column), *steps, *COLUMNS[column], *more)
 
 
-def budgets(workshop: Path, column: str) -> list[int]:
-    """Of the column that is always run, every second share."""
+def budgets(workshop: Path, column: str, shares: Sequence[float]) -> list[int]:
     least, most = (
         make_plan(
             compose.compose_run(words(workshop, column, name, f"checkpointing={name}")).run,
@@ -62,14 +62,15 @@ def budgets(workshop: Path, column: str) -> list[int]:
         ).plan.peak_bytes
         for name in ("full", "none")
     )
-    return [int(least + share * (most - least)) for share in SHARES[:: 1 if column in REST else 2]]
+    return [int(least + share * (most - least)) for share in shares]
 
 
 @pytest.fixture(scope="module")
 def limits(request: pytest.FixtureRequest, workshop: Path) -> dict[str, list[int]]:
     """The budgets of each chosen column, in bytes. One launch runs them all."""
-    columns = [column for column in COLUMNS if column not in REST - chosen(request, "column")]
-    found = {column: budgets(workshop, column) for column in columns}
+    rest = REST & chosen(request, "column")
+    columns = [column for column in COLUMNS if column not in REST - rest]
+    found = {column: budgets(workshop, column, SHARES if rest else SHARES[::2]) for column in columns}
     spec = {}
     for column, sizes in found.items():
         spec[cells.run_name("none", column)] = words(workshop, column, "none", "checkpointing=none")
