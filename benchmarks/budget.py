@@ -554,7 +554,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not KEEPS_MEMORY.items() <= os.environ.items():  # read when a process starts
