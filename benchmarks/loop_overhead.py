@@ -34,7 +34,7 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(args)
         return
-    from tests.support.pool import free_port
+    from remat.launch.processes import free_port
 
     RESULTS.mkdir(exist_ok=True)
     command = ["deepspeed", "-q", "--num_gpus", str(args.ranks), "--master_port", str(free_port()), __file__]

@@ -37,7 +37,7 @@ def main() -> None:
         return
     if (few := too_few_gpus(args.ranks)) is not None:
         sys.exit(few)
-    from tests.support.pool import free_port
+    from remat.launch.processes import free_port
 
     RESULTS.mkdir(exist_ok=True)
     command = ["deepspeed", "-q", "--num_gpus", str(args.ranks), "--master_port", str(free_port()), __file__]

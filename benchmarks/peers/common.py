@@ -38,7 +38,7 @@ def arguments(*more: tuple[str, list[str]]) -> argparse.Namespace:
 
 def alone(args: argparse.Namespace) -> None:
     """The environment of a launcher that starts one rank; on a CPU without DeepSpeed's buffers in /dev/shm."""
-    from tests.support.pool import free_port
+    from remat.launch.processes import free_port
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PORTS = range(20000, 32768)  # Linux gives connections 32768 and above
 LAST_S = 5.0  # between SIGTERM and SIGKILL for processes that are left over
 
 
@@ -66,10 +68,12 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on now, of those that the kernel gives to no connection: one of them would take it."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"each port from {PORTS[0]} to {PORTS[-1]} is taken; give one by --master_port")
 
 
 def remove_shared_buffers(port: int, folder: Path = Path("/dev/shm")) -> None:

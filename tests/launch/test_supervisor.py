@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,13 @@ def test_ranks_share_the_cores_themselves(command: str, shared: bool, monkeypatc
         cli.main()
     assert ("OMP_NUM_THREADS" in os.environ) is shared
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_a_free_port_is_none_that_a_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert processes.PORTS[-1] < first_of_connections
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", taken := processes.free_port()))
+        monkeypatch.setattr(processes, "PORTS", range(taken, taken + 1))
+        with pytest.raises(OSError, match=f"each port from {taken} to {taken} is taken"):
+            processes.free_port()

@@ -34,4 +34,4 @@ def test_what_is_listed_is_what_composes(recipe: str) -> None:
 
 def test_the_strategy_names_what_the_recipe_chose() -> None:
     (row,) = [row for row in recipes.rows() if row.name == "qwen3_14b_full_8x80"]
-    assert row.strategy == "zero3, selective_linears"
+    assert row.strategy == "zero3, budget"

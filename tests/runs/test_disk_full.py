@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from remat.launch.processes import free_port
 from remat.saving import manifest, save
 from tests.support import saving_cases, tiny
 from tests.support.launcher import ROOT, run
-from tests.support.pool import RankPool, free_port
+from tests.support.pool import RankPool
 
 DISK_BYTES = 3 * 1024**2  # a state of the tiny model takes 0.65 MiB
 IN_NAMESPACE = 'mount -t tmpfs -o size="$2" tmpfs "$1/disk" && shift 2 && exec "$@"'

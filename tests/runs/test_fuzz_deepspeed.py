@@ -40,7 +40,7 @@ changes = st.lists(
 def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for change in found:
-        merged = ds_config._merge(merged, change) | {k: v for k, v in change.items() if v is None}
+        merged = ds_config.merge(merged, change) | {k: v for k, v in change.items() if v is None}
     return merged
 
 
@@ -66,7 +66,7 @@ def values(precision: Precision, ranks: int, nvme: bool) -> RunValues:
 def test_any_keys_are_a_complete_config_or_one_message(
     name: str, change: dict[str, Any], overrides: dict[str, Any], run: RunValues
 ) -> None:
-    raw = ds_config._merge(copy.deepcopy(FILES[name]), change)
+    raw = ds_config.merge(copy.deepcopy(FILES[name]), change)
     with ends():
         try:
             rendered = ds_config.render(raw, overrides, run)

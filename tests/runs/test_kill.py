@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from remat.launch.processes import free_port
 from remat.saving import load, manifest
 from tests.support import tiny
 from tests.support.launcher import ROOT, deepspeed
-from tests.support.pool import CPU_ONLY, free_port
+from tests.support.pool import CPU_ONLY
 from tests.support.supervised import DEADLINE_S, Supervised, supervised, words_of
 
 pytestmark = pytest.mark.launch

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from remat.launch.processes import free_port
 from remat.saving import manifest
 from tests.support import tiny
 from tests.support.grids import cases, chosen
 from tests.support.launcher import ROOT, deepspeed
-from tests.support.pool import CPU_ONLY, free_port
+from tests.support.pool import CPU_ONLY
 from tests.support.supervised import DEADLINE_S, supervised
 from tests.support.wandb_file import read_wandb
 

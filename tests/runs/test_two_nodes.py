@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from remat.launch.processes import free_port
 from remat.saving import manifest
 from tests.support import tiny
 from tests.support.launcher import ROOT, deepspeed
 from tests.support.nodes import Nodes, Started, lacking, stand_in_for_ssh, two_nodes, until
-from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(lacking()), reason=str(lacking()))]
 TRAIN = str(ROOT / "train.py")

@@ -20,11 +20,11 @@ from remat.config.options import LossKind
 from remat.data.batches import eval_micro_batches
 from remat.data.cache import open_blocks
 from remat.data.tokenizer import load_tokenizer
+from remat.launch.processes import free_port
 from remat.model import loss
 from remat.report import run_report
 from tests.support import tiny
 from tests.support.launcher import deepspeed, run
-from tests.support.pool import free_port
 from tests.support.tiny import words
 from tests.support.wandb_file import read_wandb
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from remat.launch.processes import free_port
 from tests.support.launcher import ROOT
-from tests.support.pool import CPU_ONLY, free_port
+from tests.support.pool import CPU_ONLY
 
 DEADLINE_S = 240.0
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remat.launch import arguments
+from remat.launch.processes import free_port
 from tests.support import fork_server
-from tests.support.pool import CPU_ONLY, free_port
+from tests.support.pool import CPU_ONLY
 
 ROOT = Path(__file__).resolve().parents[2]
 

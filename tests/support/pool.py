@@ -12,12 +12,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from remat.launch.processes import free_port
 from tests.support import fork_server
 from tests.support.fork_server import CPU_ONLY
 
@@ -58,12 +58,6 @@ class RankPool:
     def close(self) -> None:
         for kill in self._kills:
             kill()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _fork(pipe: Connection, place: dict[str, int]) -> Callable[[], None]:

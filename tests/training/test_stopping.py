@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from remat.launch import signals
+from remat.launch.processes import free_port
 from remat.machine.distributed import World
 from remat.training.stopping import StopVote
-from tests.support.pool import free_port
 
 NOTED = """
 import os, signal, sys, time
