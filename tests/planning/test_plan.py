@@ -17,7 +17,9 @@ from remat.planning.plan import Planned, Recordings, make_plan, plan_as_json
 from remat.planning.settings import search
 from remat.planning.simulation.types import Category, Phase
 from remat.planning.sweep import is_timed
+from tests.support.grids import cases
 
+IN_SAMPLE = {"llama8b_full_8x80", "tiny_zero3_offload"}
 KNOWN = Recordings()  # plans of one model share what was recorded of it
 
 
@@ -25,8 +27,7 @@ def plan(*words: str) -> Planned:
     return make_plan(compose.compose_run(list(words)).run, recordings=KNOWN)
 
 
-@pytest.mark.sample(one_in=20)
-@pytest.mark.parametrize("recipe", compose.recipe_names())
+@pytest.mark.parametrize("recipe", cases(compose.recipe_names(), set(compose.recipe_names()) - IN_SAMPLE))
 def test_each_recipe_fits_its_named_machine(recipe: str) -> None:
     planned = plan(f"recipe={recipe}")
     assert planned.plan.fits, planned.plan.verdict
