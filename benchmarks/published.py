@@ -76,7 +76,8 @@ def figures(planned: Planned, row: Row) -> dict[str, float]:
             if item.name == "moments" and item.place == "gpu"
         )
         allocated = max(peak.total_bytes for name, peak in found.peaks.items() if name != "update") - moments
-    reserved = max([*found.reserved_by_segments.values(), int((1 + FRAGMENTATION) * allocated)])
+    gaps = FRAGMENTATION[False]  # no source says that its allocator had other than torch's fixed segments
+    reserved = max([*found.reserved_by_segments.values(), int((1 + gaps) * allocated)])
     sizes = {
         "allocated": allocated,
         "reserved_at_most": reserved,
@@ -131,8 +132,8 @@ def table() -> str:
     within = sum(error <= BAR for error in known)
     closing = (
         f"Where the setting is known, {within} of {len(known)} allocated figures are within {BAR:.0%}; the worst is "
-        f"{max(known):.1%} off. {inside} of {len(others)} reserved and device figures lie inside the band; "
-        f"{perhaps} do if their GB are 1e9 bytes."
+        f"{max(known):.1%} off. {inside} of {len(others)} reserved and device figures lie inside the band"
+        + (f"; {perhaps} do if their GB are 1e9 bytes." if perhaps else ".")
     )
     return "\n".join([*lines, "", closing])
 

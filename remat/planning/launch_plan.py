@@ -301,6 +301,7 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
             zero_stage=strategy.zero_stage,
             ranks_per_node=world.local_size,
         ),
+        flat_bytes=strategy.flat_bytes(hf_model.DTYPES[cfg.train.precision].itemsize),
     )
 
 

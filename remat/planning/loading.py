@@ -15,12 +15,12 @@ from typing import Any
 from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
 from remat.config.units import format_size
-from remat.machine.gpus import outside_torch_bytes
 from remat.model import adapters, hf_model, own_slices
 from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
-from remat.planning.plan import CATEGORY_OF, capacity_of
-from remat.planning.simulation.types import Category
+from remat.planning.model_states import WEIGHTS
+from remat.planning.plan import capacity_of
+from remat.planning.preflight import flattens_on_gpu
 from remat.planning.strategy import Strategy, plain_model
 
 GB = 1e9
@@ -113,9 +113,8 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
 def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading:
     """Return how every rank reads the whole model, and copies what is trained into the flat buffer of ZeRO-1 and 2.
 
-    That is done on the GPU if it has room for the buffer beside the model, else on the host, which then holds both for
-    a while (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:452-518). A GPU's rank hands on one weight after another,
-    unless ranks share layers or have stages: those are cut out on the host.
+    That is done on the host where the GPU has no room for the buffer beside the model. A GPU's rank hands on one weight
+    after another, unless ranks share layers or have stages: those are cut out on the host.
     """
     skeleton = plain_model(cfg)
     layout, _ = _layout(cfg, decided, skeleton)
@@ -124,10 +123,12 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     read = layout.model_bytes if layout else ASSUMED_WIDTH * sum(sizes)
     whole, largest = width * sum(sizes), width * max(sizes)
     held = _held_bytes(decided, world_size)
-    flat = width * decided.held.num_trainable_params * (decided.zero_stage > 0)
+    flat = decided.flat_bytes(width)
     bounce = max([largest, *(_whole_4bit(size, width) for size in decided.held.quantised_weights)])
     gpu_bytes = capacity_of(cfg.hardware).gpu_bytes
-    has_room = gpu_bytes is None or gpu_bytes - outside_torch_bytes(world_size) - held >= flat
+    has_room = gpu_bytes is None or flattens_on_gpu(
+        flat_bytes=flat, weights_bytes=held, gpu_bytes=gpu_bytes, world_size=world_size
+    )
     onto_gpu = on_gpu and max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) == 1
     if on_gpu:
         reading = largest if onto_gpu else whole
@@ -153,7 +154,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
 def _held_bytes(decided: Strategy, world_size: int) -> int:
     """Return the weights that a rank holds below ZeRO-3, in the bits that it trains with."""
     items = decided.model_states(data_ranks=world_size, ranks_per_node=1, can_pin=True)
-    return sum(item.bytes_per_rank for item in items if CATEGORY_OF.get(item.name) is Category.weights)
+    return sum(item.bytes_per_rank for item in items if item.name in WEIGHTS)
 
 
 def _whole_4bit(elements: int, width: int) -> int:

@@ -21,6 +21,16 @@ from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_by
 Place = Literal["gpu", "host", "pinned", "nvme"]
 FP32 = 4  # bytes
 SECOND_SHARDS = "second shards of parameters"
+WEIGHTS = (  # the names of items that are the model's weights
+    "parameters",
+    "frozen parameters",
+    "4-bit weights",
+    "constants of 4-bit weights",
+    "constants of the constants",
+    "means of the constants",
+    "tables of 4-bit values",
+    "tables of 8-bit values",
+)
 MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"

@@ -46,20 +46,14 @@ META = torch.device("meta")
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 
-# The least that gaps in torch's allocator are counted as, of the allocated peak: a replay knows no block that another
-# stream still uses when it is freed. Replays of the shipped recipes: 0.2 to 6.6 % with expandable segments.
-FRAGMENTATION = 0.06
+# The least that gaps in torch's allocator count as, of the allocated peak, with expandable segments or fixed ones:
+# a replay knows no block that another stream still uses when it is freed. Replays of the shipped recipes: 0.2 to 6.6 %
+# with expandable segments. With fixed ones others measured 0.6 to 60 % (docs/plan-accuracy.md has the runs).
+FRAGMENTATION = {True: 0.06, False: 0.6}
 RESERVED_AFTER = ("states", "forward", "backward", "step")  # of the first step
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory per node"
 CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
-    "parameters": Category.weights,
-    "frozen parameters": Category.weights,
-    "4-bit weights": Category.weights,
-    "constants of 4-bit weights": Category.weights,
-    "constants of the constants": Category.weights,
-    "means of the constants": Category.weights,
-    "tables of 4-bit values": Category.weights,
-    "tables of 8-bit values": Category.weights,
+    **dict.fromkeys(model_states.WEIGHTS, Category.weights),
     model_states.SECOND_SHARDS: Category.second_shards,
     "gradients": Category.gradients,
     "accumulated gradients": Category.gradients,
@@ -173,14 +167,15 @@ def assemble(
     saved_state_bytes: int,
     extra_host_bytes: int,
     in_flight_bytes: int = 0,
+    expandable: bool = True,
     on_gpu: bool = True,
 ) -> Plan:
     """Combine the model states and one simulated micro-batch into a plan.
 
     `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is what each process needs
     in host memory besides (libraries, the data's page cache). `in_flight_bytes` are activations of other micro-batches
-    that a stage holds meanwhile. Without a GPU (`on_gpu=False`) the bytes of `gpu`
-    are host memory too, with no allocator or context around them.
+    that a stage holds meanwhile. `expandable` are the segments of torch's allocator. Without a GPU (`on_gpu=False`) the
+    bytes of `gpu` are host memory too, with no allocator or context around them.
     """
     simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
     states = _persistent(item for item in items if item.name not in simulated)
@@ -192,7 +187,7 @@ def assemble(
     peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
     gpu = dict(peak.by_category)
     ranks = zero.world_size * zero.tensor_ranks * zero.stages
-    overhead = overhead_bytes(peak.total_bytes, ranks) if on_gpu else 0
+    overhead = overhead_bytes(peak.total_bytes, ranks, expandable=expandable) if on_gpu else 0
     outside = outside_torch_bytes(ranks) if on_gpu else 0
     gpu[Category.overhead] = overhead
     host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
@@ -230,9 +225,9 @@ def assemble(
     )
 
 
-def overhead_bytes(peak_bytes: int, world_size: int) -> int:
+def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool = True) -> int:
     """Return what a GPU holds besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
-    return int(FRAGMENTATION * peak_bytes) + outside_torch_bytes(world_size)
+    return int(FRAGMENTATION[expandable] * peak_bytes) + outside_torch_bytes(world_size)
 
 
 def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandable: bool) -> Replayed:
@@ -256,10 +251,10 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
     replayed = reserved_bytes(planned, recording, expandable=expandable)
     reserved = replayed.most
     needed = max(plan.resources[0].needed_bytes, reserved + plan.outside_bytes)
-    kind = "expandable" if expandable else "fixed"
+    kind, least = "expandable" if expandable else "fixed", FRAGMENTATION[expandable]
     assumed = (
         f"torch's allocator leaves gaps of {reserved / max(1, plan.peak_bytes) - 1:.1%} of the allocated peak, by a "
-        f"replay of two micro-batches and updates with {kind} segments; at least {FRAGMENTATION:.0%} is kept free for "
+        f"replay of two micro-batches and updates with {kind} segments; at least {least:.0%} is kept free for "
         f"them, and {plan.outside_bytes / GIB:.1f} GiB go to the CUDA context"
         + " and NCCL"
         * (planned.world_size > 1)
@@ -733,6 +728,7 @@ def estimate(
         * preflight.states_on_disk(cfg.save, cfg.train.steps),
         extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
         in_flight_bytes=_in_flight_bytes(cfg, decided, simulation),
+        expandable=decided.allocators.expandable_segments,
         on_gpu=on_gpu,
     )
     plan.assumptions.extend(_uncounted(cfg))

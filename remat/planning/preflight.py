@@ -14,8 +14,9 @@ from typing import Any
 from remat.config import ds_config, ds_defaults
 from remat.config.options import ModelConfig, ModelInit, RunConfig, SaveConfig
 from remat.config.units import GIB
+from remat.machine.gpus import outside_torch_bytes
 from remat.machine.node import Disk, Machine
-from remat.planning.model_states import Item
+from remat.planning.model_states import WEIGHTS, Item
 from remat.saving import disk_space
 
 REHEARSED_FROM = 1e9  # parameters: a failed save of so large a model would be found late and cost hours
@@ -51,6 +52,8 @@ class Needs:
     rehearsal_bytes: int  # one trial saved state and export, deleted before the first real one
     download_bytes: int
     reading_bytes: int  # host memory while weights are read, before the model states exist
+    flat_bytes: int  # of the buffer of ZeRO-1 and 2 that what is trained is copied into, of a rank
+    gpu_weights_bytes: int  # the part of the GPU bytes that is there before that
     gpu_remedy: str
 
 
@@ -73,6 +76,15 @@ def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: in
     divided = max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) > 1
     whole = zero_stage < 3 and divided and cfg.model.init is ModelInit.pretrained
     return ranks_per_node * num_params * width if whole else 0
+
+
+def flattens_on_gpu(*, flat_bytes: int, weights_bytes: int, gpu_bytes: int, world_size: int) -> bool:
+    """Return whether a GPU has room for ZeRO-1 and 2's flat buffer beside the weights that are copied into it.
+
+    Else each rank makes the copy on the host, and holds both there for a while (deepspeed 0.19.8,
+    runtime/zero/stage_1_and_2.py:452-518).
+    """
+    return gpu_bytes - outside_torch_bytes(world_size) - weights_bytes >= flat_bytes
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ def required(
     num_merged_params: int = 0,
     download_bytes: int = 0,
     reading_bytes: int = 0,
+    flat_bytes: int = 0,
     moments_bytes: int | None = None,
 ) -> Needs:
     """Return what a run with these model states needs of one node, and of the disk that all nodes share.
@@ -141,6 +154,8 @@ def required(
         rehearsal_bytes=saved_bytes + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         reading_bytes=reading_bytes,
+        flat_bytes=flat_bytes,
+        gpu_weights_bytes=sum(i.bytes_per_rank for i in items if i.place == "gpu" and i.name in WEIGHTS),
         gpu_remedy=_gpu_remedy(ds),
     )
 
@@ -198,6 +213,8 @@ def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row
         remedy = "start fewer ranks on each node, or train.tensor_parallel_size=1, which reads onto the GPU"
         name = f"host memory of this node while {needs.ranks_per_node} ranks read the whole model"
         lines.append(Row(name, needs.reading_bytes, machine.host_available_bytes, remedy))
+    if needs.flat_bytes and machine.gpu_bytes is not None:
+        lines += _flat_rows(needs, machine, machine.gpu_bytes)
     if needs.mlocked_bytes and machine.memlock_bytes is not None:
         kib = -(-needs.mlocked_bytes // 1024)
         remedy = (
@@ -207,6 +224,21 @@ def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row
             Row("locked memory of each rank (ulimit -l)", needs.mlocked_bytes, machine.memlock_bytes, remedy)
         )
     return [*lines, *_shared_memory_rows(needs, machine), *_disk_rows(needs, machine)]
+
+
+def _flat_rows(needs: Needs, machine: Machine, gpu_bytes: int) -> list[Row]:
+    """Return the row of host memory for ZeRO-1 and 2's flat buffers, where the GPU has no room for its own."""
+    ranks = needs.ranks_per_node
+    if flattens_on_gpu(
+        flat_bytes=needs.flat_bytes,
+        weights_bytes=needs.gpu_weights_bytes,
+        gpu_bytes=gpu_bytes,
+        world_size=ranks,
+    ):
+        return []
+    name = f"host memory of this node while {ranks} ranks copy the weights into a flat buffer"
+    remedy = "deepspeed.config=zero3 needs no such buffer; or start fewer ranks on each node"
+    return [Row(name, 2 * needs.flat_bytes * ranks, machine.host_available_bytes, remedy)]
 
 
 def lower_bound(needs: Needs, machine: Machine) -> list[Row]:

@@ -94,6 +94,10 @@ class Strategy:
             return sum(facts.num_trainable_params for facts in self.facts_of_stages)
         return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
 
+    def flat_bytes(self, width: int) -> int:
+        """Return the buffer of ZeRO-1 and 2 that what a rank trains is copied into, at `width` bytes a parameter."""
+        return width * self.held.num_trainable_params * (self.zero_stage in (1, 2))
+
     def of_stage(self, stage: int) -> Strategy:
         """Return the strategy of the ranks of one stage, which holds its layers alone."""
         own = self.decisions_of(stage)

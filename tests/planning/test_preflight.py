@@ -18,7 +18,7 @@ from remat.machine import node
 from remat.machine.node import Disk, Machine
 from remat.planning import preflight
 from remat.planning.model_states import Item, model_states
-from remat.planning.preflight import Needs
+from remat.planning.preflight import Needs, Row
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 LLAMA_70B = 70_553_706_496
@@ -102,6 +102,34 @@ def test_ranks_that_share_layers_read_the_whole_model_each() -> None:
     small = machine(host_available_bytes=reading - 1)
     (row,) = [row for row in preflight.rows(needs, small) if "read the whole model" in row.name]
     assert not row.fits and row.needed_bytes == reading and "tensor_parallel_size=1" in row.remedy
+
+
+def test_a_gpu_without_room_for_the_flat_buffer_makes_it_on_the_host() -> None:
+    """8 B parameters of 2 bytes, twice: the weights, and the buffer that ZeRO-2 copies them into."""
+    count, ranks = 8_000_000_000, 2
+    states = model_states(
+        num_params=count,
+        largest_param=500_000_000,
+        ds=rendered("zero2_offload"),
+        world_size=2,
+        ranks_per_node=2,
+        gas=1,
+    )
+    needs = preflight.required(
+        states, num_params=count, ds=rendered("zero2_offload"), ranks_per_node=ranks, save=SaveConfig(at_end=False),
+        steps=10, flat_bytes=2 * count,
+    )  # fmt: skip
+    assert needs.gpu_weights_bytes == 2 * count
+
+    def found(gpu_gib: int, host_bytes: int) -> list[Row]:
+        here = machine(gpu_bytes=gpu_gib * GIB, host_available_bytes=host_bytes)
+        return [row for row in preflight.rows(needs, here) if "flat buffer" in row.name]
+
+    assert found(32, 0) == [] and found(80, 0) == [], "32 GiB hold both, with the CUDA context"
+    ((too_small,), (enough,)) = (found(24, ranks * 4 * count - 1), found(24, ranks * 4 * count))
+    assert not too_small.fits and enough.fits and "deepspeed.config=zero3" in too_small.remedy
+    on_cpu = dataclasses.replace(machine(host_available_bytes=0), gpu_bytes=None)
+    assert not [row for row in preflight.rows(needs, on_cpu) if "flat buffer" in row.name]
 
 
 def test_a_rehearsal_needs_room_for_a_state_and_an_export() -> None:

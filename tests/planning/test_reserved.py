@@ -11,7 +11,7 @@ from remat import cli
 from remat.config import compose
 from remat.config.units import GIB, MIB
 from remat.planning import launch_plan
-from remat.planning.plan import Planned, Recordings, Resource, Verdict, make_plan, plan_as_json
+from remat.planning.plan import FRAGMENTATION, Planned, Recordings, Resource, Verdict, make_plan, plan_as_json
 from remat.planning.settings import search
 from remat.planning.simulation import reserved
 from remat.planning.simulation.reserved import Block, CachingAllocator
@@ -114,6 +114,10 @@ def test_a_users_allocator_is_what_is_replayed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     users = plan(*words).plan
     assert off.reserved_bytes == users.reserved_bytes == usual.reserved_by_segments["fixed"]
+    assert off.peak_bytes == usual.peak_bytes
+    gaps = [found.resources[0].needed_bytes - found.outside_bytes - found.peak_bytes for found in (usual, off)]
+    least = [int(share * usual.peak_bytes) for share in FRAGMENTATION.values()]
+    assert gaps[0] >= least[0] and gaps[1] == least[1], "fixed segments left others up to 60 %"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ class Screen:
         beyond = plan.needed_bytes(keeping_all, plan.GPU_MEMORY) - limit
         if beyond <= 0:
             return keeping_all
-        needed, moved = round(beyond / (1 + plan.FRAGMENTATION)), 0
+        gaps = plan.FRAGMENTATION[decided.allocators.expandable_segments]
+        needed, moved = round(beyond / (1 + gaps)), 0
         if cfg.checkpointing.offload.enabled:
             moved = self._movable(cfg, graphs, keeping_all)
         estimate = at(min(needed, droppable + moved), min(moved, needed))
