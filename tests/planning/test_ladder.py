@@ -130,3 +130,15 @@ def test_a_ladder_stands_alone(words: list[str]) -> None:
 def test_a_machine_of_unknown_memory_has_no_ladder() -> None:
     with pytest.raises(ConfigError, match=r"--ladder: .*hardware=NAME"):
         ladder.climb(["model=tiny_llama", "hardware=this_machine"], Recordings())
+
+
+def test_a_type_to_store_on_the_host_waits_for_the_rung_that_moves() -> None:
+    """`full` moves nothing, and would refuse it."""
+    args = [*TWO_SMALL_GPUS, "checkpointing=offload", "checkpointing.offload.dtype=fp8"]
+    asked = compose.from_command_line(args).run
+    words, stored = ladder.base(asked), []
+    for _, more in ladder.steps(asked):
+        words = ladder.joined(words, more)
+        found = compose.from_command_line([*args, *words]).run.checkpointing
+        stored.append((found.offload.enabled, str(found.offload.dtype)))
+    assert set(stored[:5]) == {(False, "same")} and set(stored[5:]) == {(True, "fp8")}

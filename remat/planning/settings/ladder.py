@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.config import compose
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError, RunConfig, StorageDtype
 from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.settings import search
 from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
@@ -26,6 +26,7 @@ SLICES = 8  # of an MLP: of long sequences each is still long
 FIRST = 8192  # tokens: where the search begins
 GROWS_BY = 8  # times: how far a guess may go beyond the longest length that was tried
 BASE = ("train.micro_batch_size=1", "checkpointing=full")
+STORED_AS = "checkpointing.offload.dtype"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def climb(
         raise ConfigError(f"--ladder: {reason}")
     rungs = list(steps(cfg))
     found: list[Rung] = []
-    taken, length = tuple[str, ...](BASE), FIRST
+    taken, length = base(cfg), FIRST
     for done, (name, words) in enumerate(rungs):
         progress(done, len(rungs))
         if words and _is_so_already(args, taken, words):
@@ -89,14 +90,22 @@ def _is_so_already(args: Sequence[str], taken: Sequence[str], words: Sequence[st
         return False
 
 
+def base(cfg: RunConfig) -> tuple[str, ...]:
+    """Return the overrides that all rungs begin with. A type to store on the host waits for the rung that moves."""
+    stores = cfg.checkpointing.offload.dtype is not StorageDtype.same
+    return (*BASE, f"{STORED_AS}={StorageDtype.same}") if stores else BASE
+
+
 def steps(cfg: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the name and the overrides of each rung."""
+    asked = cfg.checkpointing.offload.dtype
+    stored = (f"{STORED_AS}={asked}",) if asked is not StorageDtype.same else ()
     yield "every layer recomputed", ()
     yield "flash attention: no mask", ("model.attention=flash_attention_2",)
     yield "loss in chunks", ("train.loss=chunked",)
     yield "model states in host memory", ("deepspeed.config=zero3_offload",)
     yield f"MLPs in {SLICES} slices", (f"checkpointing.tiles={SLICES}",)
-    yield "layer inputs in host memory", ("checkpointing=offload",)
+    yield "layer inputs in host memory", ("checkpointing=offload", *stored)
     ranks = cfg.hardware.ranks
     for size in range(2, ranks + 1):
         if ranks % size == 0:
