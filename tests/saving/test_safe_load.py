@@ -124,6 +124,33 @@ def test_data_and_the_listed_types_come_back(tmp_path: Path) -> None:
             assert type(found["stage"]) is ZeroStageEnum
 
 
+class Attribute:
+    """An attribute, written as Python 3.11.0 to 3.11.3 write a member of an enumeration."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_members_that_older_pythons_wrote_come_back_and_no_other_attribute(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    file = tmp_path / "file.pt"
+    torch.save({"stage": Attribute(ZeroStageEnum, "gradients")}, file)
+    assert safe_load.load(file)["stage"] is ZeroStageEnum.gradients
+    for of, name in (
+        (ZeroStageEnum, "__members__"),
+        (ZeroStageEnum, "mro"),
+        (torch.Tensor, "numpy"),
+        ("", "format"),
+    ):
+        torch.save({"stage": Attribute(of, name)}, file)
+        with pytest.raises(UnsafeFile, match="it names getattr"):
+            safe_load.load(file)
+
+
 @pytest.mark.parametrize(("module", "name"), safe_load.ALLOWED)
 def test_listed_types_do_nothing_while_they_are_read(module: str, name: str) -> None:
     kind = getattr(importlib.import_module(module), name)
