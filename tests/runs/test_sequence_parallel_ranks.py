@@ -45,7 +45,7 @@ pytestmark = pytest.mark.launch
 
 SAMPLE = [  # each kind of choice; those of full, none and tiles are in the tests below and of one rank
     Cell("llama", "zero1", "none", "whole", "plain"),
-    Cell("mixtral", "zero3", "selective_linears", "whole", "packed"),
+    Cell("mixtral", "zero3", "budget", "whole", "packed"),
     Cell("gemma3_text", "zero2", "tiles", "lora", "packed"),
 ]
 CELLS = [
@@ -100,6 +100,8 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
             torch.testing.assert_close(
                 found["weights"][name], weight, rtol=0, atol=WEIGHTS * float(weight.abs().max())
             )
+    kept = json.loads((found["folder"] / "ledger.json").read_text())["kept_bytes_per_layer"]
+    assert kept["measured"] == kept["planned"]
 
 
 STEPS = "train.steps=1"

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
+from remat.config.units import GIB
+from remat.planning.plan import make_plan
 from remat.training import build, loop
 from tests.support import tiny
 
@@ -34,6 +36,7 @@ POLICIES = {
         "checkpointing.offload.min_bytes=1",
         "checkpointing.offload.keep_last_layers=0",
     ],
+    "budget": ["checkpointing=budget"],
 }
 TRAINED = {"whole": [], "lora": ["peft=lora", "peft.r=4"]}
 LENGTH = 62  # does not divide by four ranks
@@ -68,8 +71,13 @@ class Cell:
 
     def words(self, workshop: Path) -> list[str]:
         """The overrides of the run; it lands in workshop/out/NAME/run."""
-        chosen = [*ZERO[self.zero], *POLICIES[self.policy], f"train.sequence_parallel_size={self.ranks}"]
-        return [*_words(workshop, str(self), self), *chosen]
+        chosen = [*ZERO[self.zero], f"train.sequence_parallel_size={self.ranks}"]
+        words = [*_words(workshop, str(self), self), *chosen]
+        return [
+            *words,
+            *POLICIES[self.policy],
+            *(_half_way(words, self.ranks) if self.policy == "budget" else []),
+        ]
 
     def alone(self, workshop: Path) -> list[str]:
         """The overrides of the same run on one rank, which keeps everything."""
@@ -112,6 +120,17 @@ def _words(workshop: Path, name: str, cell: Cell) -> list[str]:
         "optim.eps=1e-4",  # a gradient that is rounding alone moves no weight
         *TRAINED[cell.trained],
     )
+
+
+def _half_way(words: list[str], ranks: int) -> list[str]:
+    """The budget half way between the peaks of recomputing all and of keeping all, as planned."""
+    peaks = [
+        make_plan(
+            compose.compose_run([*words, f"checkpointing={policy}"]).run, world_size=ranks, on_gpu=False
+        ).plan.peak_bytes
+        for policy in ("full", "none")
+    ]
+    return [f"checkpointing.budget_gib={sum(peaks) / 2 / GIB:.12f}"]
 
 
 def run(words: list[str]) -> dict[str, Any]:
