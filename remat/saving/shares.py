@@ -76,7 +76,7 @@ def read_over_stages(
     held: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> Callable[[str, bool], torch.Tensor | None]:
-    """Return a collective function that reads a weight of any stage on rank 0, which alone may keep any.
+    """Return a collective function that reads a weight of any stage: its first rank sends it to all.
 
     `read` reads one of `held`, those of this rank's stage, where it is told to keep it, floating-point ones in `dtype`.
     """
@@ -90,16 +90,12 @@ def read_over_stages(
         for name, (shape, kind) in named.items():
             owners.setdefault(name, (stage * per_stage, shape, dtype if kind.is_floating_point else kind))
 
-    def read_any(name: str, _keep: bool) -> torch.Tensor | None:
+    def read_any(name: str, keep: bool) -> torch.Tensor | None:
         owner, shape, kind = owners[name]
         value = read(name, rank == owner) if owner // per_stage == rank // per_stage else None
-        if owner and rank == owner and value is not None:
-            dist.send(value.to(device), 0)
-        if owner and rank == 0:
-            value = torch.empty(shape, dtype=kind, device=device)
-            dist.recv(value, owner)
-            return value.cpu()
-        return value if rank == 0 else None
+        sent = torch.empty(shape, dtype=kind, device=device) if value is None else value.to(device)
+        dist.broadcast(sent, owner)
+        return sent.cpu() if keep else None
 
     return read_any
 

@@ -85,7 +85,7 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
         return _write_extras(target, tokenizer, None, form.readme)
 
     with gathering(engine.optimizer):
-        return write(plan, engine_reader(engine, dtype), folder, describe, writers=count_writers(engine))
+        return write(plan, engine_reader(engine, dtype), folder, describe)
 
 
 @contextlib.contextmanager
@@ -241,11 +241,6 @@ def _check_same_weights(engine: Any, plan: hf_files.Plan) -> None:
             raise SaveError(f"export: config.json ties {name} to {kept}, but the trained model holds both")
 
 
-def count_writers(engine: Any) -> int:
-    """Return how many ranks write files: all that gather each weight anyway; with stages rank 0 alone."""
-    return manifest.place()[1] if shares.stage_count(engine) == 1 else 1
-
-
 def engine_reader(engine: Any, dtype: torch.dtype) -> Read:
     """Return a collective function that reads a weight: in `dtype` on the CPU of the ranks that keep it."""
     import deepspeed
@@ -315,17 +310,15 @@ def write(
     read: Read,
     folder: Path,
     describe: Callable[[Path], None],
-    *,
-    writers: int = 1,
 ) -> ExportResult:
-    """Read every unit on all ranks, write each file on one of the first `writers`, check them, rename.
+    """Read every unit on all ranks, write each file on one of them, check them, rename.
 
     Errors raise on every rank.
     """
     started, folder = time.monotonic(), folder.absolute()
     what = f"exporting to {folder}"
     tmp = manifest.on_main(lambda: _prepare(folder), what)
-    shards = hf_files.Shards(tmp, plan, plan.files_of(manifest.place()[0], writers))
+    shards = hf_files.Shards(tmp, plan, plan.files_of(*manifest.place()))
     try:
         manifest.agree(_write_files(shards, read), what)
         manifest.on_main(lambda: _finish(plan, tmp, folder, describe), what)

@@ -51,9 +51,9 @@ class Plan:
     def num_params(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
 
-    def files_of(self, rank: int, writers: int) -> list[str]:
+    def files_of(self, rank: int, ranks: int) -> list[str]:
         """Return the files that `rank` writes: each goes, in order, to the rank with the fewest weights so far."""
-        given, mine = [0] * writers, []
+        given, mine = [0] * ranks, []
         for file, names in self.split.filename_to_tensors.items():
             writer = given.index(min(given))
             given[writer] += sum(self.shapes[name].numel() for name in names)

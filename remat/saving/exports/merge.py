@@ -49,7 +49,7 @@ def export_merged(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> E
         export.describe_plain(target, base, plan, tokenizer, form)
 
     with export.gathering(engine.optimizer):
-        return export.write(plan, merged, folder, describe, writers=export.count_writers(engine))
+        return export.write(plan, merged, folder, describe)
 
 
 def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: RunConfig) -> ExportResult:
