@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -170,7 +171,12 @@ def test_sources_of_different_formats_are_mixed_as_each_is_alone(mixed: DataConf
     assert counts["blocks"] == splits.train.epoch_length
     every = splits.train.order(1, 0, True)
     assert counts["tokens"] == pytest.approx(splits.train.lengths[every].sum(), rel=0.02)
-    assert summary(splits.report) == "chats: 200 documents, 61 cut at train.seq_len; texts: 900 documents"
+    assert summary(splits.report) == "; ".join(
+        f"{name}: {summary(each.report)}" for name, each in alone.items()
+    )
+    assert re.fullmatch(
+        r"chats: 200 documents, \d+ cut at train\.seq_len; texts: 900 documents", summary(splits.report)
+    )
 
 
 def test_the_key_of_a_mixture_changes_with_its_sources_and_its_weights_alone(mixed: DataConfig) -> None:
