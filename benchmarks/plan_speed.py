@@ -51,7 +51,7 @@ def main() -> None:
 
 def planned(recipe: str) -> dict[str, Any]:
     """One `remat plan`: seconds on the clock, of processors, and peak resident bytes of its process tree's largest."""
-    command = [sys.executable, "-m", "remat.cli", "plan", "--json", f"recipe={recipe}"]
+    command = [sys.executable, "-m", "remat.cli", "plan", "--no-advice", "--json", f"recipe={recipe}"]
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None

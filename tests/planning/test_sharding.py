@@ -84,10 +84,10 @@ def test_the_search_takes_the_second_copy_where_the_network_is_slow_and_no_other
 
 
 def test_the_command_says_which_to_take_on_several_nodes_alone() -> None:
-    found = CliRunner().invoke(cli.app, ["plan", "--json", *SLOW])
+    found = CliRunner().invoke(cli.app, ["plan", "--no-advice", "--json", *SLOW])
     ways = json.loads(found.stdout)["zero_of_nodes"]
     assert [way["sharding"] for way in ways if way["taken"]] and all("step_time_s" in way for way in ways)
-    text = CliRunner().invoke(cli.app, ["plan", *SLOW]).stdout
+    text = CliRunner().invoke(cli.app, ["plan", "--no-advice", *SLOW]).stdout
     assert "ZeRO on 2 nodes" in text and "the one to take" in text and f"ZeRO-3 with hpZ: {HPZ}" in text
-    one = CliRunner().invoke(cli.app, ["plan", "--json", *TINY, "train.global_batch_size=64"])
+    one = CliRunner().invoke(cli.app, ["plan", "--no-advice", "--json", *TINY, "train.global_batch_size=64"])
     assert json.loads(one.stdout)["zero_of_nodes"] == []

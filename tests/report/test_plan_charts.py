@@ -43,7 +43,7 @@ def test_a_plan_and_a_sweep_are_drawn(tmp_path: Path) -> None:
         ("plan.png", ["train.seq_len=128"]),
         ("sweep.png", ["--sweep", "train.seq_len=128,256"]),
     ):
-        result = runner.invoke(cli.app, ["plan", *BASE, *words, "--plot", str(tmp_path / name)])
+        result = runner.invoke(cli.app, ["plan", "--no-advice", *BASE, *words, "--plot", str(tmp_path / name)])
         assert result.exit_code == 0, result.output
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
