@@ -563,8 +563,8 @@ def _pipeline_parallel(cfg: RunConfig) -> list[str]:
     refused = [
         (
             train.tensor_parallel_size > 1,
-            f"train.tensor_parallel_size={train.tensor_parallel_size}: DeepSpeed's AutoTP puts its groups of ranks in the "
-            "place of those by which stages find each other; set one of them to 1",
+            f"train.tensor_parallel_size={train.tensor_parallel_size}: DeepSpeed's AutoTP puts its groups of ranks in "
+            "the place of those by which stages find each other; set one of them to 1",
         ),
         (
             train.sequence_parallel_size > 1,
