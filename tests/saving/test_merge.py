@@ -130,7 +130,7 @@ def test_ranks_that_share_the_files_write_what_one_writes(
     )
     one = merge.export_merged(engine(net), tmp_path / "one", export.Form("100KB"), tokenizer=None)
     given: list[Any] = []
-    monkeypatch.setattr(export, "write", lambda *parts, writers: given.extend(parts))
+    monkeypatch.setattr(export, "write", lambda *parts: given.extend(parts))
     merge.export_merged(engine(net), tmp_path / "shared", export.Form("100KB"), tokenizer=None)
     plan, read, shared = given[0], given[1], tmp_path / "shared"
     shared.mkdir()
