@@ -521,12 +521,18 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
     size = cfg.train.tensor_parallel_size
     if size <= 1:
         return _at_least(1, train__tensor_parallel_size=size)
-    if cfg.peft.method is PeftMethod.none:
-        return []
-    return [
-        f"peft.method={cfg.peft.method} with train.tensor_parallel_size={size}: DeepSpeed's AutoTP puts its own layer "
-        "in the place of one with an adapter, and the adapter is lost; use train.tensor_parallel_size=1"
-    ]
+    found = []
+    if cfg.peft.method is PeftMethod.qlora:
+        found.append(
+            f"peft.method=qlora with train.tensor_parallel_size={size}: matrices in 4 bits are not cut for ranks that "
+            "share layers; use peft=lora, or train.tensor_parallel_size=1"
+        )
+    if cfg.peft.dora:
+        found.append(
+            f"peft.dora=true with train.tensor_parallel_size={size}: the norms of its directions would be of a rank's "
+            "share of the weights; use peft.rslora=true, or train.tensor_parallel_size=1"
+        )
+    return found
 
 
 def _sequence_parallel(cfg: RunConfig) -> list[str]:

@@ -28,6 +28,7 @@ from remat.model.four_bits.layout_4bit import BLOCK
 if TYPE_CHECKING:
     from peft import PeftModel
 ADAPTER = "default"  # peft's name for a single adapter; the keys in its files do not contain it
+PREFIX = "base_model.model."  # what peft puts before the names of the base
 
 
 def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str]:

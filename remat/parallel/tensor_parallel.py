@@ -3,23 +3,29 @@
 AutoTP follows the tensor-parallel plan that transformers has for the architecture. Activations between layers are
 whole on every rank of a group. Groups are consecutive ranks, so a group stays within a node when its size divides the
 node's number of GPUs.
+
+Adapters (LoRA) are cut like the matrix beside which they are. Of a matrix cut by its outputs B is cut, of one cut by
+its inputs A is. The other half is whole on every rank of the group, and so is its gradient: what reaches it in forward
+and backward was summed over the ranks by the cut half.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the collectives as operations
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from remat.config import ds_config
 from remat.config.options import ConfigError
 from remat.machine.distributed import World
+from remat.model import adapters
 
 OPTION = "train.tensor_parallel_size"
 COLUMN, ROW = "colwise", "rowwise"
@@ -57,39 +63,40 @@ def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds.items() if key != "tensor_parallel"}
 
 
-def sizes_per_rank(model: PreTrainedModel, size: int) -> list[int]:
+def sizes_per_rank(model: nn.Module, size: int) -> list[int]:
     """Return the elements of each parameter that a rank holds (before ZeRO), in the model's order."""
-    styles = choose_styles(model)
+    styles = find_cut(model)
     found = []
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        style = styles.get(_pattern(module), WHOLE)
+        style = styles.get(module)
         split = style == COLUMN or (style == ROW and kind == "weight")
         found.append(parameter.numel() // size if split else parameter.numel())
     return found
 
 
-def share_on_meta(model: PreTrainedModel, size: int) -> None:
-    """Let a model on meta tensors hold and compute what one rank of `size` does once AutoTP has cut its layers.
+def share_on_meta(model: nn.Module, size: int) -> None:
+    """Let a model on meta tensors hold and compute what one rank of `size` does once its layers are cut.
 
     The operations are those of AutoTP's layers (deepspeed/module_inject/layers.py: LinearLayer, LinearAllreduce), sums
     over the ranks included.
     """
     if size == 1:
         return
-    styles = choose_styles(model)
-    for path, module in model.named_modules():
-        style = styles.get(_pattern(path))
+    cut = find_cut(model)
+    for path, style in cut.items():
+        module: Any = model.get_submodule(path)
         if style == COLUMN:
             module.__class__ = _Column
             module.out_features //= size
             module.weight = _first(module.weight, 0, size)
             if module.bias is not None:
                 module.bias = _first(module.bias, 0, size)
-        elif style == ROW:
+        else:
             module.__class__ = _Row
             module.in_features //= size
             module.weight = _first(module.weight, 1, size)
+    _share_dropout(model, cut, size, rank=0)
 
 
 class _SumInForward(torch.autograd.Function):
@@ -139,16 +146,107 @@ def _first(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
     return nn.Parameter(parameter.detach().chunk(size, dim)[0].clone(), requires_grad=parameter.requires_grad)
 
 
-def choose_styles(model: PreTrainedModel) -> dict[str, str]:
+class _SliceOfDropout(nn.Dropout):
+    """Dropout of one rank's columns, [..., columns]: its part of the mask that a rank draws for all columns alone.
+
+    The ranks of a group draw the same numbers, so every column has a mask of its own.
+    """
+
+    def __init__(self, p: float, size: int, rank: int) -> None:
+        super().__init__(p)
+        self.size, self.rank = size, rank
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return input
+        *rows, columns = input.shape
+        mask = F.dropout(input.new_ones(*rows, columns * self.size), self.p)
+        return input * mask.chunk(self.size, dim=-1)[self.rank].clone()  # a slice would keep the whole mask
+
+
+def choose_styles(model: Any) -> dict[str, str]:
     """Map patterns of module names to styles. The output layer stays whole: the loss reads its weight."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
     return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
 
 
-def prepare(model: PreTrainedModel, size: int) -> None:
-    """Give the result of `plan` to AutoTP, which asks the model. Call before deepspeed.initialize."""
-    if size > 1:
-        model._tp_plan = choose_styles(model)
+def find_cut(model: Any) -> dict[str, str]:
+    """Map the path of each module of `model` that is cut, adapters included, to COLUMN or ROW."""
+    styles = choose_styles(model)
+    found = {path: _style(path, styles) for path, module in model.named_modules() if not is_adapted(module)}
+    return {path: style for path, style in found.items() if style in (COLUMN, ROW)}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether it is peft's layer around a matrix and its adapter."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def _style(path: str, styles: Mapping[str, str]) -> str | None:
+    """Return the style of the module at `path` of a plain model, or of one with adapters."""
+    outer = _outer(path)
+    style = styles.get(_pattern(outer.removeprefix(adapters.PREFIX)))
+    half = path.removeprefix(outer).removesuffix(f".{adapters.ADAPTER}")
+    return None if (half, style) in ((".lora_A", COLUMN), (".lora_B", ROW)) else style
+
+
+def prepare(model: Any, size: int) -> None:
+    """Give the plan to AutoTP, which asks the model, and cut the layers that have adapters. Collective then.
+
+    Call it before the optimizer is built. AutoTP does not look into the layers of peft: what is to be cut there is put
+    into AutoTP's modules here.
+    """
+    if size == 1:
+        return
+    model._tp_plan = choose_styles(model)
+    adapted = {path: module for path, module in model.named_modules() if is_adapted(module)}
+    if not adapted:
+        return
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.utils import groups
+
+    set_autotp_mode(training=True)
+    cut = {path: style for path, style in find_cut(model).items() if _outer(path) in adapted}
+    for path, style in cut.items():
+        _cut(model, path, style)
+    _share_dropout(model, cut, size, groups.get_tensor_model_parallel_rank())
+    for module in adapted.values():
+        module.replaced = True  # for AutoTP: leave it as it is
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # for AutoTP: sum no gradient over the ranks, there is none
+            parameter._ds_grad_allreduce_registered = True
+
+
+def _outer(path: str) -> str:
+    """Return the path of peft's layer around the module at `path`, if there is one."""
+    return re.sub(rf"\.(base_layer|lora_[AB]\.{adapters.ADAPTER})$", "", path)
+
+
+def _cut(model: nn.Module, path: str, style: str) -> None:
+    """Put AutoTP's layer, which holds this rank's share, in the place of the linear module at `path`."""
+    import deepspeed
+    from deepspeed.module_inject import layers
+    from deepspeed.utils import groups
+
+    module = model.get_submodule(path)
+    shards = {name: p for name, p in module.named_parameters(recurse=False) if hasattr(p, "ds_id")}
+    with deepspeed.zero.GatheredParameters(list(shards.values())):
+        whole = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in shards.items()}
+    for name, parameter in whole.items():  # ordinary ones, of which ZeRO-3 shards what is left
+        setattr(module, name, parameter)
+    kind = layers.LinearLayer if style == COLUMN else layers.LinearAllreduce
+    model.set_submodule(path, kind(module, groups.get_tensor_model_parallel_group(), name=path))
+
+
+def _share_dropout(model: nn.Module, cut: Iterable[str], size: int, rank: int) -> None:
+    """Let the dropout before each A that is cut know what part of the columns the rank has."""
+    for path in cut:
+        if not path.endswith(f".lora_A.{adapters.ADAPTER}"):
+            continue
+        module: Any = model.get_submodule(_outer(path))
+        dropout = module.lora_dropout[adapters.ADAPTER]
+        if isinstance(dropout, nn.Dropout):
+            module.lora_dropout[adapters.ADAPTER] = _SliceOfDropout(dropout.p, size, rank)
 
 
 def join(world: World, size: int) -> tuple[World, Any | None]:

@@ -173,7 +173,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     devices = (ds_config.optimizer_offload_device(rendered), ds_config.param_offload_device(rendered))
     tensor_parallel.check(
         shared_by,
-        shape.adapted,
+        skeleton,
         world_size=world_size,
         zero_stage=zero_stage,
         on_nvme="nvme" in devices,
@@ -475,8 +475,8 @@ def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
     if cfg.peft.method is PeftMethod.qlora:
         flat = zero_stage == 3
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
-    tensor_parallel.share_on_meta(net, cfg.train.tensor_parallel_size)
     trained = _with_adapters(cfg, net).to(dtype).train()
+    tensor_parallel.share_on_meta(trained, cfg.train.tensor_parallel_size)
     noise.add(trained, cfg.train.neftune_alpha)
     return trained
 
@@ -491,21 +491,23 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
 def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int, zero_stage: int) -> hf_model.ModelFacts:
     """Return the sizes of the part of the model that one rank holds, and shards over the ranks with the same part.
 
-    Layers are never shared between ranks in a run with adapters, so every parameter is trained. ZeRO-3 shards weights
-    before AutoTP cuts them: those that it leaves whole are sharded over all ranks, so that a part of them counts here.
+    ZeRO-3 shards weights before AutoTP cuts them: those that it leaves whole are sharded over all ranks, so that a part
+    of them counts here.
     """
     if shared_by == 1:
         return facts
     sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
     if zero_stage == 3:
         sizes = [-(-p.numel() // shared_by) for p in skeleton.parameters()]
-    total, largest = sum(sizes), max(sizes)
+    trained = [
+        size for size, p in zip(sizes, skeleton.parameters(), strict=True) if p.requires_grad
+    ]
     return replace(
         facts,
-        num_params=total,
-        largest_param=largest,
-        num_trainable_params=total,
-        largest_trainable_param=largest,
+        num_params=sum(sizes),
+        largest_param=max(sizes),
+        num_trainable_params=sum(trained),
+        largest_trainable_param=max(trained),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.saving.manifest import SaveError
+from remat.saving import shares
+from remat.saving.manifest import Manifest, SaveError
 
 VALUES = 16  # values of each parameter in the fingerprint
 
@@ -20,30 +21,46 @@ def present(module: nn.Module) -> bool:
 
 def fingerprint(module: nn.Module) -> str:
     """Return a digest of the first values of each frozen parameter, of the part that this rank holds."""
-    return _digest(module, lambda parameter: getattr(parameter, "ds_tensor", parameter).detach().flatten())
+    return _digest(module, lambda _, parameter: getattr(parameter, "ds_tensor", parameter).detach().flatten())
 
 
-def fingerprint_of_first(module: nn.Module, ranks: int) -> str:
-    """Return on rank 0 what `fingerprint` gives there when `ranks` ranks hold the same model. Collective."""
-    from deepspeed.runtime.zero import GatheredParameters
+def fingerprint_of_first(module: nn.Module, saved: Manifest) -> str:
+    """Return on rank 0 what `fingerprint` gave there in the run that saved, if it had the same model. Collective."""
 
-    def held(parameter: Any) -> torch.Tensor:
-        if not hasattr(parameter, "ds_tensor"):
-            return parameter.detach().flatten()
-        count = -(-parameter.ds_numel // ranks)
-        if parameter.ds_tensor.numel() >= min(count, VALUES):
-            return parameter.ds_tensor.detach().flatten()[:count]
-        with GatheredParameters([parameter]):
-            return parameter.detach().flatten()[:count].clone()
+    def held(name: str, parameter: Any) -> torch.Tensor:
+        dim, ranks = saved.cuts.get(name), saved.world_size
+        share = shares.whole_shape(parameter).numel()
+        if dim is not None:  # a share of it, which ZeRO-3 shards over the ranks that have the same
+            share, ranks = share // saved.tensor_parallel_size, ranks // saved.tensor_parallel_size
+        count = min(VALUES, -(-share // ranks) if saved.zero_stage == 3 else share)
+        return _first_values(parameter, dim, saved.tensor_parallel_size, count)
 
     return _digest(module, held)
 
 
-def _digest(module: nn.Module, held: Callable[[nn.Parameter], torch.Tensor]) -> str:
+def _first_values(parameter: Any, dim: int | None, shared_by: int, count: int) -> torch.Tensor:
+    """Return on rank 0 the first `count` values, at most VALUES, of the first share of a parameter.
+
+    The share is one of `shared_by` along `dim`; None: all of it. Collective where values lie on several ranks.
+    """
+    from deepspeed.runtime.zero import GatheredParameters
+
+    apart = dim is not None or shares.is_cut(parameter)
+    if not apart and getattr(parameter, "ds_tensor", parameter).numel() >= count:
+        return getattr(parameter, "ds_tensor", parameter).detach().flatten()[:count]
+    with GatheredParameters([parameter]):  # does nothing where it is no shard
+        # rows enough for these values, whichever dimension is cut then and now
+        rows = shares.gather(parameter, parameter.detach()[:VALUES])
+    if dim is not None:
+        rows = rows.narrow(dim, 0, min(rows.shape[dim], shares.whole_shape(parameter)[dim] // shared_by))
+    return rows.flatten()[:count].clone()
+
+
+def _digest(module: nn.Module, held: Callable[[str, nn.Parameter], torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         if not parameter.requires_grad:
-            digest.update(f"{name}{held(parameter)[:VALUES].float().tolist()}".encode())
+            digest.update(f"{name}{held(name, parameter)[:VALUES].float().tolist()}".encode())
     return digest.hexdigest()
 
 

@@ -116,7 +116,7 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     own = safe_load.load(state.path / "rng" / "rank-00000.pt")
     folder = state.path.parent / UNIVERSAL
     what = f"resharding {state.path} for {size} ranks in {folder}"
-    frozen_now = frozen.fingerprint_of_first(engine.module, state.info.world_size)
+    frozen_now = frozen.fingerprint_of_first(engine.module, state.info)
     manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
     try:
         if state.info.zero_stage == 0:

@@ -45,6 +45,11 @@ def find_cuts(module: nn.Module) -> dict[str, int]:
     return {name: dim for name, dim in cuts.items() if dim is not None}
 
 
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether ranks hold shares of it."""
+    return _cut(parameter) is not None
+
+
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Return the shape of the whole weight: before ZeRO-3 sharded it, and before ranks took their shares."""
     if _cut(parameter) is not None:

@@ -554,6 +554,7 @@ def _engine(
         compiled=compiled.CompiledLayers() if cfg.compile is Compilation.layers else None,
         allocators=strategy.allocators,
     )
+    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     with optim.held_still(optimizer), optim.muon_left_eager():
         trained = pipeline.module if pipeline else net
@@ -588,7 +589,6 @@ def _model(
         if cfg.peft.method is PeftMethod.qlora:
             dtype = hf_model.DTYPES[cfg.train.precision]
             adapters.quantise(net, layers.decoder_layers(net), dtype, world.device)
-    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
     trained: torch.nn.Module = net
     if cfg.peft.method is not PeftMethod.none:
         trained = adapters.add_lora(

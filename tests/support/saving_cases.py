@@ -542,7 +542,10 @@ def fingerprint_case() -> tuple[bool, bool, bool]:
     """Frozen weights of 24 numbers, 12 on each of two ranks: what one rank, and what two, would have noted of them."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     module = llama(config, tie=False, precision="fp32", seed=0, hidden_size=24).requires_grad_(False)
-    as_two, as_one = (frozen_weights.fingerprint_of_first(module, ranks) for ranks in (2, 1))
+    states: list[Any] = [
+        SimpleNamespace(cuts={}, world_size=ranks, tensor_parallel_size=1, zero_stage=3) for ranks in (2, 1)
+    ]
+    as_two, as_one = (frozen_weights.fingerprint_of_first(module, state) for state in states)
     spread = frozen_weights.fingerprint(module)
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         values = [(name, torch.nn.Parameter(p.clone(), False)) for name, p in module.named_parameters()]

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from remat.config.options import ConfigError
-from remat.saving import manifest
+from remat.saving import manifest, shares
 from remat.saving.manifest import SaveError
 
 WEIGHTS = "model{suffix}.safetensors"
@@ -240,7 +240,7 @@ def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
         return get_peft_model_state_dict(model, values, save_embedding_layers=False)
 
     trained = {
-        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=dtype, device="meta")
+        name: torch.empty(shares.whole_shape(p), dtype=dtype, device="meta")
         for name, p in model.named_parameters()
         if p.requires_grad
     }

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 FOLDER = "merged"  # in the run directory
-PREFIX = "base_model.model."  # what peft puts before the names of the base
 
 
 class NoRoom(RuntimeError):
@@ -85,7 +84,7 @@ def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: Ru
     def read(name: str, _keep: bool) -> torch.Tensor:
         if (value := trained(name)) is not None:
             return value
-        own = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        own = name.removeprefix(adapters.PREFIX).replace(".base_layer.", ".")
         if own in quantised:
             return adapters.dequantise(
                 adapters.quantised(base.get_submodule(own.rpartition(".")[0]), held, torch.device("cpu"))
@@ -164,7 +163,7 @@ def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
     from peft.utils import ModulesToSaveWrapper
 
     *path, leaf = name.split(".")
-    module, found = base, PREFIX
+    module, found = base, adapters.PREFIX
     for part in path:
         module, found = getattr(module, part), f"{found}{part}."
         if isinstance(module, ModulesToSaveWrapper):
