@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from remat.config import compose
 from remat.saving import manifest
-from remat.saving.exports import export
+from remat.saving.exports import export, merge
 from tests.support import tiny
 from tests.support.launcher import deepspeed
 
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.launch
 
 FIRST, SECOND, STEPS = 2, 3, 4  # steps saved by ranks that share layers, by ranks that do not, and the last one
 SHARED = "train.tensor_parallel_size=2"
+LORA = ["peft=lora", "peft.r=4", "peft.alpha=8"]
 CELLS = {
     "zero2": ["deepspeed.config=zero2"],
     "zero3": ["deepspeed.config=zero3"],
@@ -28,9 +32,14 @@ CELLS = {
     "zero3_bf16": ["deepspeed.config=zero3", "train.precision=bf16"],
     "zero2_offload": ["deepspeed.config=zero2_offload"],
     "zero3_offload": ["deepspeed.config=zero3_offload"],
+    "zero1_lora": ["deepspeed.config=zero1", *LORA],
+    "zero2_lora": ["deepspeed.config=zero2", *LORA],
+    "zero3_lora": ["deepspeed.config=zero3", *LORA],
+    "zero3_lora_bf16": ["deepspeed.config=zero3_offload", "train.precision=bf16", *LORA],
 }
-ESSENTIAL = ("zero2", "zero3")
+ESSENTIAL = ("zero2", "zero3", "zero3_lora")
 NAMES = [name if name in ESSENTIAL else pytest.param(name, marks=pytest.mark.exhaustive) for name in CELLS]
+ADAPTED = [case for name, case in zip(CELLS, NAMES, strict=True) if name.endswith("_lora")]
 Found = dict[str, Any]
 
 
@@ -53,7 +62,9 @@ def spec_of(workshop: Path, cell: str, *more: str) -> dict[str, list[str]]:
     shared, stopped = (SHARED, *more), f"{cell}_stopped"
     saving = [f"save.every={FIRST}", "save.at_end=true", "save.export=true", "save.rehearse=true"]
     return {
-        f"{cell} whole": words(workshop, cell, cell, *shared, *saving),
+        f"{cell} whole": words(
+            workshop, cell, cell, *shared, *saving, *["save.merge=true"] * ("lora" in cell)
+        ),
         f"{cell} same": resume(workshop, cell, cell, FIRST, *shared),
         f"{cell} apart": resume(workshop, cell, cell, FIRST, *more, f"train.stop_at={SECOND}"),
         f"{cell} again": resume(workshop, cell, cell, SECOND, *shared),
@@ -73,7 +84,7 @@ def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Found:
 
 @pytest.fixture(scope="module")
 def runs(workshop: Path) -> Callable[[str], Found]:
-    """Of a cell: what its runs on two ranks gave. `alone` are those that share nothing."""
+    """Of a cell: what its runs on two ranks gave. With the essential ones go two that share nothing."""
     known: dict[str, Found] = {}
 
     def of(cell: str) -> Found:
@@ -82,11 +93,12 @@ def runs(workshop: Path) -> Callable[[str], Found]:
             spec = {name: line for each in cells for name, line in spec_of(workshop, each).items()}
             if cell in ESSENTIAL:
                 spec["alone"] = words(workshop, "alone", "zero2", "save.export=true")
+                adapted = [*LORA, "save.export=true", "save.merge=true"]
+                spec["alone_lora"] = words(workshop, "alone_lora", "zero2", *adapted)
             found = launch(workshop, spec, ranks=2)
             known.update(
                 {each: {n.split()[-1]: found[n] for n in found if n.split()[0] == each} for each in cells}
             )
-            known.update({"alone": found["alone"]} if "alone" in found else {})
         return known[cell]
 
     return of
@@ -134,20 +146,57 @@ def test_a_state_exports_what_the_run_exported(
     assert manifest.verify(state) == []
     assert manifest.read(state).tensor_parallel_size == 2
     result = export.export_saved_state(state, folder, tmp_path / "export", export.Form())
-    plain = load_file(workshop / "model" / "model.safetensors")
-    assert {n: t.shape for n, t in load_file(result.path / "model.safetensors").items()} == {
-        n: t.shape for n, t in plain.items()
-    }
+    live = folder / "export"
+    assert {path.name for path in result.path.iterdir()} == {path.name for path in live.iterdir()} - {"README.md"}
+    (weights,) = live.glob("*.safetensors")
+    assert shapes_in(result.path / weights.name) == shapes_in(weights)
+    if "lora" not in cell:
+        assert shapes_in(weights) == shapes_in(workshop / "model" / "model.safetensors")
+
+
+def shapes_in(file: Path) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in load_file(file).items()}
 
 
 def test_the_export_is_that_of_ranks_that_share_nothing(workshop: Path, runs: Callable[[str], Found]) -> None:
     runs("zero2")
     alone, *shared = (
         load_file(workshop / "out" / name / "run" / "export" / "model.safetensors")
-        for name in ("alone", *ESSENTIAL)
+        for name in ("alone", "zero2", "zero3")
     )
     start = load_file(workshop / "model" / "model.safetensors")
     for name, weight in alone.items():
         moved = float((weight - start[name]).abs().max())
         for found in shared:
             assert torch.allclose(found[name], weight, rtol=0, atol=1e-3 * moved), name
+
+
+@pytest.mark.parametrize("cell", ADAPTED)
+def test_adapters_and_the_merged_model_are_those_of_ranks_that_share_nothing(
+    cell: str, workshop: Path, tmp_path: Path, runs: Callable[[str], Found]
+) -> None:
+    """The same files with the same keys; peft's own merge of them is the merged model; a saved state gives both."""
+    runs("zero2"), runs(cell)
+    alone, shared = (workshop / "out" / name / "run" for name in ("alone_lora", cell))
+    for folder, start in (("export", None), ("merged", load_file(workshop / "model" / "model.safetensors"))):
+        names = {path.name for path in (alone / folder).iterdir()}
+        assert {path.name for path in (shared / folder).iterdir()} == names
+        (file,) = (name for name in names if name.endswith(".safetensors"))
+        one, other = (load_file(run / folder / file) for run in (alone, shared))
+        assert one.keys() == other.keys()
+        for name, weight in one.items():
+            moved = float((weight if start is None else weight - start[name]).abs().max())
+            assert torch.allclose(other[name], weight, rtol=0, atol=1e-3 * moved), name
+    one, other = (json.loads((run / "export" / "adapter_config.json").read_text()) for run in (alone, shared))
+    assert sorted(one.pop("target_modules")) == sorted(other.pop("target_modules"))
+    assert one == other
+    base = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, str(shared / "export")).merge_and_unload().state_dict()
+    merged = load_file(shared / "merged" / "model.safetensors")
+    assert all(torch.allclose(merged[name], expected[name], rtol=0, atol=1e-6) for name in merged)
+    state = shared / "saved" / f"step-{STEPS:06d}"
+    cfg = compose.compose_run(words(workshop, cell, cell, SHARED)).run
+    again = merge.merge_folder(state, shared, tmp_path / "merged", export.Form(), cfg)
+    offline = load_file(again.path / "model.safetensors")
+    assert offline.keys() == merged.keys()
+    assert all(torch.equal(offline[name], merged[name]) for name in merged)
