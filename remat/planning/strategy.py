@@ -499,9 +499,7 @@ def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int, zero_stage:
     sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
     if zero_stage == 3:
         sizes = [-(-p.numel() // shared_by) for p in skeleton.parameters()]
-    trained = [
-        size for size, p in zip(sizes, skeleton.parameters(), strict=True) if p.requires_grad
-    ]
+    trained = [size for size, p in zip(sizes, skeleton.parameters(), strict=True) if p.requires_grad]
     return replace(
         facts,
         num_params=sum(sizes),

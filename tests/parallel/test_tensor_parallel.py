@@ -118,7 +118,11 @@ def train_shared(folder: Path, model_type: str, zero_stage: int, more: dict[str,
     planned = tensor_parallel.sizes_per_rank(net, 2)
     tensor_parallel.prepare(net, 2)
     ds = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero_stage}}
-    ds |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    ds |= {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+    }
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2),
@@ -154,9 +158,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_train_as_on_one_rank(
-    two_ranks: RankPool, tmp_path: Path, kind: str, zero_stage: int
-) -> None:
+def test_adapters_train_as_on_one_rank(two_ranks: RankPool, tmp_path: Path, kind: str, zero_stage: int) -> None:
     """Losses, gradient norm, weights after the steps, and with dropout too: each column has its own mask."""
     model_type, more = KINDS[kind]
     alone = adapted(model_type, **more)

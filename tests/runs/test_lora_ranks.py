@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from remat.config.options import ModelConfig, ModelInit, PeftConfig, PeftMethod, Precision
 from remat.model import adapters, hf_model
@@ -72,24 +71,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_workshop(tmp_path_factory.mktemp("lora"))
 
 
-def adapted(net: Any) -> PeftModel:
-    """peft alone; its first values drawn once more after seeding, as creation draws others in between."""
-    shape = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
-    wrapped = get_peft_model(net, shape)
-    set_seed(1234)
-    for module in wrapped.modules():
-        if isinstance(module, LoraLayer):
-            module.reset_lora_parameters("default", True)
-    return wrapped
-
-
 @pytest.fixture(scope="module")
 def reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, float]]]:
     """The trained model of the plain loop and its (loss, gradient norm) per step."""
     kept: list[PeftModel] = []
 
     def adapt(net: Any) -> PeftModel:
-        kept.append(adapted(net))
+        kept.append(tiny.adapted(net))
         return kept[0]
 
     history = tiny.plain_loop(words(workshop, "plain", "train.seed=1234"), adapt)
@@ -266,7 +254,7 @@ def quantised_reference(workshop: Path) -> tuple[PeftModel, list[tuple[float, fl
     kept: list[PeftModel] = []
 
     def adapt(_: Any) -> PeftModel:
-        kept.append(adapted(quantised(workshop)))
+        kept.append(tiny.adapted(quantised(workshop)))
         return kept[0]
 
     history = tiny.plain_loop(words(workshop, "plain_4bit", "train.seed=1234"), adapt)

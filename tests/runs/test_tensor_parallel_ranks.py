@@ -40,6 +40,21 @@ DROPOUT = {
     "dropout": ["deepspeed.config=zero2", "checkpointing=none"],
     "dropout_contiguous": ["deepspeed.config=zero2", *CONTIGUOUS],
 }
+LORA = ["peft=lora", "peft.r=4", "peft.alpha=8", "train.seed=1234"]
+ADAPTED = {
+    "lora_zero1": ["deepspeed.config=zero1", "checkpointing=none", *LORA],
+    "lora_zero2": ["deepspeed.config=zero2", "checkpointing=none", *LORA],
+    "lora_zero2_full": ["deepspeed.config=zero2", "checkpointing=full", *LORA],
+    "lora_zero2_partition": ["deepspeed.config=zero2", *PARTITION, *LORA],
+    "lora_zero2_matmul": ["deepspeed.config=zero2", *MATMUL, *LORA],
+    "lora_zero2_linears": ["deepspeed.config=zero2", *LINEARS, *LORA],
+    "lora_zero3": ["deepspeed.config=zero3", "checkpointing=none", *LORA],
+    "lora_zero3_partition": ["deepspeed.config=zero3", *PARTITION, *LORA],
+    "lora_zero3_linears": ["deepspeed.config=zero3", *LINEARS, *LORA],
+    "lora_zero3_offload": ["deepspeed.config=zero3_offload", "checkpointing=none", *LORA],
+}
+DRAWN = ["deepspeed.config=zero2", "train.micro_batch_size=1", *LORA, "peft.dropout=0.2"]
+ALONE = [*DRAWN, "train.tensor_parallel_size=1"]
 FOUR_RANKS = {
     "groups_zero2": ["deepspeed.config=zero2", "checkpointing=none", "train.micro_batch_size=1"],
     "groups_zero3": ["deepspeed.config=zero3", *CONTIGUOUS, "train.micro_batch_size=1"],
@@ -51,6 +66,7 @@ PARTITIONED_GROUPS = {name for name in FOUR_RANKS if name.endswith("_partition")
 # Of partitioned and of kept activations one is among the others at each stage.
 REST = {"zero1", "zero1_partition", "zero2_contiguous", "zero3_partition", "zero3_offload", "groups_zero2"}
 REST |= {"full_logits", "zero2_linears", "zero2_matmul", *PARTITIONED_GROUPS}
+REST |= ADAPTED.keys() - {"lora_zero2_partition", "lora_zero3"}
 HELD_OUT = ["data.eval_fraction=0.2", "train.steps=2"]
 EVALUATING = {
     "evaluated_alone": [*HELD_OUT, "train.tensor_parallel_size=1", "deepspeed.config=zero2"],
@@ -81,14 +97,17 @@ def two_ranks_runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     model = tiny.make_model(workshop / "dropout", attention_dropout=0.2)
     dropout = {name: [*more, f"model.path={model}"] for name, more in DROPOUT.items()}
     left_out = REST - chosen(request)
-    runs = {name: more for name, more in TWO_RANKS.items() if name not in left_out}
+    runs = {name: more for name, more in (TWO_RANKS | ADAPTED).items() if name not in left_out}
+    runs |= {"lora_dropout_alone": ALONE} if "lora_dropout" in chosen(request) else {}
     return launch(workshop, runs | dropout | EVALUATING, ranks=2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks_runs(request: pytest.FixtureRequest, workshop: Path) -> Path:
     left_out = REST - chosen(request)
-    return launch(workshop, {n: more for n, more in FOUR_RANKS.items() if n not in left_out}, ranks=4)
+    runs = {name: more for name, more in FOUR_RANKS.items() if name not in left_out}
+    runs |= {"lora_dropout": DRAWN} if "lora_dropout" in chosen(request) else {}
+    return launch(workshop, runs, ranks=4)
 
 
 def compare(run: Path, reference: list[tuple[float, float]]) -> None:
@@ -109,6 +128,46 @@ def test_two_groups_of_two_follow_the_plain_loop(
     name: str, four_ranks_runs: Path, reference: list[tuple[float, float]]
 ) -> None:
     compare(four_ranks_runs / name / "run", reference)
+
+
+@pytest.fixture(scope="module")
+def adapted_reference(workshop: Path) -> list[tuple[float, float]]:
+    return tiny.plain_loop(words(workshop, "plain_lora", *STEPS, "train.seed=1234"), tiny.adapted)
+
+
+@pytest.mark.parametrize("name", cases(ADAPTED, REST))
+def test_adapters_beside_shared_layers_follow_plain_peft(
+    name: str, two_ranks_runs: Path, adapted_reference: list[tuple[float, float]]
+) -> None:
+    compare(two_ranks_runs / name / "run", adapted_reference)
+    layers = json.loads((two_ranks_runs / name / "run" / "proof.json").read_text())["layers"]
+    if "partition" in name:
+        assert all(layer["partitioned_bytes"] > 0 for layer in layers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", sorted(name for name in ADAPTED if name.count("_") > 1 and "offload" not in name)
+)
+def test_no_policy_changes_adapters_beside_shared_layers(name: str, two_ranks_runs: Path) -> None:
+    kept = "_".join(name.split("_")[:2])
+    expected, found = (tiny.rows(two_ranks_runs / run / "run") for run in (kept, name))
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["lora_dropout"])
+def test_dropout_of_adapters_is_that_of_ranks_that_share_nothing(
+    name: str, two_ranks_runs: Path, four_ranks_runs: Path
+) -> None:
+    """Two groups of two against two ranks: the columns of a matrix cut by its inputs have masks of their own too."""
+    alone, shared = (
+        tiny.rows(two_ranks_runs / f"{name}_alone" / "run"),
+        tiny.rows(four_ranks_runs / name / "run"),
+    )
+    for key in ("loss/train", "optim/grad_norm"):
+        assert [row[key] for row in shared] == pytest.approx([row[key] for row in alone], rel=1e-5)
 
 
 PARTITIONED = [
@@ -192,7 +251,8 @@ EXACT = {  # planned as measured, but for AdamW's step counts and the alignment 
     "recomputed FLOPs, of forward": 0.001,
     "peak of a micro-batch, on top of the model states": 0.08,
 }
-COUNTED = [*TWO_RANKS, *FOUR_RANKS]
+NORMS_MIB = 28 * 8 / 1024**2  # on the host DeepSpeed has a number for each of the 28 adapters beside its gradient
+COUNTED = [*TWO_RANKS, *FOUR_RANKS, *ADAPTED]
 
 
 @pytest.mark.parametrize("name", cases(COUNTED, {*REST, *FOUR_RANKS}))

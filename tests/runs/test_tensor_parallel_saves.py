@@ -62,9 +62,7 @@ def spec_of(workshop: Path, cell: str, *more: str) -> dict[str, list[str]]:
     shared, stopped = (SHARED, *more), f"{cell}_stopped"
     saving = [f"save.every={FIRST}", "save.at_end=true", "save.export=true", "save.rehearse=true"]
     return {
-        f"{cell} whole": words(
-            workshop, cell, cell, *shared, *saving, *["save.merge=true"] * ("lora" in cell)
-        ),
+        f"{cell} whole": words(workshop, cell, cell, *shared, *saving, *["save.merge=true"] * ("lora" in cell)),
         f"{cell} same": resume(workshop, cell, cell, FIRST, *shared),
         f"{cell} apart": resume(workshop, cell, cell, FIRST, *more, f"train.stop_at={SECOND}"),
         f"{cell} again": resume(workshop, cell, cell, SECOND, *shared),
@@ -147,7 +145,9 @@ def test_a_state_exports_what_the_run_exported(
     assert manifest.read(state).tensor_parallel_size == 2
     result = export.export_saved_state(state, folder, tmp_path / "export", export.Form())
     live = folder / "export"
-    assert {path.name for path in result.path.iterdir()} == {path.name for path in live.iterdir()} - {"README.md"}
+    assert {path.name for path in result.path.iterdir()} == {path.name for path in live.iterdir()} - {
+        "README.md"
+    }
     (weights,) = live.glob("*.safetensors")
     assert shapes_in(result.path / weights.name) == shapes_in(weights)
     if "lora" not in cell:

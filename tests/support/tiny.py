@@ -12,7 +12,9 @@ from typing import Any
 import bitsandbytes
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.optimization import Adafactor
 
 from remat.config import compose
@@ -113,6 +115,17 @@ def make_workshop(folder: Path) -> Path:
 def words(workshop: Path, name: str, *more: str) -> list[str]:
     """The overrides of run `name` over what the workshop holds; it lands in workshop/out/name/run."""
     return overrides(workshop / "model", workshop / "data.jsonl", workshop / "out", name, *more)
+
+
+def adapted(net: Any) -> PeftModel:
+    """peft alone; its first values drawn once more after seeding, as creation draws others in between."""
+    shape = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+    wrapped = get_peft_model(net, shape)
+    set_seed(1234)
+    for module in wrapped.modules():
+        if isinstance(module, LoraLayer):
+            module.reset_lora_parameters("default", True)
+    return wrapped
 
 
 def plain_loop(words: list[str], adapt: Callable[[Any], Any] = lambda net: net) -> list[tuple[float, float]]:
