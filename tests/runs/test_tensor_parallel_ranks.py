@@ -268,7 +268,7 @@ def test_what_a_rank_of_shared_layers_holds_is_planned(name: str, request: pytes
         if category.startswith("peak") and name in PARTITIONED_GROUPS | {"groups_zero3"}:
             assert row["measured"] < (1 + EXACT[category]) * row["planned"], row  # each rank keeps a part
         else:
-            assert row["measured"] == pytest.approx(row["planned"], rel=EXACT[category]), row
+            assert row["measured"] == pytest.approx(row["planned"], rel=EXACT[category], abs=NORMS_MIB), row
     assert {"weights in host memory", "kept activations, all layers"} <= rows.keys()
     kept = ledger["kept_bytes_per_layer"]
     if name != "groups_zero3" and "partition" not in name and "contiguous" not in name:
