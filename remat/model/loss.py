@@ -24,9 +24,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from remat.config.options import Compilation, ConfigError, LossKind, Policy, RunConfig
 from remat.machine import distributed
+from remat.model import layers
 
 IGNORED = -100
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [rows, vocab], targets [rows] -> the sum over rows
@@ -58,7 +60,7 @@ class TokenLoss:
 
     `model` is the bare transformers model, `kind` the form. Only the output layer of this model is patched, and only
     while a forward runs. Meta tensors have no values to compare (`verify=False`) and need another `cross_entropy` in
-    the chunked form.
+    the chunked form, as does an output layer of which ranks have shares. There `enter` is applied to the hidden states.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TokenLoss:
         *,
         verify: bool = True,
         cross_entropy: CrossEntropy | None = None,
+        enter: Callable[[Tensor], Tensor] | None = None,
         router_coef: float = 0.0,
     ) -> None:
         self.kind = kind
@@ -76,14 +79,13 @@ class TokenLoss:
         self.balance = RouterBalance(model, router_coef) if router_coef else None
         self.verified = not verify  # compared once, on the first call: it costs a host synchronisation
         self.cross_entropy = cross_entropy or fused_cross_entropy
-        self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        if (saved := getattr(self.head, "modules_to_save", None)) is not None and len(saved):
-            (self.head,) = saved.values()  # the copy that is trained in peft's wrapper, and called by it
+        self.enter = enter or (lambda hidden: hidden)
+        self.head = find_head(model)
         if self.head is None:
             raise ConfigError(
                 f"{type(model).__name__} has no output layer: remat trains causal language models"
             )
-        if kind is LossKind.chunked and not isinstance(self.head, nn.Linear):
+        if kind is LossKind.chunked and (isinstance(self.head, Conv1D) or not layers.is_linear(self.head)):
             raise ConfigError(
                 f"train.loss=chunked needs a Linear output layer, {type(model).__name__} has "
                 f"{type(self.head).__name__}: use train.loss=full"
@@ -128,6 +130,7 @@ class TokenLoss:
         returned: list[Tensor] = []
 
         def forward(hidden: Tensor) -> Tensor:
+            hidden = self.enter(hidden)
             returned.append(chunked_loss(hidden, self.head.weight, self.head.bias, targets, self.cross_entropy))
             return returned[0]
 
@@ -136,6 +139,14 @@ class TokenLoss:
             yield returned
         finally:
             del self.head.forward
+
+
+def find_head(model: Any) -> Any:
+    """Return the output layer that `model` calls; None without one."""
+    head = model.get_output_embeddings()
+    if (saved := getattr(head, "modules_to_save", None)) is not None and len(saved):
+        (head,) = saved.values()  # the copy that is trained in peft's wrapper, and called by it
+    return head
 
 
 class RouterBalance:

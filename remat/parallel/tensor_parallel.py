@@ -17,15 +17,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the collectives as operations
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from remat.config import ds_config
-from remat.config.options import ConfigError
+from remat.config.options import ConfigError, LossKind
 from remat.machine.distributed import World
 from remat.model import adapters
+from remat.parallel import sums, vocabulary
 
 OPTION = "train.tensor_parallel_size"
 COLUMN, ROW = "colwise", "rowwise"
@@ -63,9 +63,9 @@ def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds.items() if key != "tensor_parallel"}
 
 
-def sizes_per_rank(model: nn.Module, size: int) -> list[int]:
+def sizes_per_rank(model: nn.Module, size: int, loss: LossKind) -> list[int]:
     """Return the elements of each parameter that a rank holds (before ZeRO), in the model's order."""
-    styles = find_cut(model)
+    styles = find_cut(model, size, loss)
     found = []
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
@@ -75,15 +75,17 @@ def sizes_per_rank(model: nn.Module, size: int) -> list[int]:
     return found
 
 
-def share_on_meta(model: nn.Module, size: int) -> None:
+def share_on_meta(model: nn.Module, size: int, loss: LossKind) -> None:
     """Let a model on meta tensors hold and compute what one rank of `size` does once its layers are cut.
+
+    Of the output layer, which the loss calls in its own way, only the weight is cut.
 
     The operations are those of AutoTP's layers (deepspeed/module_inject/layers.py: LinearLayer, LinearAllreduce), sums
     over the ranks included.
     """
     if size == 1:
         return
-    cut = find_cut(model)
+    cut = find_cut(model, size, loss)
     for path, style in cut.items():
         module: Any = model.get_submodule(path)
         if style == COLUMN:
@@ -99,47 +101,16 @@ def share_on_meta(model: nn.Module, size: int) -> None:
     _share_dropout(model, cut, size, rank=0)
 
 
-class _SumInForward(torch.autograd.Function):
-    """The sum of the ranks' tensors, in place; its gradient goes to each rank as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return _sum(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _SumInBackward(torch.autograd.Function):
-    """A tensor that each rank goes on with by itself: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _sum(gradient)
-
-
 class _Column(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        output = torch.matmul(_SumInBackward.apply(input), self.weight.transpose(-1, -2))
+        output = torch.matmul(sums.SumInBackward.apply(input, None), self.weight.transpose(-1, -2))
         return output if self.bias is None else output + self.bias
 
 
 class _Row(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        output = _SumInForward.apply(torch.matmul(input, self.weight.transpose(-1, -2)))
+        output = sums.SumInForward.apply(torch.matmul(input, self.weight.transpose(-1, -2)), None)
         return output if self.bias is None else output + self.bias
-
-
-def _sum(value: Tensor) -> Tensor:
-    torch.ops._c10d_functional.all_reduce_(
-        value, "sum", ""
-    )  # on meta nothing is sent, and no group is asked for
-    return value
 
 
 def _first(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
@@ -165,16 +136,18 @@ class _SliceOfDropout(nn.Dropout):
 
 
 def choose_styles(model: Any) -> dict[str, str]:
-    """Map patterns of module names to styles. The output layer stays whole: the loss reads its weight."""
+    """Map patterns of module names to the styles of AutoTP, which leaves the output layer to us (vocabulary.py)."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
     return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
 
 
-def find_cut(model: Any) -> dict[str, str]:
+def find_cut(model: Any, size: int, loss: LossKind) -> dict[str, str]:
     """Map the path of each module of `model` that is cut, adapters included, to COLUMN or ROW."""
     styles = choose_styles(model)
     found = {path: _style(path, styles) for path, module in model.named_modules() if not is_adapted(module)}
-    return {path: style for path, style in found.items() if style in (COLUMN, ROW)}
+    cut = {path: style for path, style in found.items() if style in (COLUMN, ROW)}
+    head = vocabulary.find_head(model, size, loss)
+    return cut if head is None else cut | {head: COLUMN}
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -190,31 +163,46 @@ def _style(path: str, styles: Mapping[str, str]) -> str | None:
     return None if (half, style) in ((".lora_A", COLUMN), (".lora_B", ROW)) else style
 
 
-def prepare(model: Any, size: int) -> None:
-    """Give the plan to AutoTP, which asks the model, and cut the layers that have adapters. Collective then.
+def prepare(model: Any, size: int, loss: LossKind) -> None:
+    """Give the plan to AutoTP, which asks the model, and cut what AutoTP would not, or not so. Collective then.
 
-    Call it before the optimizer is built. AutoTP does not look into the layers of peft: what is to be cut there is put
-    into AutoTP's modules here.
+    That is the output layer, and what is in the layers of peft, into which AutoTP does not look. They become AutoTP's
+    modules. Call it before the optimizer is built.
     """
     if size == 1:
-        return
-    model._tp_plan = choose_styles(model)
-    adapted = {path: module for path, module in model.named_modules() if is_adapted(module)}
-    if not adapted:
         return
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.utils import groups
 
     set_autotp_mode(training=True)
-    cut = {path: style for path, style in find_cut(model).items() if _outer(path) in adapted}
+    cut, head = find_cut(model, size, loss), vocabulary.find_head(model, size, loss)
+    model._tp_plan = choose_styles(model)
+    adapted = {path: module for path, module in model.named_modules() if is_adapted(module)}
+    cut = {path: style for path, style in cut.items() if path == head or _outer(path) in adapted}
     for path, style in cut.items():
         _cut(model, path, style)
     _share_dropout(model, cut, size, groups.get_tensor_model_parallel_rank())
-    for module in adapted.values():
+    for module in [*adapted.values(), *([model.get_submodule(head)] if head else [])]:
         module.replaced = True  # for AutoTP: leave it as it is
     for parameter in model.parameters():
         if not parameter.requires_grad:  # for AutoTP: sum no gradient over the ranks, there is none
             parameter._ds_grad_allreduce_registered = True
+
+
+def describe_whole_head(model: Any, size: int, loss: LossKind) -> str:
+    """Return a note on the output layer of `model` where `size` ranks share all other matrices; "" where it is cut."""
+    because = "" if size == 1 else vocabulary.why_whole(model, size, loss)
+    return because and f"every rank has the whole output layer, although {size} share each other one: {because}"
+
+
+def share_of_vocabulary(head: Any) -> vocabulary.Share | None:
+    """Return how a rank computes the loss with the output layer `head` of a prepared model; None: it has all rows."""
+    if isinstance(head, _Column):
+        return vocabulary.Share(0, head.weight.shape[0], None)
+    if not hasattr(head, "tp_index"):
+        return None
+    rows = head.weight.ds_shape[0] if hasattr(head.weight, "ds_shape") else head.weight.shape[0]
+    return vocabulary.Share(rows * head.tp_index, rows, head.mp_group)
 
 
 def _outer(path: str) -> str:

@@ -32,7 +32,7 @@ from remat.config.units import GIB, format_size
 from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import hf_model, layers, loss, meta_kernels, optimizer_state
-from remat.parallel import pipeline_parallel, sequence_parallel
+from remat.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
 from remat.planning import budget, model_states, preflight, step_time, strategy, tiling
 from remat.planning.budget import Corners, Trial
 from remat.planning.model_states import Item
@@ -466,11 +466,14 @@ def _loss(cfg: RunConfig, decided: strategy.Strategy, net: Any, *, on_gpu: bool)
     """Return what a rank computes of a micro-batch: the loss, or what its stage hands on."""
     token_loss = None
     if decided.stages is None or decided.stage in (None, decided.stages.size - 1):
+        share = tensor_parallel.share_of_vocabulary(loss.find_head(net))
+        whole = meta_kernels.cross_entropy if on_gpu else None
         token_loss = loss.TokenLoss(
             net,
             cfg.train.loss,
             verify=False,
-            cross_entropy=meta_kernels.cross_entropy if on_gpu else None,
+            cross_entropy=share.cross_entropy if share else whole,
+            enter=share.enter if share else None,
             router_coef=decided.router_coef,
         )
     if decided.stages is None or decided.stage is None:

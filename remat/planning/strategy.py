@@ -23,6 +23,7 @@ from remat.config.options import (
     Packing,
     PeftMethod,
     RunConfig,
+    TrainConfig,
 )
 from remat.machine import allocator
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
@@ -66,6 +67,7 @@ class Strategy:
     packed: Packed
     stacks: str = ""  # the stacks of layers in words, where there is more than one
     length_warning: str = ""  # where train.seq_len is longer than the model was made for
+    head_warning: str = ""  # where ranks share layers and each has the whole output layer
     decided_because: str = ""  # why, where the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
@@ -78,7 +80,7 @@ class Strategy:
     def warnings(self) -> list[str]:
         """What a person must know before the run, and need not change."""
         states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
-        return [text for text in (self.length_warning, states) if text]
+        return [text for text in (self.length_warning, self.head_warning, states) if text]
 
     def decisions_of(self, stage: int) -> list[LayerDecision]:
         """Return the decisions for the layers of one stage, counted from its first one."""
@@ -197,7 +199,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         facts=facts,
         held=max(of_stages, key=lambda facts: facts.num_params)
         if of_stages
-        else _held(facts, shape.adapted, shared_by, zero_stage),
+        else _held(facts, shape.adapted, cfg.train, zero_stage),
         fields=fields,
         ds=ds,
         zero_stage=zero_stage,
@@ -205,6 +207,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         packed=packed,
         stacks=stacks,
         length_warning=length_warning,
+        head_warning=tensor_parallel.describe_whole_head(shape.adapted, shared_by, cfg.train.loss),
         decided_because=because,
         optimizer=cfg.optim.name,
         allocators=allocator.in_effect(cfg.allocator),
@@ -476,7 +479,7 @@ def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
         flat = zero_stage == 3
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
     trained = _with_adapters(cfg, net).to(dtype).train()
-    tensor_parallel.share_on_meta(trained, cfg.train.tensor_parallel_size)
+    tensor_parallel.share_on_meta(trained, cfg.train.tensor_parallel_size, cfg.train.loss)
     noise.add(trained, cfg.train.neftune_alpha)
     return trained
 
@@ -488,15 +491,18 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
         return adapters.wrap(skeleton, cfg.peft, layers.decoder_layers(skeleton))
 
 
-def _held(facts: hf_model.ModelFacts, skeleton: Any, shared_by: int, zero_stage: int) -> hf_model.ModelFacts:
+def _held(
+    facts: hf_model.ModelFacts, skeleton: Any, train: TrainConfig, zero_stage: int
+) -> hf_model.ModelFacts:
     """Return the sizes of the part of the model that one rank holds, and shards over the ranks with the same part.
 
     ZeRO-3 shards weights before AutoTP cuts them: those that it leaves whole are sharded over all ranks, so that a part
     of them counts here.
     """
+    shared_by = train.tensor_parallel_size
     if shared_by == 1:
         return facts
-    sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by)
+    sizes = tensor_parallel.sizes_per_rank(skeleton, shared_by, train.loss)
     if zero_stage == 3:
         sizes = [-(-p.numel() // shared_by) for p in skeleton.parameters()]
     trained = [size for size, p in zip(sizes, skeleton.parameters(), strict=True) if p.requires_grad]

@@ -47,7 +47,7 @@ from remat.model import adapters, flops, hf_model, layers, loss, noise, own_slic
 from remat.model import optimizer as optim
 from remat.model.hf_model import Loaded
 from remat.model.own_slices import NotSliced
-from remat.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
+from remat.parallel import pipeline_parallel, sequence_parallel, tensor_parallel, vocabulary
 from remat.parallel.pipeline_parallel import PipelineParallel
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.parallel.ulysses import RankGroup
@@ -296,9 +296,7 @@ def _build(
         folder=folder,
         ownership=ownership,
         engine=engine,
-        token_loss=pipeline.token_loss
-        if pipeline
-        else loss.TokenLoss(engine.module, cfg.train.loss, router_coef=strategy.router_coef),
+        token_loss=pipeline.token_loss if pipeline else _token_loss(cfg, strategy, engine.module),
         batches=ReadAhead(batches, world.device),
         splits=splits,
         padding_share=padding_share,
@@ -554,7 +552,7 @@ def _engine(
         compiled=compiled.CompiledLayers() if cfg.compile is Compilation.layers else None,
         allocators=strategy.allocators,
     )
-    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size)
+    tensor_parallel.prepare(net, cfg.train.tensor_parallel_size, cfg.train.loss)
     optimizer = optim.build(net, cfg.optim, offloaded=optimizer_device is not None, device=world.device)
     with optim.held_still(optimizer), optim.muon_left_eager():
         trained = pipeline.module if pipeline else net
@@ -565,6 +563,17 @@ def _engine(
         pipeline.let_states_hold_weights(engine)
     rng.seed(cfg.train.seed + world.rank // world.tensor_parallel_size)  # dropout differs where the tokens do
     return engine, applied, loaded, sequence, pipeline
+
+
+def _token_loss(cfg: RunConfig, strategy: Strategy, net: Any) -> loss.TokenLoss:
+    share = tensor_parallel.share_of_vocabulary(loss.find_head(net))
+    return loss.TokenLoss(
+        net,
+        cfg.train.loss,
+        cross_entropy=share.cross_entropy if share else None,
+        enter=share.enter if share else None,
+        router_coef=strategy.router_coef,
+    )
 
 
 def _model(
@@ -764,13 +773,15 @@ def throughput_figures(cfg: RunConfig, context: int, warn: Callable[[str], None]
     if not torch.cuda.is_available():
         return {}
     try:
-        counted = flops.count(counted_model(cfg), context)
+        model = counted_model(cfg)
+        counted = flops.count(model, context)
     except Exception as error:  # a missing figure must not end a run that would work
         warn(f"no TFLOP/s, MFU and HFU: {error}")
         return {}
     again = 0.0
-    tokens = sequence_parallel.tokens_of_rank(cfg.train)
-    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(counted.vocab_size):
+    tokens, size = sequence_parallel.tokens_of_rank(cfg.train), cfg.train.tensor_parallel_size
+    own_rows = counted.vocab_size // (size if vocabulary.find_head(model, size, cfg.train.loss) else 1)
+    if cfg.train.loss is LossKind.chunked and tokens > loss.chunk_tokens(own_rows):
         again = counted.output_layer
     gpu = gpus.find_gpu(torch.cuda.get_device_name())
     return {

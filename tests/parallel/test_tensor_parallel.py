@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
-from remat.config.options import ConfigError, PeftConfig, PeftMethod
+from remat.config.options import ConfigError, LossKind, PeftConfig, PeftMethod
 from remat.machine.distributed import World
 from remat.model import adapters
 from remat.model.layers import decoder_layers
@@ -41,7 +41,7 @@ def skeleton(model_type: str, **more: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | more)))
 
 
-def held(model_type: str, tied: bool, zero_stage: int) -> list[int]:
+def held(model_type: str, tied: bool, zero_stage: int, loss: LossKind) -> list[int]:
     """What AutoTP leaves on this rank, parameter by parameter."""
     import deepspeed
     from deepspeed.utils import groups as deepspeed_groups
@@ -52,7 +52,7 @@ def held(model_type: str, tied: bool, zero_stage: int) -> list[int]:
     assert group is groups is not None
     config = AutoConfig.for_model(model_type, tie_word_embeddings=tied, **SIZES)
     net = AutoModelForCausalLM.from_config(config)
-    tensor_parallel.prepare(net, 2)
+    tensor_parallel.prepare(net, 2, loss)
     ds = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero_stage}}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(
@@ -69,17 +69,18 @@ def held(model_type: str, tied: bool, zero_stage: int) -> list[int]:
     return found
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("loss", LossKind)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi", "gpt_neox"])
 def test_what_a_rank_holds_is_known_before(
-    two_ranks: RankPool, model_type: str, tied: bool, zero_stage: int
+    two_ranks: RankPool, model_type: str, tied: bool, loss: LossKind, zero_stage: int
 ) -> None:
     model = skeleton(model_type, tie_word_embeddings=tied)
-    expected = tensor_parallel.sizes_per_rank(model, 2)
+    expected = tensor_parallel.sizes_per_rank(model, 2, loss)
     assert sum(expected) < sum(p.numel() for p in model.parameters())
-    for rank in two_ranks.run(held, model_type=model_type, tied=tied, zero_stage=zero_stage):
+    for rank in two_ranks.run(held, model_type=model_type, tied=tied, zero_stage=zero_stage, loss=loss):
         assert rank == expected
 
 
@@ -115,8 +116,8 @@ def train_shared(folder: Path, model_type: str, zero_stage: int, more: dict[str,
 
     _, group = tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 2)
     net = adapted(model_type, **more)
-    planned = tensor_parallel.sizes_per_rank(net, 2)
-    tensor_parallel.prepare(net, 2)
+    planned = tensor_parallel.sizes_per_rank(net, 2, LossKind.full)
+    tensor_parallel.prepare(net, 2, LossKind.full)
     ds = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero_stage}}
     ds |= {
         "zero_allow_untested_optimizer": True,
@@ -188,7 +189,7 @@ def test_adapters_train_as_on_one_rank(two_ranks: RankPool, tmp_path: Path, kind
 
 def test_one_rank_holds_everything() -> None:
     model = skeleton("llama")
-    assert tensor_parallel.sizes_per_rank(model, 1) == [p.numel() for p in model.parameters()]
+    assert tensor_parallel.sizes_per_rank(model, 1, LossKind.chunked) == [p.numel() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(

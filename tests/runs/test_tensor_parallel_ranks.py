@@ -251,7 +251,9 @@ EXACT = {  # planned as measured, but for AdamW's step counts and the alignment 
     "recomputed FLOPs, of forward": 0.001,
     "peak of a micro-batch, on top of the model states": 0.08,
 }
-NORMS_MIB = 28 * 8 / 1024**2  # on the host DeepSpeed has a number for each of the 28 adapters beside its gradient
+NORMS_MIB = (
+    28 * 8 / 1024**2
+)  # on the host DeepSpeed has a number for each of the 28 adapters beside its gradient
 COUNTED = [*TWO_RANKS, *FOUR_RANKS, *ADAPTED]
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remat.config.options import LossKind
 from remat.machine.distributed import World
 from remat.parallel import tensor_parallel
 from remat.saving import save, shares
@@ -34,13 +35,13 @@ def model(model_type: str, tied: bool) -> Any:
     return net
 
 
-def write(folder: str, model_type: str, tied: bool, zero_stage: int) -> dict[str, Any]:
+def write(folder: str, model_type: str, tied: bool, zero_stage: int, loss: LossKind) -> dict[str, Any]:
     """Share a model by two ranks; export and save it before any step."""
     import deepspeed
 
     _, group = tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 2)
     net = model(model_type, tied)
-    tensor_parallel.prepare(net, 2)
+    tensor_parallel.prepare(net, 2, loss)
     ds = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": zero_stage},
@@ -63,19 +64,24 @@ def write(folder: str, model_type: str, tied: bool, zero_stage: int) -> dict[str
 
 @pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("loss", LossKind)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi"])
 def test_shares_are_joined_bit_for_bit(
-    two_ranks: RankPool, tmp_path: Path, model_type: str, tied: bool, zero_stage: int
+    two_ranks: RankPool, tmp_path: Path, model_type: str, tied: bool, loss: LossKind, zero_stage: int
 ) -> None:
+    """With the chunked loss those of the output layer too, unless its weight is the embedding's."""
     plain = model(model_type, tied)
-    found = two_ranks.run(write, folder=str(tmp_path), model_type=model_type, tied=tied, zero_stage=zero_stage)
+    found = two_ranks.run(
+        write, folder=str(tmp_path), model_type=model_type, tied=tied, zero_stage=zero_stage, loss=loss
+    )
     expected = {name: list(p.shape) for name, p in plain.named_parameters()}
     assert [rank["shapes"] for rank in found] == [expected] * 2
     exported = load_file(tmp_path / "export" / "model.safetensors")
     info = save.manifest.read(tmp_path / "saved" / "step-000001")
     assert info.tensor_parallel_size == 2
     assert set(info.cuts.values()) == {0, 1}
+    assert ("lm_head.weight" in info.cuts) == (loss is LossKind.chunked and not tied)
     saved = SavedWeights(tmp_path / "saved" / "step-000001" / "engine", zero_stage, cuts=info.cuts)
     assert saved.trained == {name: torch.Size(shape) for name, shape in expected.items()}
     for name, parameter in plain.named_parameters():
