@@ -188,6 +188,11 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     )
     divided = shares.group_size(engine), shares.stage_count(engine)
     same_ranks = reshard.same_ranks(state, manifest.place()[1], *divided)
+    if same_ranks and (other := sorted(state.info.cuts.items() ^ shares.find_cuts(engine.module).items())):
+        raise ConfigError(
+            f"resume: {state.path} has {other[0][0]} divided over the ranks that share layers in another way than this "
+            "run: set train.loss and peft.modules_to_save as in the saved run, which decide on the output layer"
+        )
     if (same_ranks or state.info.zero_stage == 0) and engine_layout(engine) != state.info.layout:
         raise ConfigError(
             f"resume: {state.path} has other parameters, or the same in another order, than this run: the model, "

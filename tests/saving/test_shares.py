@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.config.options import LossKind
+from remat.config.options import ConfigError, LossKind
 from remat.machine.distributed import World
 from remat.parallel import tensor_parallel
-from remat.saving import save, shares
+from remat.saving import load, save, shares
 from remat.saving.exports import export
 from remat.saving.state_files import SavedWeights
 from tests.support.pool import RankPool
@@ -35,12 +35,11 @@ def model(model_type: str, tied: bool) -> Any:
     return net
 
 
-def write(folder: str, model_type: str, tied: bool, zero_stage: int, loss: LossKind) -> dict[str, Any]:
-    """Share a model by two ranks; export and save it before any step."""
+def start(net: Any, zero_stage: int, loss: LossKind) -> Any:
+    """An engine whose layers two ranks share."""
     import deepspeed
 
     _, group = tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 2)
-    net = model(model_type, tied)
     tensor_parallel.prepare(net, 2, loss)
     ds = {
         "train_micro_batch_size_per_gpu": 1,
@@ -54,12 +53,33 @@ def write(folder: str, model_type: str, tied: bool, zero_stage: int, loss: LossK
         mpu=group,
         dist_init_required=False,
     )
+    return engine
+
+
+def end(engine: Any) -> None:
+    engine.destroy()
+    tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 1)
+
+
+def write(folder: str, model_type: str, tied: bool, zero_stage: int, loss: LossKind) -> dict[str, Any]:
+    """Share a model by two ranks; export and save it before any step."""
+    engine = start(model(model_type, tied), zero_stage, loss)
     export.export(engine, Path(folder) / "export", export.Form(), tokenizer=None)
     state = save.save(engine, Path(folder), step=1, client_state={}, keep=1)
     held = {name: list(shares.whole_shape(p)) for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    tensor_parallel.join(World(0, 2, 0, 2, torch.device("cpu")), 1)
+    end(engine)
     return {"shapes": held, "bytes": state.bytes}
+
+
+def load_with_another_loss(folder: str) -> str:
+    engine = start(model("llama", tied=False), 2, LossKind.full)
+    try:
+        load.load(engine, save.manifest.list_states(Path(folder))[0][0])
+    except ConfigError as error:
+        return str(error)
+    finally:
+        end(engine)
+    return ""
 
 
 @pytest.mark.sample(one_in=3)
@@ -87,3 +107,12 @@ def test_shares_are_joined_bit_for_bit(
     for name, parameter in plain.named_parameters():
         assert torch.equal(exported[name], parameter), name
         assert torch.equal(saved.read(name), parameter), name
+
+
+def test_a_resume_names_another_loss(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(
+        write, folder=str(tmp_path), model_type="llama", tied=False, zero_stage=2, loss=LossKind.chunked
+    )
+    for text in two_ranks.run(load_with_another_loss, folder=str(tmp_path)):
+        assert "lm_head.weight divided over the ranks" in text
+        assert "set train.loss" in text
