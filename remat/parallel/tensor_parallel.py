@@ -78,10 +78,8 @@ def sizes_per_rank(model: nn.Module, size: int, loss: LossKind) -> list[int]:
 def share_on_meta(model: nn.Module, size: int, loss: LossKind) -> None:
     """Let a model on meta tensors hold and compute what one rank of `size` does once its layers are cut.
 
-    Of the output layer, which the loss calls in its own way, only the weight is cut.
-
     The operations are those of AutoTP's layers (deepspeed/module_inject/layers.py: LinearLayer, LinearAllreduce), sums
-    over the ranks included.
+    over the ranks included. The output layer is not called: the loss uses its weight (`share_of_vocabulary`).
     """
     if size == 1:
         return
@@ -144,13 +142,13 @@ def choose_styles(model: Any) -> dict[str, str]:
 def find_cut(model: Any, size: int, loss: LossKind) -> dict[str, str]:
     """Map the path of each module of `model` that is cut, adapters included, to COLUMN or ROW."""
     styles = choose_styles(model)
-    found = {path: _style(path, styles) for path, module in model.named_modules() if not is_adapted(module)}
+    found = {path: _style(path, styles) for path, module in model.named_modules() if not _is_adapted(module)}
     cut = {path: style for path, style in found.items() if style in (COLUMN, ROW)}
     head = vocabulary.find_head(model, size, loss)
     return cut if head is None else cut | {head: COLUMN}
 
 
-def is_adapted(module: nn.Module) -> bool:
+def _is_adapted(module: nn.Module) -> bool:
     """Return whether it is peft's layer around a matrix and its adapter."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
@@ -164,10 +162,10 @@ def _style(path: str, styles: Mapping[str, str]) -> str | None:
 
 
 def prepare(model: Any, size: int, loss: LossKind) -> None:
-    """Give the plan to AutoTP, which asks the model, and cut what AutoTP would not, or not so. Collective then.
+    """Give the plan to AutoTP, which asks the model, and cut what AutoTP would not. Collective.
 
-    That is the output layer, and what is in the layers of peft, into which AutoTP does not look. They become AutoTP's
-    modules. Call it before the optimizer is built.
+    That is the output layer, and what is in the layers of peft, into which AutoTP does not look. It becomes AutoTP's
+    modules. Call this before the optimizer is built.
     """
     if size == 1:
         return
@@ -177,7 +175,7 @@ def prepare(model: Any, size: int, loss: LossKind) -> None:
     set_autotp_mode(training=True)
     cut, head = find_cut(model, size, loss), vocabulary.find_head(model, size, loss)
     model._tp_plan = choose_styles(model)
-    adapted = {path: module for path, module in model.named_modules() if is_adapted(module)}
+    adapted = {path: module for path, module in model.named_modules() if _is_adapted(module)}
     cut = {path: style for path, style in cut.items() if path == head or _outer(path) in adapted}
     for path, style in cut.items():
         _cut(model, path, style)
