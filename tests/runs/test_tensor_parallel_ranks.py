@@ -251,9 +251,11 @@ EXACT = {  # planned as measured, but for AdamW's step counts and the alignment 
     "recomputed FLOPs, of forward": 0.001,
     "peak of a micro-batch, on top of the model states": 0.08,
 }
-NORMS_MIB = (
-    28 * 8 / 1024**2
-)  # on the host DeepSpeed has a number for each of the 28 adapters beside its gradient
+# On the host DeepSpeed has a number for each of the 28 adapters beside its gradient. With two data ranks a matrix can
+# lie in the parts of both, and its gradient is then whole on both.
+NORMS_MIB, MATRIX_MIB = 28 * 8 / 1024**2, 32 * 32 * 4 / 1024**2
+KEEP_A_PART = {n for n in (*TWO_RANKS, *FOUR_RANKS, *ADAPTED) if "partition" in n}
+KEEP_A_PART |= {"zero2_contiguous", "groups_zero3"}
 COUNTED = [*TWO_RANKS, *FOUR_RANKS, *ADAPTED]
 
 
@@ -266,11 +268,12 @@ def test_what_a_rank_of_shared_layers_holds_is_planned(name: str, request: pytes
     ledger = json.loads((runs / name / "run" / "ledger.json").read_text())
     rows = {row["category"]: row for row in ledger["rows"] if row["measured"] is not None}
     for category in EXACT.keys() & rows.keys():
-        row = rows[category]
-        if category.startswith("peak") and name in PARTITIONED_GROUPS | {"groups_zero3"}:
-            assert row["measured"] < (1 + EXACT[category]) * row["planned"], row  # each rank keeps a part
+        row, rel = rows[category], EXACT[category]
+        slack = (MATRIX_MIB if name in FOUR_RANKS else NORMS_MIB) if category.startswith("gradients") else None
+        if category.startswith("peak") and name in KEEP_A_PART:
+            assert row["measured"] < (1 + rel) * row["planned"], row
         else:
-            assert row["measured"] == pytest.approx(row["planned"], rel=EXACT[category], abs=NORMS_MIB), row
+            assert row["measured"] == pytest.approx(row["planned"], rel=rel, abs=slack), row
     assert {"weights in host memory", "kept activations, all layers"} <= rows.keys()
     kept = ledger["kept_bytes_per_layer"]
     if name != "groups_zero3" and "partition" not in name and "contiguous" not in name:
