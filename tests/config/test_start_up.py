@@ -36,7 +36,7 @@ REFUSED = {  # command lines of remat, and what each is told
     "plan deepspeed.config=zero9": "deepspeed.config=zero9: no such configuration",
     "plan deepspeed.overrides.zero_optimisation.stage=2": "zero_optimisation is no DeepSpeed key",
     "plan deepspeed.config=zero3_nvme": "needs hardware.nvme_path",
-    "plan peft=lora train.tensor_parallel_size=2": "peft.method=lora with train.tensor_parallel_size=2",
+    "plan peft=qlora train.tensor_parallel_size=2": "peft.method=qlora with train.tensor_parallel_size=2",
     "launch": "recipe=NAME is missing",
     "compare checkpointing=none,full": "recipe=NAME is missing",
     "plan recipe=finetune model.path=/no/such": "model.path=/no/such does not exist",
