@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from remat.config.options import ConfigError, LossKind
 from remat.machine.distributed import World
 from remat.parallel import tensor_parallel
-from remat.saving import load, save, shares
+from remat.saving import frozen, load, save, shares
 from remat.saving.exports import export
 from remat.saving.state_files import SavedWeights
 from tests.support.pool import RankPool
@@ -48,7 +49,7 @@ def start(net: Any, zero_stage: int, loss: LossKind) -> Any:
     }
     engine, *_ = deepspeed.initialize(
         model=net,
-        optimizer=torch.optim.AdamW(net.parameters(), lr=0.1),
+        optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1),
         config=tensor_parallel.rendered(ds, 2),
         mpu=group,
         dist_init_required=False,
@@ -116,3 +117,34 @@ def test_a_resume_names_another_loss(two_ranks: RankPool, tmp_path: Path) -> Non
     for text in two_ranks.run(load_with_another_loss, folder=str(tmp_path)):
         assert "lm_head.weight divided over the ranks" in text
         assert "set train.loss" in text
+
+
+def narrow() -> Any:
+    """A model that is frozen but for its norms, with shares of fewer columns than a fingerprint has values."""
+    torch.manual_seed(3)
+    fields = SIZES | {"hidden_size": 16, "head_dim": 4, "tie_word_embeddings": False}
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return net
+
+
+def fingerprints(zero_stage: int) -> tuple[bool, bool, bool]:
+    """Whether ranks that share layers know what one rank alone would have noted of frozen weights, and the reverse."""
+    alone = narrow()
+    engine = start(narrow(), zero_stage, LossKind.chunked)
+    shared: Any = engine.module
+    of_one: Any = SimpleNamespace(cuts={}, world_size=1, tensor_parallel_size=1, zero_stage=zero_stage)
+    cuts = shares.find_cuts(shared)
+    of_two: Any = SimpleNamespace(cuts=cuts, world_size=2, tensor_parallel_size=2, zero_stage=zero_stage)
+    noted = frozen.fingerprint(shared), frozen.fingerprint(alone)
+    found = frozen.fingerprint_of_first(alone, of_two), frozen.fingerprint_of_first(shared, of_one)
+    again = frozen.fingerprint_of_first(shared, of_two) == noted[0]
+    end(engine)
+    return noted[0] == found[0], noted[1] == found[1], again
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_frozen_weights_are_recognised_whoever_has_which_share(two_ranks: RankPool, zero_stage: int) -> None:
+    """Rank 0 compares: the other one has other values."""
+    assert two_ranks.run(fingerprints, zero_stage=zero_stage)[0] == (True, True, True)
