@@ -52,6 +52,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },
 }
+SINKS: dict[str, dict[str, Any]] = {  # a weight for each head, which goes into attention beside queries and keys
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+}
 DATA = {"plain": "stream", "packed": "documents"}
 
 
@@ -86,18 +95,26 @@ class Cell:
 
 
 def every_cell() -> list[Cell]:
-    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices."""
-    choices = (list(MODELS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
+    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices.
+
+    Of models with sinks they are the diagonals on both; their MLPs are not sliced.
+    """
+    choices = (list(MODELS | SINKS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
     found = []
     for place in itertools.product(*(range(len(names)) for names in choices)):
-        names = [names[at] for names, at in zip(choices, place, strict=True)]
-        found += [Cell(*names, ranks=ranks) for ranks in (2, 4) if ranks == 2 or sum(place) % 4 == 0]
+        model, *names = (names[at] for names, at in zip(choices, place, strict=True))
+        if model in SINKS and "tiles" in names:
+            continue
+        whole = (2,) if model not in SINKS else ()
+        found += [
+            Cell(model, *names, ranks=ranks) for ranks in (2, 4) if ranks in whole or sum(place) % 4 == 0
+        ]
     return found
 
 
 def make_workshop(folder: Path) -> Path:
     """`folder` with a model of each kind and texts of very different lengths."""
-    for name, more in MODELS.items():
+    for name, more in (MODELS | SINKS).items():
         torch.manual_seed(5)
         config = AutoConfig.for_model(name, **(SIZES | more))
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
@@ -119,6 +136,7 @@ def _words(workshop: Path, name: str, cell: Cell) -> list[str]:
         "train.steps=3",
         "optim.eps=1e-4",  # a gradient that is rounding alone moves no weight
         *TRAINED[cell.trained],
+        *["model.attention=eager"] * (cell.model in SINKS),
     )
 
 
