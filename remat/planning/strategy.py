@@ -477,7 +477,7 @@ def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
     tensor_parallel.share_on_meta(net, cfg.train.tensor_parallel_size)
     trained = _with_adapters(cfg, net).to(dtype).train()
-    noise.add(trained, cfg.train.neftune_alpha)
+    noise.add(trained, cfg.train.neftune_alpha, blocks=cfg.train.sequence_parallel_size)
     return trained
 
 

@@ -104,6 +104,24 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
     assert kept["measured"] == kept["planned"]
 
 
+def train_with_even_noise(words: list[str]) -> dict[str, Any]:
+    """Train with noise that is as large as it may be everywhere, in the place of random noise."""
+    with mock.patch.object(torch.Tensor, "uniform_", lambda noise, _, most, **__: noise.fill_(most)):
+        return shared_sequences.run(words)
+
+
+@pytest.mark.exhaustive  # the scale of a block is held by tests/model/test_lora.py
+def test_noise_on_embeddings_is_scaled_by_the_whole_sequence(
+    workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
+) -> None:
+    cell, noise = SAMPLE[0], ["train.neftune_alpha=5"]
+    (expected,) = ranks(1).run(train_with_even_noise, words=[*cell.alone(workshop), *noise, "name=noise_alone"])
+    found = ranks(2).run(train_with_even_noise, words=[*cell.words(workshop), *noise, "name=noise"])[0]
+    for each, within in (("losses", LOSS), ("norms", NORM)):
+        assert found[each] == pytest.approx(expected[each], rel=within)
+        assert found[each] != pytest.approx(alone(cell)[each], rel=1e-3)
+
+
 STEPS = "train.steps=1"
 APART, SHARED = "train.sequence_parallel_size=1", "train.sequence_parallel_size=2"
 RESUMED = {  # the ranks that save after two steps, and those that go on
