@@ -104,6 +104,25 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
     assert kept["measured"] == kept["planned"]
 
 
+@pytest.mark.exhaustive  # of the layers alone: tests/runs/test_tiles_ranks.py
+def test_proof_json_shows_that_no_slice_runs_a_third_time(
+    workshop: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """The FLOPs that slices run again are those of whole MLPs; of one slice no more than its share exists."""
+    found = {}
+    for name in ("tiles", "full"):
+        cell = Cell("llama", "zero3", name, "whole", "plain")
+        words = [*cell.words(workshop), f"name=third_time_{name}", STEPS]
+        folder = ranks(2).run(shared_sequences.run, words=words)[0]["folder"]
+        found[name] = json.loads((folder / "proof.json").read_text())
+    assert found["tiles"]["first_micro_batch_flops"] == found["full"]["first_micro_batch_flops"]
+    for sliced, whole in zip(found["tiles"]["layers"], found["full"]["layers"], strict=True):
+        assert sliced["slices"] == sliced["slices_run_again"] == 3 * whole["forwards"]
+        assert sliced["slices_run_a_third_time"] == whole["slices"] == 0
+        assert sliced["mlp_peak_bytes"] < whole["mlp_peak_bytes"] / 2
+        assert sliced["kept_bytes"] == whole["kept_bytes"]
+
+
 def train_with_even_noise(words: list[str]) -> dict[str, Any]:
     """Train with noise that is as large as it may be everywhere, in the place of random noise."""
     with mock.patch.object(torch.Tensor, "uniform_", lambda noise, _, most, **__: noise.fill_(most)):

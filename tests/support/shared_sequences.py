@@ -95,20 +95,14 @@ class Cell:
 
 
 def every_cell() -> list[Cell]:
-    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices.
-
-    Of models with sinks they are the diagonals on both; their MLPs are not sliced.
-    """
-    choices = (list(MODELS | SINKS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
+    """Every combination on two ranks and on four; of models with sinks the diagonals, without what they refuse."""
+    choices = (list(MODELS | SINKS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA), [2, 4])
     found = []
     for place in itertools.product(*(range(len(names)) for names in choices)):
-        model, *names = (names[at] for names, at in zip(choices, place, strict=True))
-        if model in SINKS and "tiles" in names:
-            continue
-        whole = (2,) if model not in SINKS else ()
-        found += [
-            Cell(model, *names, ranks=ranks) for ranks in (2, 4) if ranks in whole or sum(place) % 4 == 0
-        ]
+        cell = Cell(*(names[at] for names, at in zip(choices, place, strict=True)))
+        refused = cell.policy in ("tiles", "selective_linears")  # of sinks: attention that is not fused is not kept
+        if cell.model not in SINKS or (not refused and sum(place) % 4 == 0):
+            found.append(cell)
     return found
 
 
