@@ -92,7 +92,7 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
     cell: Cell, workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
 ) -> None:
     expected = alone(cell)
-    for found in ranks(cell.ranks).run(shared_sequences.run, words=cell.words(workshop)):
+    for found in ranks(cell.world).run(shared_sequences.run, words=cell.words(workshop)):
         assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS)
         assert found["norms"] == pytest.approx(expected["norms"], rel=NORM)
         assert found["weights"].keys() == expected["weights"].keys()
