@@ -196,9 +196,7 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, given: dict[st
     unknown = [
         name
         for name, value in given.items()
-        if isinstance(value, Tensor)
-        and name not in known
-        and (name, value.shape) != (SINKS, query.shape[1:2])
+        if isinstance(value, Tensor) and name not in known and (name, value.shape) != (SINKS, query.shape[1:2])
     ]
     if unknown:
         raise ConfigError(

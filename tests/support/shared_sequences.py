@@ -64,7 +64,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },
 }
-SINKS: dict[str, dict[str, Any]] = {  # a weight for each head, which goes into attention beside queries and keys
+SINKS: dict[
+    str, dict[str, Any]
+] = {  # a weight for each head, which goes into attention beside queries and keys
     "gpt_oss": {
         "head_dim": 8,
         "num_key_value_heads": 1,
@@ -129,7 +131,10 @@ def every_cell() -> list[Cell]:
     found = []
     for place in itertools.product(*(range(len(names)) for names in choices)):
         cell = Cell(*(names[at] for names, at in zip(choices, place, strict=True)))
-        refused = cell.policy in ("tiles", "selective_linears")  # of sinks: attention that is not fused is not kept
+        refused = cell.policy in (
+            "tiles",
+            "selective_linears",
+        )  # of sinks: attention that is not fused is not kept
         if cell.model not in SINKS or (not refused and sum(place) % 4 == 0):
             found.append(cell)
     return found + OTHER_CELLS
