@@ -147,6 +147,7 @@ RESUMED = {  # the ranks that save after two steps, and those that go on
     "shared_then_apart": ((2, SHARED), (2, APART)),
     "apart_then_shared": ((2, APART), (2, SHARED)),
     "one_then_shared": ((1, APART), (2, SHARED)),
+    "four_then_two": ((4, "train.sequence_parallel_size=4"), (2, SHARED)),
 }
 
 
