@@ -551,11 +551,6 @@ def _sequence_parallel(cfg: RunConfig) -> list[str]:
             f"{asked} with compile={cfg.compile}: ranks exchange blocks inside of a layer, where a graph would break; "
             "use compile=none"
         )
-    if cfg.train.neftune_alpha:
-        found.append(
-            f"{asked} with train.neftune_alpha={cfg.train.neftune_alpha:g}: the noise is scaled by the length that a "
-            "rank has, not by the sequence's; set train.neftune_alpha=0"
-        )
     return found
 
 

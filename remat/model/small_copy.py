@@ -129,6 +129,8 @@ def _reduced(config: PretrainedConfig, widths: bool, layers: int) -> PretrainedC
                 setattr(part, name, 0)
             if isinstance(value, list) and len(value) == depth > 1:  # one entry per layer
                 setattr(part, name, value[:layers])
+            if name == "compress_rates" and isinstance(value, dict):  # tokens that a layer merges into one
+                setattr(part, name, {kind: min(rate, WINDOW) for kind, rate in value.items()})
         for name in DEPTHS:
             if _size(part, name) == depth:
                 setattr(part, name, layers)

@@ -29,6 +29,7 @@ from remat.config.options import ConfigError
 OPTION = "train.sequence_parallel_size"
 OF_THE_SEQUENCE = ("position_ids", "cache_position")  # known to the kernel from the mask or the documents' ends
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of documents in the whole sequence
+SINKS = "s_aux"  # a weight for each head of queries, which takes its share of every row of attention
 collectives = torch.ops._c10d_functional
 
 
@@ -152,12 +153,18 @@ class Installed:
             return found
         group = self.group
         _check(module, query, attention_mask, given, group.size)
+        seen: dict[str, Any] = {}  # attributes of the module, as a rank with some of the heads has them
         shared = math.lcm(key.shape[1], group.size) // key.shape[1]
         if shared > 1:  # fewer heads of keys than ranks: ranks that share one get it each
             key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
-            module = _Regrouped(module, query.shape[1] // key.shape[1])
+            seen["num_key_value_groups"] = query.shape[1] // key.shape[1]
         for name in OF_THE_SEQUENCE:
             given.pop(name, None)
+        if (sinks := given.get(SINKS)) is not None:  # eager attention reads the module's
+            own = given[SINKS] = sinks.chunk(group.size)[group.rank]
+            seen |= {name: own for name, weight in module.named_parameters(recurse=False) if weight is sinks}
+        if seen:
+            module = _SomeHeads(module, seen)
         states = (take_heads(part, group) for part in (query, key, value))
         result, _ = attention(module, *states, attention_mask, **given)
         return take_block(result, group), None
@@ -186,7 +193,12 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, given: dict[st
             f"the {length} tokens of the whole sequence for every head; use {OPTION}=1"
         )
     known = (*OF_THE_SEQUENCE, *ENDS)
-    if unknown := [name for name, value in given.items() if isinstance(value, Tensor) and name not in known]:
+    unknown = [
+        name
+        for name, value in given.items()
+        if isinstance(value, Tensor) and name not in known and (name, value.shape) != (SINKS, query.shape[1:2])
+    ]
+    if unknown:
         raise ConfigError(
             f"{OPTION}={size}: {named} gives its attention {', '.join(unknown)}, whose part for some of the heads is "
             f"not known; use {OPTION}=1"
@@ -200,12 +212,12 @@ class _Name(str):
         return id(self)
 
 
-class _Regrouped:
-    """An attention module in which so many heads of queries share one of keys."""
+class _SomeHeads:
+    """An attention module to a rank that has some of its heads: with the attributes `seen` in the place of its own."""
 
-    def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
-        self.num_key_value_groups = num_key_value_groups
+    def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:
         self._module = module
+        vars(self).update(seen)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

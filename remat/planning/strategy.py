@@ -480,7 +480,7 @@ def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
         adapters.quantise(net, layers.decoder_layers(net), dtype, torch.device("meta"), flat=flat)
     trained = _with_adapters(cfg, net).to(dtype).train()
     tensor_parallel.share_on_meta(trained, cfg.train.tensor_parallel_size, cfg.train.loss)
-    noise.add(trained, cfg.train.neftune_alpha)
+    noise.add(trained, cfg.train.neftune_alpha, blocks=cfg.train.sequence_parallel_size)
     return trained
 
 

@@ -285,15 +285,20 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
         _show_change(setting, fastest, console)
 
 
+WIDEST_WORD = len("recomputed")  # in the name of a rung
+
+
 def show_ladder(rungs: Sequence[Rung], console: Console, *, title: str = "") -> None:
     """Print the longest sequence of each rung, what binds there, and the overrides of the longest of all."""
     console.print(
         f"longest sequence of {title}, micro-batch 1, as planned; each rung adds to those above", style="bold"
     )
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("rung")
-    for name in ("tokens", "bound by", "GPU GiB", "host GiB", "s/step", "tokens/s", "mostly"):
-        table.add_column(name, justify="left" if name in ("bound by", "mostly") else "right")
+    for name in ("rung", "tokens", "bound by", "GPU\nGiB", "host\nGiB", "s/step", "tokens\n/s", "mostly"):
+        if name in ("rung", "bound by", "mostly"):
+            table.add_column(name, overflow="fold", min_width=WIDEST_WORD if name == "rung" else None)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for rung in rungs:
         if (planned := rung.planned) is None:
             table.add_row(rung.name, "none", rung.bound_by, style="red")

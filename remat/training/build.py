@@ -608,7 +608,7 @@ def _model(
             zero_stage=strategy.zero_stage,
             seed=cfg.train.seed,
         )
-    noise.add(trained, cfg.train.neftune_alpha)
+    noise.add(trained, cfg.train.neftune_alpha, blocks=cfg.train.sequence_parallel_size)
     if strategy.zero_stage == 3:
         hf_model.assert_sharded(trained, world.size)
     return trained, distributed.gather(told[0]) if told else []

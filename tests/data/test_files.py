@@ -285,7 +285,8 @@ import resource, sys
 from remat.config.options import DataConfig, DataSource
 from remat.data.sources import documents
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-count = sum(1 for _ in documents(DataConfig(source=DataSource.files), sys.argv[1]))
+cfg = DataConfig(source=DataSource.files, join_files=len(sys.argv) > 2)
+count = sum(1 for _ in documents(cfg, sys.argv[1]))
 print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -298,4 +299,17 @@ def test_an_array_is_read_in_memory_that_does_not_grow_with_it(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True)
     count, grown_kib = map(int, done.stdout.split())
     assert count == 30_000
+    assert grown_kib * 1024 < 15e6
+
+
+@pytest.mark.exhaustive
+def test_a_joined_document_is_read_in_memory_that_does_not_grow_with_it(tmp_path: Path) -> None:
+    """Books of three chapters, one document: pieces of at most 1 MiB."""
+    for chapter in range(3):
+        (tmp_path / f"{chapter}.txt").write_text(("a line of some words\n" * 500 + "\n") * 1000)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 30e6
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), "joined"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, grown_kib = map(int, done.stdout.split())
+    assert count >= 30
     assert grown_kib * 1024 < 15e6

@@ -386,6 +386,18 @@ def test_noise_is_that_of_neftune_and_only_in_training() -> None:
     assert torch.equal(third.train()(input_ids=ids).logits, plain)
 
 
+def test_noise_of_a_block_is_scaled_by_the_whole_sequence() -> None:
+    """Of 8 tokens that are one of 4 blocks it is half of what it is for 8 tokens."""
+    noisy = []
+    for blocks in (1, 4):
+        net = built(LLAMA).train()
+        noise.add(net, 5.0, blocks=blocks)
+        torch.manual_seed(3)
+        plain = net.get_input_embeddings().weight[:8]
+        noisy.append(net.get_input_embeddings()(torch.arange(8)[None])[0] - plain)
+    torch.testing.assert_close(2 * noisy[1], noisy[0])
+
+
 def test_contradictions_are_named() -> None:
     def problems(**changes: Any) -> str:
         run = compose.compose_run(["peft=lora"]).run

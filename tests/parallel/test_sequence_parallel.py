@@ -96,7 +96,6 @@ def decide(*words: str, ranks: int = 8) -> strategy.Strategy:
 REFUSED = {
     "layers": (["train.tensor_parallel_size=2"], "ranks share layers or sequences, not both"),
     "compiled": (["compile=layers"], "use compile=none"),
-    "noise": (["train.neftune_alpha=5"], "set train.neftune_alpha=0"),
     "none": (["train.sequence_parallel_size=0"], "train.sequence_parallel_size=0 is too small"),
     "ranks": (["train.sequence_parallel_size=3"], "8 ranks cannot be divided into groups of 3"),
     "heads": (

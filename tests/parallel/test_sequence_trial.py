@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.options import Attention, ConfigError, ModelConfig, Packing, TrainConfig
+from remat.data.batches import Part, own_part
 from remat.model import packing
 from remat.model.packing import Packed
 from remat.parallel import sequence_trial, ulysses
@@ -27,10 +29,11 @@ WORKING = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "mistral": {},
     "llama4_text": {},
+    "gpt_oss": {"num_key_value_heads": 1, "num_local_experts": 4},  # attention sinks: a weight for each head
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, "does not go through transformers' AttentionInterface"),
-    "gpt_oss": ({}, "GptOssAttention gives its attention s_aux"),
+    "deepseek_v4": ({}, "DeepseekV4ForCausalLM cannot share its sequences"),  # layers merge 128 tokens into one
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "something in it looks along the sequence"),
     "qwen3_next": (
         {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
@@ -75,6 +78,35 @@ def test_logits_of_ranks_are_those_of_whole_sequences(model_type: str, attention
 def test_a_model_that_looks_along_the_sequence_elsewhere_is_refused(model_type: str) -> None:
     sizes, reason = REFUSED[model_type]
     assert reason in ask(model_type, Attention.sdpa, **sizes)
+
+
+def test_a_rank_has_the_gradient_of_the_sinks_of_its_heads() -> None:
+    """Of each its own, and zeros: ZeRO's sum over ranks is the gradient of whole sequences."""
+    net = small_models.build(
+        "gpt_oss", attention="eager", num_attention_heads=4, num_key_value_heads=1, num_local_experts=4
+    )
+    sinks = [weight for name, weight in net.named_parameters() if name.endswith("sinks")]
+    batch = sequence_trial._batch(net, STREAM)
+    expected = torch.autograd.grad(net(**batch, use_cache=False).logits.square().sum(), sinks)
+    group, found = sequence_trial._ThreadGroup(2), dict[int, Any]()
+    sequence = SequenceParallel(net, group, STREAM, Attention.eager)
+
+    def compute(rank: int) -> None:
+        group.enter(rank)
+        rows, width = batch["input_ids"].shape
+        own = own_part(sequence_trial._blocks(batch), np.arange(rows), Part(rank, 2))
+        inputs = sequence.inputs(own, torch.device("cpu"))
+        inside = width - rank * own["input_ids"].shape[1]  # the last part has padding
+        del inputs["targets"]
+        logits = net(**inputs, use_cache=False).logits[:, :inside]
+        found[rank] = torch.autograd.grad(logits.square().sum(), sinks)
+
+    sequence_trial._wait_for(compute)
+    sequence.remove()
+    for whole, first, second in zip(expected, found[0], found[1], strict=True):
+        assert not first[2:].any() and not second[:2].any()
+        torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-6)
+        assert whole.all()
 
 
 @pytest.mark.parametrize("dropped", ["attention_mask", "position_ids"])

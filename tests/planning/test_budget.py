@@ -83,6 +83,7 @@ def test_all_that_there_is_keeps_everything_and_too_little_is_refused_with_what_
     assert {decision.mechanism for decision in whole.strategy.decisions} == {KEEP}
     with pytest.raises(ConfigError, match=r"the least that this run needs is [0-9.]+ GiB") as refused:
         plan(folder, "checkpointing=budget", "checkpointing.budget_gib=0.00001")
+    assert "checkpointing=full checkpointing.tiles=auto may need less" in str(refused.value)
     would_do = str(refused.value).partition("set ")[2].partition(",")[0]
     assert plan(folder, "checkpointing=budget", would_do).plan.fits
     with pytest.raises(ConfigError, match="budget_gib=auto: there is no GPU"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -102,6 +103,24 @@ def test_what_is_shown_names_the_longest(rungs: list[Rung]) -> None:
     text = console.export_text()
     assert f"The longest, {rungs[-1].seq_len:,} tokens" in text
     assert f"train.seq_len={rungs[-1].seq_len}" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_and_no_word_is_cut_where_a_terminal_is_narrow(rungs: list[Rung], width: int) -> None:
+    """The largest figures that a machine gives, too; wide terminals have a line for each rung."""
+    assert rungs[-1].planned is not None
+    time = replace(rungs[-1].planned.time, compute_s=355_392.0)
+    longest = replace(rungs[-1], seq_len=3_595_264, planned=replace(rungs[-1].planned, time=time))
+    console = Console(width=width, record=True)
+    report.show_ladder([*rungs[:-1], longest], console, title="tiny")
+    table = console.export_text().partition("A grey rung")[0].partition("The longest")[0]
+    assert "…" not in table
+    for rung in (*rungs[:-1], longest):
+        assert f" {rung.seq_len:,} " in table
+        assert (f" {rung.name} " in table) == (width == 120)
+    words = {word for line in table.splitlines()[1:] for word in line.split()}
+    assert {word for rung in rungs for word in rung.name.split()} <= words
+    assert {"memory", "compute"} <= words
 
 
 def test_a_model_with_a_table_of_positions_is_bound_by_it() -> None:

@@ -48,7 +48,7 @@ def make_model(recipe: str, folder: Path) -> Path:
     return folder
 
 
-def words(recipe: str, folder: Path) -> list[str]:
+def words(recipe: str, folder: Path, ranks: int) -> list[str]:
     cfg = compose.compose_run([f"recipe={recipe}"]).run
     more = BUDGET if cfg.checkpointing.policy == "budget" else []
     more = [*more, *["checkpointing.offload.min_bytes=1"] * cfg.checkpointing.offload.enabled]
@@ -58,12 +58,12 @@ def words(recipe: str, folder: Path) -> list[str]:
         f"model.path={make_model(recipe, folder / recipe)}",
         "model.tokenizer=bytes",
         f"model.attention={ON_A_CPU.get(cfg.model.attention, cfg.model.attention)}",
-        f"train.sequence_parallel_size={min(2, cfg.train.sequence_parallel_size)}",
+        f"train.sequence_parallel_size={min(ranks, cfg.train.sequence_parallel_size)}",
         "hardware=this_machine",
         f"hardware.nvme_path={folder}/nvme",
         f"data.path={folder / ('texts.jsonl' if cfg.data.file_type is FileType.jsonl else 'rows.json')}",
         f"data.cache_dir={folder}/cache",
-        f"output_dir={folder}/out",
+        f"output_dir={folder}/out{ranks}",
         "run_id=run",
         "train.steps=3",
         "train.seq_len=192",
@@ -88,12 +88,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sample(one_in=18)
 @pytest.mark.parametrize("recipe", [name for name in compose.recipe_names() if name not in NOT_HERE])
 def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) -> None:
-    asked = words(recipe, folder)
-    spec = folder / f"{recipe}.json"
+    rehearse(recipe, folder, ranks=2)
+
+
+SHARING = [
+    name
+    for name in compose.recipe_names()
+    if compose.compose_run([f"recipe={name}"]).run.train.sequence_parallel_size > 2
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", SHARING)
+def test_a_recipe_whose_ranks_share_sequences_is_rehearsed_on_four(recipe: str, folder: Path) -> None:
+    run = rehearse(recipe, folder, ranks=4)
+    proof = json.loads((run / "proof.json").read_text())["shared_sequences"]
+    assert proof["ranks"] == 4 and sum(proof["trained_tokens_by_rank"]) == proof["trained_tokens"] > 0
+
+
+def rehearse(recipe: str, folder: Path, *, ranks: int) -> Path:
+    """Train, stop, resume and export; the run directory."""
+    asked = words(recipe, folder, ranks)
+    spec = folder / f"{recipe}{ranks}.json"
     spec.write_text(json.dumps({"first": [*asked, "train.stop_at=2"], "second": [*asked, "resume=auto"]}))
-    done = deepspeed(str(spec), script="tests/support/many_runs.py", timeout_s=900)
+    done = deepspeed(str(spec), ranks=ranks, script="tests/support/many_runs.py", timeout_s=900)
     assert done.code == 0, done.out[-6000:]
-    run = folder / "out" / recipe / "run"
+    run = folder / f"out{ranks}" / recipe / "run"
     assert [row["step"] for row in tiny.rows(run)] == [1, 2, 3]
     cfg = compose.compose_run(asked).run
     proof = json.loads((run / "proof.json").read_text())
@@ -107,6 +127,7 @@ def test_a_recipe_trains_stops_resumes_and_exports(recipe: str, folder: Path) ->
     assert list((run / "export").glob(f"{weights}*.safetensors"))
     if cfg.checkpointing.policy == "budget":
         assert_tables_can_be_chosen_again(run, asked)
+    return run
 
 
 def assert_tables_can_be_chosen_again(run: Path, asked: list[str]) -> None:

@@ -92,7 +92,7 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
     cell: Cell, workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
 ) -> None:
     expected = alone(cell)
-    for found in ranks(cell.ranks).run(shared_sequences.run, words=cell.words(workshop)):
+    for found in ranks(cell.world).run(shared_sequences.run, words=cell.words(workshop)):
         assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS)
         assert found["norms"] == pytest.approx(expected["norms"], rel=NORM)
         assert found["weights"].keys() == expected["weights"].keys()
@@ -104,12 +104,50 @@ def test_ranks_that_share_sequences_train_what_one_rank_does(
     assert kept["measured"] == kept["planned"]
 
 
+@pytest.mark.exhaustive  # of the layers alone: tests/runs/test_tiles_ranks.py
+def test_proof_json_shows_that_no_slice_runs_a_third_time(
+    workshop: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """The FLOPs that slices run again are those of whole MLPs; of one slice no more than its share exists."""
+    found = {}
+    for name in ("tiles", "full"):
+        cell = Cell("llama", "zero3", name, "whole", "plain")
+        words = [*cell.words(workshop), f"name=third_time_{name}", STEPS]
+        folder = ranks(2).run(shared_sequences.run, words=words)[0]["folder"]
+        found[name] = json.loads((folder / "proof.json").read_text())
+    assert found["tiles"]["first_micro_batch_flops"] == found["full"]["first_micro_batch_flops"]
+    for sliced, whole in zip(found["tiles"]["layers"], found["full"]["layers"], strict=True):
+        assert sliced["slices"] == sliced["slices_run_again"] == 3 * whole["forwards"]
+        assert sliced["slices_run_a_third_time"] == whole["slices"] == 0
+        assert sliced["mlp_peak_bytes"] < whole["mlp_peak_bytes"] / 2
+        assert sliced["kept_bytes"] == whole["kept_bytes"]
+
+
+def train_with_even_noise(words: list[str]) -> dict[str, Any]:
+    """Train with noise that is as large as it may be everywhere, in the place of random noise."""
+    with mock.patch.object(torch.Tensor, "uniform_", lambda noise, _, most, **__: noise.fill_(most)):
+        return shared_sequences.run(words)
+
+
+@pytest.mark.exhaustive  # the scale of a block is held by tests/model/test_lora.py
+def test_noise_on_embeddings_is_scaled_by_the_whole_sequence(
+    workshop: Path, ranks: Callable[[int], RankPool], alone: Callable[[Cell], dict[str, Any]]
+) -> None:
+    cell, noise = SAMPLE[0], ["train.neftune_alpha=5"]
+    (expected,) = ranks(1).run(train_with_even_noise, words=[*cell.alone(workshop), *noise, "name=noise_alone"])
+    found = ranks(2).run(train_with_even_noise, words=[*cell.words(workshop), *noise, "name=noise"])[0]
+    for each, within in (("losses", LOSS), ("norms", NORM)):
+        assert found[each] == pytest.approx(expected[each], rel=within)
+        assert found[each] != pytest.approx(alone(cell)[each], rel=1e-3)
+
+
 STEPS = "train.steps=1"
 APART, SHARED = "train.sequence_parallel_size=1", "train.sequence_parallel_size=2"
 RESUMED = {  # the ranks that save after two steps, and those that go on
     "shared_then_apart": ((2, SHARED), (2, APART)),
     "apart_then_shared": ((2, APART), (2, SHARED)),
     "one_then_shared": ((1, APART), (2, SHARED)),
+    "four_then_two": ((4, "train.sequence_parallel_size=4"), (2, SHARED)),
 }
 
 

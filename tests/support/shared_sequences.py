@@ -38,7 +38,19 @@ POLICIES = {
     ],
     "budget": ["checkpointing=budget"],
 }
+OTHER_ZERO = {
+    "zero0": ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"],
+    "zero2_offload": ["deepspeed.config=zero2_offload"],
+}
+OTHER_POLICIES = {
+    name: [f"checkpointing={name}"]
+    for name in (
+        "full_reentrant", "interval", "uniform", "block", "sqrt", "selective_ops", "selective_modules",
+        "discard_output", "deepspeed",
+    )
+}  # fmt: skip
 TRAINED = {"whole": [], "lora": ["peft=lora", "peft.r=4"]}
+OTHER_TRAINED = {"qlora": ["peft=qlora", "peft.r=4"]}
 LENGTH = 62  # does not divide by four ranks
 SIZES: dict[str, Any] = tiny.SIZES | {"max_position_embeddings": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -52,12 +64,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },
 }
+SINKS: dict[
+    str, dict[str, Any]
+] = {  # a weight for each head, which goes into attention beside queries and keys
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+}
 DATA = {"plain": "stream", "packed": "documents"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of the grid by its choices; `ranks` share each sequence."""
+    """A run of the grid by its choices; `ranks` share each sequence, and there are `groups` of them."""
 
     model: str
     zero: str
@@ -65,18 +88,24 @@ class Cell:
     trained: str
     data: str
     ranks: int = 2
+    groups: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.groups
 
     def __str__(self) -> str:
-        return "-".join((self.model, self.zero, self.policy, self.trained, self.data, str(self.ranks)))
+        shared = f"{self.groups}x{self.ranks}" if self.groups > 1 else str(self.ranks)
+        return "-".join((self.model, self.zero, self.policy, self.trained, self.data, shared))
 
     def words(self, workshop: Path) -> list[str]:
         """The overrides of the run; it lands in workshop/out/NAME/run."""
-        chosen = [*ZERO[self.zero], f"train.sequence_parallel_size={self.ranks}"]
+        chosen = [*(ZERO | OTHER_ZERO)[self.zero], f"train.sequence_parallel_size={self.ranks}"]
         words = [*_words(workshop, str(self), self), *chosen]
         return [
             *words,
-            *POLICIES[self.policy],
-            *(_half_way(words, self.ranks) if self.policy == "budget" else []),
+            *(POLICIES | OTHER_POLICIES)[self.policy],
+            *(_half_way(words, self.world) if self.policy == "budget" else []),
         ]
 
     def alone(self, workshop: Path) -> list[str]:
@@ -85,19 +114,35 @@ class Cell:
         return [*_words(workshop, name, self), "deepspeed.config=zero1", "checkpointing=none"]
 
 
+OTHER_CELLS = [
+    *(Cell("llama", "zero3", policy, "whole", "packed") for policy in OTHER_POLICIES),
+    *(Cell("gemma3_text", zero, "full", "whole", "packed") for zero in OTHER_ZERO),
+    *(Cell("qwen3", zero, "full", "qlora", "packed") for zero in ("zero2", "zero3")),
+    Cell("llama", "zero1", "none", "whole", "plain", groups=2),
+    Cell("mixtral", "zero2", "budget", "whole", "packed", groups=2),
+    Cell("gemma3_text", "zero3", "full", "lora", "packed", groups=2),
+    Cell("qwen3", "zero3_offload", "offload", "whole", "packed", groups=2),
+]
+
+
 def every_cell() -> list[Cell]:
-    """Every combination on two ranks; of those on four the diagonals, which have every pair of choices."""
-    choices = (list(MODELS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA))
+    """Every combination on two ranks and on four; of models with sinks the diagonals, without what they refuse."""
+    choices = (list(MODELS | SINKS), list(ZERO), list(POLICIES), list(TRAINED), list(DATA), [2, 4])
     found = []
     for place in itertools.product(*(range(len(names)) for names in choices)):
-        names = [names[at] for names, at in zip(choices, place, strict=True)]
-        found += [Cell(*names, ranks=ranks) for ranks in (2, 4) if ranks == 2 or sum(place) % 4 == 0]
-    return found
+        cell = Cell(*(names[at] for names, at in zip(choices, place, strict=True)))
+        refused = cell.policy in (
+            "tiles",
+            "selective_linears",
+        )  # of sinks: attention that is not fused is not kept
+        if cell.model not in SINKS or (not refused and sum(place) % 4 == 0):
+            found.append(cell)
+    return found + OTHER_CELLS
 
 
 def make_workshop(folder: Path) -> Path:
     """`folder` with a model of each kind and texts of very different lengths."""
-    for name, more in MODELS.items():
+    for name, more in (MODELS | SINKS).items():
         torch.manual_seed(5)
         config = AutoConfig.for_model(name, **(SIZES | more))
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
@@ -118,7 +163,8 @@ def _words(workshop: Path, name: str, cell: Cell) -> list[str]:
         f"train.seq_len={LENGTH}",
         "train.steps=3",
         "optim.eps=1e-4",  # a gradient that is rounding alone moves no weight
-        *TRAINED[cell.trained],
+        *(TRAINED | OTHER_TRAINED)[cell.trained],
+        *["model.attention=eager"] * (cell.model in SINKS),
     )
 
 
