@@ -22,6 +22,7 @@ from remat.machine import distributed, ops  # noqa: E402
 from remat.report import console  # noqa: E402
 from remat.training import build, loop  # noqa: E402
 from tests.support import recordings  # noqa: E402
+from tests.support.pool import leave_groups  # noqa: E402
 
 
 def main(spec_path: Path) -> None:
@@ -39,6 +40,8 @@ def main(spec_path: Path) -> None:
             "finished": outcome.finished,
             "metrics": dict(outcome.metrics),
         }
+        del parts, outcome
+        leave_groups()
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()
