@@ -8,6 +8,10 @@ workspaces, what is made again and the optimizer are in their peaks.
 With `checkpointing.offload.enabled` a value may also go to the host. Each layer gets as much of the link as its forward
 is of the micro-batch's, of what ZeRO leaves of it (`step_time.LinkRoom`), and as much of the free host memory as it is
 of the layers. Tables that move are taken only where they make a faster plan than those that do not.
+
+Where layers are divided into stages, each stage gets the fastest tables within the budget for its own layers. A stage
+that holds k micro-batches keeps k times what its tables keep, which is in its plans. A step takes the slowest stage's
+time for every micro-batch, and that of each other stage once; so the fastest of each make the fastest step.
 """
 
 from __future__ import annotations
@@ -76,12 +80,35 @@ class Trial:
 
 
 class NoRoom(ConfigError):
-    """Nothing that could be planned is within the budget."""
+    """Nothing that could be planned is within the budget. `least_bytes`: what would do; 0: not known."""
+
+    def __init__(self, text: str, least_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 Plan = Callable[[list[LayerDecision]], Trial]
+Choice = tuple[Trial, list[LayerDecision], str]  # a plan, its decisions, why it is not a table where it is not
 Climb = tuple[int, int]  # a layer and the corner of its frontier that it climbs to
 Corners = dict[Any, list[Point]]  # of each layer that was seen, by what it does
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers from `first` on that a stage of a pipeline has, what plans a rank of it, and what it holds at once.
+
+    `decisions` are for its layers, counted from its first one. `in_flight` are micro-batches.
+    """
+
+    first: int
+    decisions: list[LayerDecision]
+    plan: Plan
+    in_flight: int
+
+    @property
+    def span(self) -> str:
+        """Return its layers in words: 0-3."""
+        return spans(list(range(self.first, self.first + len(self.decisions))))
 
 
 def is_open(decisions: Sequence[LayerDecision]) -> bool:
@@ -98,11 +125,13 @@ def choose(
     gpu_bytes: int | None,
     on_gpu: bool,
     known: Corners | None = None,
-) -> tuple[Trial, list[LayerDecision], str]:
+    in_flight: int = 1,
+) -> Choice:
     """Return the plan that is taken, its decisions, and why it is not a table where it is not.
 
-    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. Raises NoRoom for a budget that
-    nothing fits, ConfigError for a table that does not suit the model.
+    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. `in_flight` are the micro-batches of
+    which the plan keeps what layers keep. Raises NoRoom for a budget that nothing fits, ConfigError for a table that
+    does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
@@ -119,7 +148,7 @@ def choose(
     climbed = [
         _keep_last(found, plan)
         for first, start, corners in started
-        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype))
+        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype, in_flight))
     ]
     best = min(climbed, key=lambda found: found[0].speed, default=None)
     # What `full` runs again is what the least does, or more.
@@ -136,9 +165,89 @@ def choose(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
             f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)}); "
-            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices"
+            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices",
+            smallest,
         )
     return *best, ""
+
+
+def choose_in_stages(
+    cfg: CheckpointingConfig,
+    stages: Sequence[Stage],
+    machine: Machine,
+    *,
+    gpu_bytes: int | None,
+    on_gpu: bool,
+    known: Corners,
+) -> list[Choice]:
+    """Return what `choose` returns, for each stage by itself: none waits for the memory of another.
+
+    Raises NoRoom, with every stage that does not fit and the least that would do for all, and ConfigError.
+    """
+    if cfg.table is not None:
+        return _given_to_stages(Path(cfg.table).expanduser(), stages, cfg.offload.dtype)
+    limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
+    found: list[Choice] = []
+    lacking: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        if not is_open(stage.decisions):
+            trial = stage.plan(stage.decisions)
+            found.append((trial, stage.decisions, ""))
+            lacking |= {number: trial.needed_bytes} if trial.needed_bytes > limit else {}
+            continue
+        try:
+            trial, decisions, because = choose(
+                cfg,
+                stage.decisions,
+                stage.plan,
+                machine,
+                gpu_bytes=gpu_bytes,
+                on_gpu=on_gpu,
+                known=known,
+                in_flight=stage.in_flight,
+            )
+            found.append((trial, decisions, because and f"stage {number}: {because}"))
+        except NoRoom as error:
+            lacking[number] = error.least_bytes
+    if lacking:
+        most = gib_up(max(lacking.values()))
+        least = ", ".join(
+            f"stage {number} (layers {stages[number].span}, {stages[number].in_flight} micro-batches at once) "
+            f"{gib_up(size)} GiB"
+            for number, size in lacking.items()
+        )
+        raise NoRoom(
+            f"checkpointing.budget_gib={cfg.budget_gib}: the least that these stages need of each of their GPUs is "
+            f"more: {least}; set checkpointing.budget_gib={most}, or make the run smaller (train.micro_batch_size, "
+            "train.seq_len, a larger train.pipeline_parallel_size)",
+            max(lacking.values()),
+        )
+    return found
+
+
+def _given_to_stages(path: Path, stages: Sequence[Stage], dtype: StorageDtype) -> list[Choice]:
+    """Return the plans of stages under a table that was written for all layers. Raises ConfigError."""
+    graphs = merge_graphs(stages, [stage.plan(stage.decisions) for stage in stages])
+    every = [decision for stage in stages for decision in stage.decisions]
+    given = _read(path, every, graphs, dtype)
+    if moving := [index for index, decision in enumerate(given) if decision.offload]:
+        raise ConfigError(
+            f"checkpointing.table={path}: layers {spans(moving)} move values to the host, whose buffers hold one "
+            "micro-batch, and stages hold several; leave `offload` empty"
+        )
+    own = [given[stage.first : stage.first + len(stage.decisions)] for stage in stages]
+    return [
+        (stage.plan(decisions), decisions, "") for stage, decisions in zip(stages, own, strict=True)
+    ]
+
+
+def merge_graphs(stages: Sequence[Stage], trials: Sequence[Trial]) -> dict[int, Graph]:
+    """Return the graphs of the layers of all stages, by their numbers in the whole model."""
+    return {
+        stage.first + index: graph
+        for stage, trial in zip(stages, trials, strict=True)
+        for index, graph in trial.graphs.items()
+    }
 
 
 def limit_bytes(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool) -> int:
@@ -160,13 +269,15 @@ def _climb(
     frontiers: Mapping[int, list[Point]],
     limit: int,
     dtype: StorageDtype,
+    in_flight: int = 1,
 ) -> tuple[Trial, list[LayerDecision]] | None:
     """Return the plan that keeps the most of those within `limit`, found by as few plans as may be; None: no plan is.
 
     `least`: the plan of the fewest bytes. It may need more than plans that keep what is dear to make again: that lives
     with its workspace in the backward of one layer.
     """
-    steps, added = _order(frontiers)
+    steps, kept = _order(frontiers)
+    added = [in_flight * size for size in kept]
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
         tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
