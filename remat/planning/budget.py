@@ -236,9 +236,7 @@ def _given_to_stages(path: Path, stages: Sequence[Stage], dtype: StorageDtype) -
             "micro-batch, and stages hold several; leave `offload` empty"
         )
     own = [given[stage.first : stage.first + len(stage.decisions)] for stage in stages]
-    return [
-        (stage.plan(decisions), decisions, "") for stage, decisions in zip(stages, own, strict=True)
-    ]
+    return [(stage.plan(decisions), decisions, "") for stage, decisions in zip(stages, own, strict=True)]
 
 
 def merge_graphs(stages: Sequence[Stage], trials: Sequence[Trial]) -> dict[int, Graph]:

@@ -651,13 +651,13 @@ def _choose_in_stages(
     )
     trials = [trial for trial, _, _ in chosen]
     because = "; ".join(text for _, _, text in chosen if text) or decided.decided_because
-    decided = replace(
-        decided.with_stages([decisions for _, decisions, _ in chosen]), decided_because=because
-    )
+    decided = replace(decided.with_stages([decisions for _, decisions, _ in chosen]), decided_because=because)
     fullest = max(trials, key=lambda trial: trial.needed_bytes)
     whole = replace(fullest, graphs=budget.merge_graphs(parts, trials))
     table = budget.as_record(whole, decided.decisions, cfg.checkpointing)
-    of_stages = {part.span: round(trial.needed_bytes / GIB, 3) for part, trial in zip(parts, trials, strict=True)}
+    of_stages = {
+        part.span: round(trial.needed_bytes / GIB, 3) for part, trial in zip(parts, trials, strict=True)
+    }
     return decided, trials, table | {"planned_gib_of_stages": of_stages}
 
 
@@ -715,8 +715,8 @@ def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[P
     decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
     if decided.stages is not None:
         raise ConfigError(
-            f"{pipeline_parallel.OPTION}={decided.stages.size} with --curve: each stage has tables of its own, so there "
-            f"is no one curve; plan {budget.CHOICE} with a checkpointing.budget_gib for each point"
+            f"{pipeline_parallel.OPTION}={decided.stages.size} with --curve: each stage has tables of its own, "
+            f"so there is no one curve; plan {budget.CHOICE} with a checkpointing.budget_gib for each point"
         )
     plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
     machine = gpus.machine(cfg.hardware)

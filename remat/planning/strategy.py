@@ -253,7 +253,9 @@ def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
     A layer costs 3 forwards, 4 where it is recomputed whole; the embedding costs nothing, the output layer what its
     matrix does. A layer that keeps only its input counts 1 for what is kept, another 16, about what a decoder layer
     of Llama keeps in units of its input (Korthikanti et al. 2022, equation 2, in 16 bits without dropout).
-    A layer whose table is still to be chosen (checkpointing=budget) counts as one that keeps all.
+    A layer whose table is still to be chosen (checkpointing=budget) counts as one that keeps all: what it makes again
+    follows from the division, for a stage of fewer layers has more room for each. Of nearly equal divisions the one
+    that holds least leaves tables most room.
     """
     text = skeleton.config.get_text_config()
     hidden = hf_model.hidden_size(skeleton.config)

@@ -168,7 +168,7 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
 
 
 def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
-    """Return the row of a layer with the numbers of layers in the whole model, which has `before` ahead of the stage."""
+    """Return the row of a layer with the numbers of layers in the whole model; `before` are ahead of the stage."""
     together = [before + layer for layer in row["recomputed_with_layers"]]
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
 

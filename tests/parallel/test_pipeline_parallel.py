@@ -203,12 +203,14 @@ def test_a_table_of_stages_can_be_given_back(halfway: Any, tmp_path: Path) -> No
     entry = next(entry for entry in moving["layers"].values() if entry.get("keep"))
     entry["offload"], entry["keep"] = entry["keep"], {}
     path.write_text(json.dumps(moving))
-    with pytest.raises(ConfigError, match="layers .* move values to the host, .*leave `offload` empty"):
+    with pytest.raises(ConfigError, match=r"layers .* move values to the host, .*leave `offload` empty"):
         plan(4, 32, *DEEP, BUDGET, f"checkpointing.table={path}")
 
 
 def test_a_budget_that_a_stage_cannot_keep_names_it_and_the_least() -> None:
-    with pytest.raises(ConfigError, match=r"stage 0 \(layers 0-\d, 4 micro-batches at once\) [0-9.]+ GiB") as refused:
+    with pytest.raises(
+        ConfigError, match=r"stage 0 \(layers 0-\d, 4 micro-batches at once\) [0-9.]+ GiB"
+    ) as refused:
         plan(4, 32, *DEEP, BUDGET, "checkpointing.budget_gib=0.01")
     assert "stage 3 (layers" in str(refused.value)
     would_do = str(refused.value).partition("set ")[2].partition(",")[0]
@@ -219,7 +221,7 @@ def test_a_stage_without_tables_counts_against_the_budget_too() -> None:
     """The first stage's layers keep all, whatever the budget is."""
     least, most = peaks("checkpointing=full")[0], peaks("checkpointing=none")[0]
     limit = f"checkpointing.budget_gib={(least + most) / 2 / GIB:.12f}"
-    with pytest.raises(ConfigError, match="stage 0 .* GiB; set") as refused:
+    with pytest.raises(ConfigError, match=r"stage 0 .* GiB; set") as refused:
         plan(4, 32, *DEEP, BUDGET, limit, "checkpointing.layers={0-2: none}")
     assert "stage 1" not in str(refused.value)
 
@@ -230,5 +232,7 @@ def test_all_of_a_gpu_is_a_budget_too() -> None:
 
 
 def test_there_is_no_curve_of_stages() -> None:
-    with pytest.raises(ConfigError, match="train.pipeline_parallel_size=2 with --curve: each stage has tables"):
+    with pytest.raises(
+        ConfigError, match=r"train.pipeline_parallel_size=2 with --curve: each stage has tables"
+    ):
         sweep.curve([*tiny.ON_A_4090, "hardware=8x4090", "train.global_batch_size=32", *STAGED])

@@ -213,7 +213,9 @@ def prove_tables(run: Path) -> None:
     assert kept == written == {row["layer"]: row["planned_table_bytes"] for row in proof["layers"]}
     assert sum(kept.values()) > 0
     assert max(stage["recomputed_share_of_forward"] for stage in plan["stages"]) > 0
-    *earlier, _ = [stage["kept_bytes_per_micro_batch"] for stage in plan["stages"]]  # the last one has logits too
+    *earlier, _ = [
+        stage["kept_bytes_per_micro_batch"] for stage in plan["stages"]
+    ]  # the last one has logits too
     assert earlier == sorted(earlier)  # which hold fewer micro-batches, one after the other
 
 
@@ -222,7 +224,9 @@ def test_stages_get_tables_within_the_budget(workshop: Path, two_ranks: Found) -
 
 
 @pytest.mark.parametrize("name", cases(("four_stages_budget", "two_by_two_budget"), REST))
-def test_stages_of_four_ranks_get_tables_within_the_budget(name: str, workshop: Path, four_ranks: Found) -> None:
+def test_stages_of_four_ranks_get_tables_within_the_budget(
+    name: str, workshop: Path, four_ranks: Found
+) -> None:
     prove_tables(workshop / "out" / name / "run")
 
 
