@@ -20,7 +20,7 @@ import difflib
 import itertools
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -51,6 +51,8 @@ MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
 CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon
 MOST_TRIALS = 12
 MOST_STAIRS = 4
+MUCH = 0.05  # of a budget: so much that is left is worth more plans
+LEAPS = (1.0, 0.5, 0.25)  # of what is left: what is tried to use
 LITTLE = 0.05  # of what is made again: a climb that spares no more has met a peak that more bytes may lower
 WORKSPACE = 0.05  # of a budget: what the fewest bytes may need beyond it where more bytes need less
 NANO = 1e9
@@ -125,13 +127,13 @@ def choose(
     gpu_bytes: int | None,
     on_gpu: bool,
     known: Corners | None = None,
-    in_flight: int = 1,
+    in_flight: int | None = None,
 ) -> Choice:
     """Return the plan that is taken, its decisions, and why it is not a table where it is not.
 
     `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. `in_flight` are the micro-batches of
-    which the plan keeps what layers keep. Raises NoRoom for a budget that nothing fits, ConfigError for a table that
-    does not suit the model.
+    which a stage keeps what its layers keep; None: layers are not divided. Raises NoRoom for a budget that nothing fits,
+    ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
@@ -267,7 +269,7 @@ def _climb(
     frontiers: Mapping[int, list[Point]],
     limit: int,
     dtype: StorageDtype,
-    in_flight: int = 1,
+    in_flight: int | None = None,
 ) -> tuple[Trial, list[LayerDecision]] | None:
     """Return the plan that keeps the most of those within `limit`, found by as few plans as may be; None: no plan is.
 
@@ -275,7 +277,8 @@ def _climb(
     with its workspace in the backward of one layer.
     """
     steps, kept = _order(frontiers)
-    added = [in_flight * size for size in kept]
+    added = [(in_flight or 1) * size for size in kept]
+    climb = _bisect if in_flight is None else _climb_on
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
         tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
@@ -283,15 +286,42 @@ def _climb(
 
     best = None
     if least.needed_bytes <= limit:
-        best = _bisect(at, 0, (least, decisions), added, limit)
+        best, _ = climb(at, 0, (least, decisions), added, limit)
     if best and best[0].recomputed_flops < (1 - LITTLE) * least.recomputed_flops:
         return best
     if least.needed_bytes <= (1 + WORKSPACE) * limit:
         for count in _stairs(steps):
             found = at(count)
             if found[0].needed_bytes <= limit and (best is None or found[0].speed < best[0].speed):
-                return _bisect(at, count, found, added, limit)
+                return climb(at, count, found, added, limit)[0]
     return best
+
+
+def _climb_on(
+    at: Callable[[int], tuple[Trial, list[LayerDecision]]],
+    start: int,
+    first: tuple[Trial, list[LayerDecision]],
+    added: Sequence[int],
+    limit: int,
+) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    """Do as `_bisect`, and look above what it finds where much of the budget is left.
+
+    The peak of a stage is often the update. Then climbs differ in the gaps of the GPU's allocator alone, which go up
+    and down: they may keep one climb from fitting, and not those above it. Climbs are tried that would use what is
+    left, half of it, and a quarter.
+    """
+    best, count = _bisect(at, start, first, added, limit)
+    room = limit - best[0].needed_bytes
+    if room < MUCH * limit:
+        return best, count
+    for part in LEAPS:
+        leap = bisect_right(added, added[count] + part * room) - 1
+        if leap <= count + 1:
+            break
+        found = at(leap)
+        if found[0].needed_bytes <= limit:
+            return _bisect(at, leap, found, added, limit)
+    return best, count
 
 
 def _bisect(
@@ -300,8 +330,8 @@ def _bisect(
     first: tuple[Trial, list[LayerDecision]],
     added: Sequence[int],
     limit: int,
-) -> tuple[Trial, list[LayerDecision]]:
-    """Climb from `start`, whose plan is `first`. `at`: the plan after so many climbs; `added`: bytes kept there."""
+) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    """Return the highest climb from `start` that fits, as far as needs grow with what is kept, and how high it is."""
     best, low, high, beyond = first, start, len(added), 0
     for _ in range(MOST_TRIALS):
         room = limit - best[0].needed_bytes
@@ -319,7 +349,7 @@ def _bisect(
         else:
             high = count
             beyond += found[0].needed_bytes - limit
-    return best
+    return best, low
 
 
 def _stairs(steps: Sequence[Climb]) -> list[int]:
