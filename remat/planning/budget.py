@@ -132,8 +132,8 @@ def choose(
     """Return the plan that is taken, its decisions, and why it is not a table where it is not.
 
     `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. `in_flight` are the micro-batches of
-    which a stage keeps what its layers keep; None: layers are not divided. Raises NoRoom for a budget that nothing fits,
-    ConfigError for a table that does not suit the model.
+    which a stage keeps what its layers keep; None: layers are not divided. Raises NoRoom for a budget that nothing
+    fits, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
