@@ -605,11 +605,6 @@ def _pipeline_parallel(cfg: RunConfig) -> list[str]:
             f"checkpointing=deepspeed: its buffers hold one micro-batch, and {several}; use checkpointing=full",
         ),
         (
-            Policy.budget in policies,
-            "checkpointing=budget: a table is chosen for one rank's memory, not for each stage; give the layers of "
-            "each stage their policy with checkpointing.layers",
-        ),
-        (
             cfg.checkpointing.offload.enabled,
             f"checkpointing.offload: its buffers on the host hold one micro-batch, and {several}; use "
             "checkpointing=full",

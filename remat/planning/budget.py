@@ -8,6 +8,10 @@ workspaces, what is made again and the optimizer are in their peaks.
 With `checkpointing.offload.enabled` a value may also go to the host. Each layer gets as much of the link as its forward
 is of the micro-batch's, of what ZeRO leaves of it (`step_time.LinkRoom`), and as much of the free host memory as it is
 of the layers. Tables that move are taken only where they make a faster plan than those that do not.
+
+Where layers are divided into stages, each stage gets the fastest tables within the budget for its own layers. A stage
+that holds k micro-batches keeps k times what its tables keep, which is in its plans. A step takes the slowest stage's
+time for every micro-batch, and that of each other stage once; so the fastest of each make the fastest step.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import difflib
 import itertools
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -47,6 +51,8 @@ MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
 CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon
 MOST_TRIALS = 12
 MOST_STAIRS = 4
+MUCH = 0.05  # of a budget: so much that is left is worth more plans
+LEAPS = (1.0, 0.5, 0.25)  # of what is left: what is tried to use
 LITTLE = 0.05  # of what is made again: a climb that spares no more has met a peak that more bytes may lower
 WORKSPACE = 0.05  # of a budget: what the fewest bytes may need beyond it where more bytes need less
 NANO = 1e9
@@ -76,12 +82,35 @@ class Trial:
 
 
 class NoRoom(ConfigError):
-    """Nothing that could be planned is within the budget."""
+    """Nothing that could be planned is within the budget. `least_bytes`: what would do; 0: not known."""
+
+    def __init__(self, text: str, least_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 Plan = Callable[[list[LayerDecision]], Trial]
+Choice = tuple[Trial, list[LayerDecision], str]  # a plan, its decisions, why it is not a table where it is not
 Climb = tuple[int, int]  # a layer and the corner of its frontier that it climbs to
 Corners = dict[Any, list[Point]]  # of each layer that was seen, by what it does
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers from `first` on that a stage of a pipeline has, what plans a rank of it, and what it holds at once.
+
+    `decisions` are for its layers, counted from its first one. `in_flight` are micro-batches.
+    """
+
+    first: int
+    decisions: list[LayerDecision]
+    plan: Plan
+    in_flight: int
+
+    @property
+    def span(self) -> str:
+        """Return its layers in words: 0-3."""
+        return spans(list(range(self.first, self.first + len(self.decisions))))
 
 
 def is_open(decisions: Sequence[LayerDecision]) -> bool:
@@ -98,11 +127,13 @@ def choose(
     gpu_bytes: int | None,
     on_gpu: bool,
     known: Corners | None = None,
-) -> tuple[Trial, list[LayerDecision], str]:
+    in_flight: int | None = None,
+) -> Choice:
     """Return the plan that is taken, its decisions, and why it is not a table where it is not.
 
-    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. Raises NoRoom for a budget that
-    nothing fits, ConfigError for a table that does not suit the model.
+    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. `in_flight` are the micro-batches of
+    which a stage keeps what its layers keep; None: layers are not divided. Raises NoRoom for a budget that nothing
+    fits, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
@@ -119,7 +150,7 @@ def choose(
     climbed = [
         _keep_last(found, plan)
         for first, start, corners in started
-        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype))
+        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype, in_flight))
     ]
     best = min(climbed, key=lambda found: found[0].speed, default=None)
     # What `full` runs again is what the least does, or more.
@@ -136,9 +167,87 @@ def choose(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
             f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)}); "
-            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices"
+            "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices",
+            smallest,
         )
     return *best, ""
+
+
+def choose_in_stages(
+    cfg: CheckpointingConfig,
+    stages: Sequence[Stage],
+    machine: Machine,
+    *,
+    gpu_bytes: int | None,
+    on_gpu: bool,
+    known: Corners,
+) -> list[Choice]:
+    """Return what `choose` returns, for each stage by itself: none waits for the memory of another.
+
+    Raises NoRoom, with every stage that does not fit and the least that would do for all, and ConfigError.
+    """
+    if cfg.table is not None:
+        return _given_to_stages(Path(cfg.table).expanduser(), stages, cfg.offload.dtype)
+    limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
+    found: list[Choice] = []
+    lacking: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        if not is_open(stage.decisions):
+            trial = stage.plan(stage.decisions)
+            found.append((trial, stage.decisions, ""))
+            lacking |= {number: trial.needed_bytes} if trial.needed_bytes > limit else {}
+            continue
+        try:
+            trial, decisions, because = choose(
+                cfg,
+                stage.decisions,
+                stage.plan,
+                machine,
+                gpu_bytes=gpu_bytes,
+                on_gpu=on_gpu,
+                known=known,
+                in_flight=stage.in_flight,
+            )
+            found.append((trial, decisions, because and f"stage {number}: {because}"))
+        except NoRoom as error:
+            lacking[number] = error.least_bytes
+    if lacking:
+        most = gib_up(max(lacking.values()))
+        least = ", ".join(
+            f"stage {number} (layers {stages[number].span}, {stages[number].in_flight} micro-batches at once) "
+            f"{gib_up(size)} GiB"
+            for number, size in lacking.items()
+        )
+        raise NoRoom(
+            f"checkpointing.budget_gib={cfg.budget_gib}: the least that these stages need of each of their GPUs is "
+            f"more: {least}; set checkpointing.budget_gib={most}, or make the run smaller (train.micro_batch_size, "
+            "train.seq_len, a larger train.pipeline_parallel_size)",
+            max(lacking.values()),
+        )
+    return found
+
+
+def _given_to_stages(path: Path, stages: Sequence[Stage], dtype: StorageDtype) -> list[Choice]:
+    """Return the plans of stages under a table that was written for all layers. Raises ConfigError."""
+    graphs = merge_graphs(stages, [stage.plan(stage.decisions) for stage in stages])
+    every = [decision for stage in stages for decision in stage.decisions]
+    given = _read(path, every, graphs, dtype)
+    if moving := [index for index, decision in enumerate(given) if decision.offload]:
+        raise ConfigError(
+            f"checkpointing.table={path}: layers {spans(moving)} move values to the host, whose buffers hold one "
+            "micro-batch, and stages hold several; leave `offload` empty"
+        )
+    own = [given[stage.first : stage.first + len(stage.decisions)] for stage in stages]
+    return [(stage.plan(decisions), decisions, "") for stage, decisions in zip(stages, own, strict=True)]
+
+
+def merge_graphs(stages: Sequence[Stage], trials: Sequence[Trial]) -> dict[int, Graph]:
+    """Return the graphs of the layers of all stages, by their numbers in the whole model."""
+    return {
+        stage.first + index: graph
+        for stage, trial in zip(stages, trials, strict=True)
+        for index, graph in trial.graphs.items()
+    }
 
 
 def limit_bytes(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool) -> int:
@@ -160,13 +269,16 @@ def _climb(
     frontiers: Mapping[int, list[Point]],
     limit: int,
     dtype: StorageDtype,
+    in_flight: int | None = None,
 ) -> tuple[Trial, list[LayerDecision]] | None:
     """Return the plan that keeps the most of those within `limit`, found by as few plans as may be; None: no plan is.
 
     `least`: the plan of the fewest bytes. It may need more than plans that keep what is dear to make again: that lives
     with its workspace in the backward of one layer.
     """
-    steps, added = _order(frontiers)
+    steps, kept = _order(frontiers)
+    added = [(in_flight or 1) * size for size in kept]
+    climb = _bisect if in_flight is None else _climb_on
 
     def at(count: int) -> tuple[Trial, list[LayerDecision]]:
         tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
@@ -174,15 +286,42 @@ def _climb(
 
     best = None
     if least.needed_bytes <= limit:
-        best = _bisect(at, 0, (least, decisions), added, limit)
+        best, _ = climb(at, 0, (least, decisions), added, limit)
     if best and best[0].recomputed_flops < (1 - LITTLE) * least.recomputed_flops:
         return best
     if least.needed_bytes <= (1 + WORKSPACE) * limit:
         for count in _stairs(steps):
             found = at(count)
             if found[0].needed_bytes <= limit and (best is None or found[0].speed < best[0].speed):
-                return _bisect(at, count, found, added, limit)
+                return climb(at, count, found, added, limit)[0]
     return best
+
+
+def _climb_on(
+    at: Callable[[int], tuple[Trial, list[LayerDecision]]],
+    start: int,
+    first: tuple[Trial, list[LayerDecision]],
+    added: Sequence[int],
+    limit: int,
+) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    """Do as `_bisect`, and look above what it finds where much of the budget is left.
+
+    The peak of a stage is often the update. Then climbs differ in the gaps of the GPU's allocator alone, which go up
+    and down: they may keep one climb from fitting, and not those above it. Climbs are tried that would use what is
+    left, half of it, and a quarter.
+    """
+    best, count = _bisect(at, start, first, added, limit)
+    room = limit - best[0].needed_bytes
+    if room < MUCH * limit:
+        return best, count
+    for part in LEAPS:
+        leap = bisect_right(added, added[count] + part * room) - 1
+        if leap <= count + 1:
+            break
+        found = at(leap)
+        if found[0].needed_bytes <= limit:
+            return _bisect(at, leap, found, added, limit)
+    return best, count
 
 
 def _bisect(
@@ -191,8 +330,8 @@ def _bisect(
     first: tuple[Trial, list[LayerDecision]],
     added: Sequence[int],
     limit: int,
-) -> tuple[Trial, list[LayerDecision]]:
-    """Climb from `start`, whose plan is `first`. `at`: the plan after so many climbs; `added`: bytes kept there."""
+) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    """Return the highest climb from `start` that fits, as far as needs grow with what is kept, and how high it is."""
     best, low, high, beyond = first, start, len(added), 0
     for _ in range(MOST_TRIALS):
         room = limit - best[0].needed_bytes
@@ -210,7 +349,7 @@ def _bisect(
         else:
             high = count
             beyond += found[0].needed_bytes - limit
-    return best
+    return best, low
 
 
 def _stairs(steps: Sequence[Climb]) -> list[int]:

@@ -500,6 +500,12 @@ class StagePlan:
     plan: Plan
     simulation: Simulation
 
+    @property
+    def recomputed_share(self) -> float:
+        """Return the FLOPs that are made again, of those of the forward."""
+        flops = self.simulation.flops
+        return flops[Phase.recompute] / max(1, flops[Phase.forward])
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -579,13 +585,25 @@ def _plan_stages(
     stages = decided.stages
     assert stages is not None
     accumulation = decided.ds["gradient_accumulation_steps"]
-    every: list[Planned] = []
-    for stage, like in enumerate(strategy.find_like(cfg, decided)):
-        recording, own = known.get(cfg, decided.of_stage(like), on_gpu=on_gpu), decided.of_stage(stage)
-        simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
-        simulation = _renumbered(simulation, stages.layers(stage).start)
-        made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
-        every.append(with_replay(made, recording) if on_gpu else made)
+    parts = [
+        budget.Stage(
+            first=stages.layers(stage).start,
+            decisions=decided.decisions_of(stage),
+            plan=_planner(
+                cfg,
+                decided.of_stage(stage),
+                known,
+                world_size=world_size,
+                capacity=capacity,
+                on_gpu=on_gpu,
+                recorded_as=like,
+            ),
+            in_flight=stages.in_flight(stage, accumulation),
+        )
+        for stage, like in enumerate(strategy.find_like(cfg, decided))
+    ]
+    decided, trials, table = _choose_in_stages(cfg, decided, parts, known, capacity=capacity, on_gpu=on_gpu)
+    every: list[Planned] = [trial.made for trial in trials]
     sent = [_sent_bytes(cfg, decided, stage) for stage in range(stages.size)]
     fullest = max(every, key=lambda made: needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes)
     fullest.plan.assumptions.append(
@@ -599,7 +617,7 @@ def _plan_stages(
         StagePlan(
             first_layer=stages.layers(stage)[0],
             last_layer=stages.layers(stage)[-1],
-            in_flight=stages.in_flight(stage, accumulation),
+            in_flight=parts[stage].in_flight,
             kept_bytes=made.simulation.forward_end_bytes,
             sent_bytes=sent[stage],
             micro_batch_s=(made.time.compute_s + made.time.recompute_s) / accumulation,
@@ -608,7 +626,39 @@ def _plan_stages(
         )
         for stage, made in enumerate(every)
     ]
-    return replace(fullest, strategy=decided, time=time, stages=found)
+    return replace(fullest, strategy=decided, time=time, table=table, stages=found)
+
+
+def _choose_in_stages(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    parts: Sequence[budget.Stage],
+    known: Recordings,
+    *,
+    capacity: Capacity | None,
+    on_gpu: bool,
+) -> tuple[strategy.Strategy, list[Trial], dict[str, Any] | None]:
+    """Return the strategy with the decisions of all stages, the plan of each, and what is written of their tables."""
+    if not budget.is_open(decided.decisions):
+        return decided, [part.plan(part.decisions) for part in parts], None
+    chosen = budget.choose_in_stages(
+        cfg.checkpointing,
+        parts,
+        gpus.machine(cfg.hardware),
+        gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
+        on_gpu=on_gpu,
+        known=known.corners,
+    )
+    trials = [trial for trial, _, _ in chosen]
+    because = "; ".join(text for _, _, text in chosen if text) or decided.decided_because
+    decided = replace(decided.with_stages([decisions for _, decisions, _ in chosen]), decided_because=because)
+    fullest = max(trials, key=lambda trial: trial.needed_bytes)
+    whole = replace(fullest, graphs=budget.merge_graphs(parts, trials))
+    table = budget.as_record(whole, decided.decisions, cfg.checkpointing)
+    of_stages = {
+        part.span: round(trial.needed_bytes / GIB, 3) for part, trial in zip(parts, trials, strict=True)
+    }
+    return decided, trials, table | {"planned_gib_of_stages": of_stages}
 
 
 def _renumbered(simulation: Simulation, first: int) -> Simulation:
@@ -663,6 +713,11 @@ def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[P
     """
     validation.check_plan(cfg)
     decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
+    if decided.stages is not None:
+        raise ConfigError(
+            f"{pipeline_parallel.OPTION}={decided.stages.size} with --curve: each stage has tables of its own, "
+            f"so there is no one curve; plan {budget.CHOICE} with a checkpointing.budget_gib for each point"
+        )
     plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
     machine = gpus.machine(cfg.hardware)
     for trial, decisions in budget.curve(
@@ -679,13 +734,19 @@ def _planner(
     world_size: int,
     capacity: Capacity | None = None,
     on_gpu: bool = True,
+    recorded_as: int | None = None,
 ) -> budget.Plan:
-    """Return what plans the run under other decisions for its layers."""
+    """Return what plans the run under other decisions for its layers.
+
+    Where `decided` is of a stage, `recorded_as` is one that computes the same, whose recordings are taken.
+    """
 
     def plan(decisions: list[LayerDecision]) -> Trial:
         own = replace(decided, decisions=decisions)
-        recording = known.get(cfg, own, on_gpu=on_gpu)
+        recording = known.get(cfg, replace(own, stage=recorded_as), on_gpu=on_gpu)
         simulation = recording.under(ZeroSettings.of(decided.ds, world_size))
+        if decided.stages is not None and decided.stage is not None:
+            simulation = _renumbered(simulation, decided.stages.layers(decided.stage).start)
         made = estimate(cfg, own, simulation, world_size=world_size, capacity=capacity, on_gpu=on_gpu)
         if on_gpu:
             made = with_replay(made, recording)
@@ -857,6 +918,7 @@ def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
         "micro_batches_in_flight": stage.in_flight,
         "kept_bytes_per_micro_batch": stage.kept_bytes,
         "kept_bytes_per_layer": stage.simulation.kept_bytes,
+        "recomputed_share_of_forward": stage.recomputed_share,
         "sent_bytes_per_step": stage.sent_bytes,
         "micro_batch_s": stage.micro_batch_s,
         "gpu_allocated_peak_bytes": stage.plan.peak_bytes,

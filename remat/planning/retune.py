@@ -115,6 +115,11 @@ def _read(run_dir: Path) -> _Record:
             f"{run_dir}: checkpointing={cfg.checkpointing.policy} has no table to choose again; train with "
             "checkpointing=budget"
         )
+    if cfg.train.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{run_dir}: its layers are divided into {cfg.train.pipeline_parallel_size} stages, and the seconds of a "
+            "phase contain waits for other stages; retune a run with train.pipeline_parallel_size=1"
+        )
     if not (folder / budget.FILE).is_file():
         raise ConfigError(f"{folder} has no {budget.FILE}: the run ended before its tables were chosen")
     plan = json.loads((folder / "plan.json").read_text())

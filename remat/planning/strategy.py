@@ -89,6 +89,13 @@ class Strategy:
         own = self.stages.layers(stage)
         return [_moved(self.decisions[layer], -own.start) for layer in own]
 
+    def with_stages(self, chosen: Sequence[list[LayerDecision]]) -> Strategy:
+        """Return the strategy with what was chosen for the layers of each stage, counted from its first one."""
+        assert self.stages is not None
+        firsts = self.stages.borders
+        every = [_moved(own, first) for first, part in zip(firsts, chosen, strict=False) for own in part]
+        return replace(self, decisions=every)
+
     @property
     def num_saved_params(self) -> int:
         """Return the trained parameters in a saved state, of all ranks together."""
@@ -246,6 +253,9 @@ def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
     A layer costs 3 forwards, 4 where it is recomputed whole; the embedding costs nothing, the output layer what its
     matrix does. A layer that keeps only its input counts 1 for what is kept, another 16, about what a decoder layer
     of Llama keeps in units of its input (Korthikanti et al. 2022, equation 2, in 16 bits without dropout).
+    A layer whose table is still to be chosen (checkpointing=budget) counts as one that keeps all: what it makes again
+    follows from the division, for a stage of fewer layers has more room for each. Of nearly equal divisions the one
+    that holds least leaves tables most room.
     """
     text = skeleton.config.get_text_config()
     hidden = hf_model.hidden_size(skeleton.config)

@@ -127,6 +127,7 @@ def _show_stages(planned: Planned, console: Console) -> None:
         "layers",
         "micro-batches held",
         "kept of each",
+        "made again",
         "states",
         "peak",
         "sent",
@@ -135,21 +136,26 @@ def _show_stages(planned: Planned, console: Console) -> None:
         table.add_column(name, justify="right")
     for number, stage in enumerate(planned.stages):
         states = sum(size for name, size in stage.plan.states.items() if name is not Category.activations)
-        sizes = [stage.kept_bytes, states, stage.plan.peak_bytes, stage.sent_bytes]
+        sizes = [states, stage.plan.peak_bytes, stage.sent_bytes]
         table.add_row(
             str(number),
             f"{stage.first_layer}-{stage.last_layer}",
             str(stage.in_flight),
+            format_size(stage.kept_bytes),
+            f"{stage.recomputed_share:.1%}",
             *map(format_size, sizes),
             f"{stage.micro_batch_s:.3g} s" if stage.micro_batch_s else "not known",
         )
     console.print(table)
     stages, ds = planned.strategy.stages, planned.strategy.ds
     assert stages is not None
+    for number in range(stages.size):
+        chosen = policy.describe(planned.strategy.decisions_of(number))
+        console.print(f"stage {number}: {chosen}", highlight=False)
     waiting = stages.bubble(ds["gradient_accumulation_steps"])
     console.print(
-        f"stages: bytes are of one rank, sent ones in a step; with equal stages each waits {waiting:.1%} of the step "
-        "for others (1F1B)",
+        "stages: bytes are of one rank, sent ones in a step; made again: FLOPs, of the stage's forward; with equal "
+        f"stages each waits {waiting:.1%} of the step for others (1F1B)",
         highlight=False,
     )
 

@@ -153,7 +153,7 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
     where = engine_memory.shard_placement(run.engine)
     before = run.pipeline.first_layer if run.pipeline else 0
     found = {
-        "layers": [row | {"layer": before + row["layer"]} for row in verification.rows(run.applied, watch)],
+        "layers": [_renumbered(row, before) for row in verification.rows(run.applied, watch)],
         "placement": where,
         "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
         "zero3_gathered_bytes": dict(watch.gathered_bytes),
@@ -165,6 +165,12 @@ def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
         where, run.strategy.ds, ranks=run.world.zero_size, device_type=run.world.device.type
     )
     return found, broken
+
+
+def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
+    """Return the row of a layer with the numbers of layers in the whole model; `before` are ahead of the stage."""
+    together = [before + layer for layer in row["recomputed_with_layers"]]
+    return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
 
 
 def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config import compose
 from remat.config.options import ConfigError
+from remat.config.units import GIB
 from remat.parallel.pipeline_parallel import SLOWER_WITHIN, Stages, divide, keep_stage
-from remat.planning import strategy
-from remat.planning.plan import Category, make_plan
+from remat.planning import strategy, sweep
+from remat.planning.plan import GPU_MEMORY, Category, Recordings, make_plan
 from tests.support import tiny
 
+KNOWN = Recordings()
 STAGED = ["train.pipeline_parallel_size=2", "deepspeed.config=zero1"]
 SIZES: dict[str, Any] = {
     "pad_token_id": None,
@@ -102,7 +106,7 @@ REFUSED = {
     "compile=layers": "compile=layers: .*use compile=none",
     "strategy=auto": "strategy=auto: .*use strategy=given",
     "checkpointing=deepspeed": "checkpointing=deepspeed: .*use checkpointing=full",
-    "checkpointing=budget checkpointing.budget_gib=1": "checkpointing=budget: .*checkpointing.layers",
+    "checkpointing=budget checkpointing.offload.enabled=true": "checkpointing.offload: .*use checkpointing=full",
     "checkpointing=offload": "checkpointing.offload: .*use checkpointing=full",
     "checkpointing=full checkpointing.reentrant=true": "checkpointing.reentrant=true: .*leave it out",
     "train.global_batch_size=1": "with 1 micro-batches per step: .*has at least 2",
@@ -121,7 +125,7 @@ def plan(stages: int, blocks: int, *words: str) -> Any:
     """Plan on eight GPUs, in micro-batches of one block."""
     staged = [f"train.pipeline_parallel_size={stages}", "deepspeed.config=zero1", "train.micro_batch_size=1"]
     more = ["hardware=8x4090", f"train.global_batch_size={blocks}", "train.seq_len=512", *staged, *words]
-    return make_plan(compose.from_command_line([*tiny.ON_A_4090, *more]).run)
+    return make_plan(compose.from_command_line([*tiny.ON_A_4090, *more]).run, recordings=KNOWN)
 
 
 def test_a_plan_tells_of_each_stage() -> None:
@@ -146,3 +150,89 @@ def test_more_micro_batches_wait_less() -> None:
 def test_a_router_loss_is_refused() -> None:
     moe: list[Any] = ["model.architecture.model_type=mixtral", "train.router_aux_loss_coef=0.01"]
     assert "with stages: the last one, which has the loss, does not know the routers" in refusal(*moe)
+
+
+DEEP = ["train.precision=bf16", "model.architecture.num_hidden_layers=8", "train.seq_len=2048"]
+BUDGET = "checkpointing=budget"
+
+
+def peaks(*words: str) -> list[int]:
+    """Return what each of four stages needs of its GPU."""
+    return [needed_bytes(stage.plan) for stage in plan(4, 32, *DEEP, *words).stages]
+
+
+def needed_bytes(planned: Any) -> int:
+    (size,) = (resource.needed_bytes for resource in planned.resources if resource.name == GPU_MEMORY)
+    return int(size)
+
+
+@pytest.fixture(scope="module")
+def halfway() -> Any:
+    """The plan of a budget halfway between the peaks of full and of none, and the budget."""
+    least, most = (max(peaks(f"checkpointing={name}")) for name in ("full", "none"))
+    limit = (least + most) // 2
+    return plan(4, 32, *DEEP, BUDGET, f"checkpointing.budget_gib={limit / GIB:.12f}"), limit
+
+
+def test_a_budget_is_for_each_stage_and_the_first_ones_keep_least(halfway: Any) -> None:
+    planned, limit = halfway
+    assert all(needed_bytes(stage.plan) <= limit for stage in planned.stages)
+    kept = [stage.kept_bytes for stage in planned.stages]
+    again = [stage.recomputed_share for stage in planned.stages]
+    assert kept[0] < kept[1] <= kept[2]  # layers as many; the last stage has an output layer
+    assert again == sorted(again, reverse=True) and again[0] > again[-1] == 0
+    slowest = max(stage.micro_batch_s for stage in planned.stages)
+    assert planned.time.compute_s + planned.time.recompute_s == pytest.approx(16 * slowest)
+    full = plan(4, 32, *DEEP, "checkpointing=full")
+    assert planned.time.total_s < full.time.total_s
+    assert planned.strategy.stages == full.strategy.stages
+
+
+def test_the_division_of_a_budget_is_that_of_keeping_all(halfway: Any) -> None:
+    assert halfway[0].strategy.stages == plan(4, 32, *DEEP, "checkpointing=none").strategy.stages
+
+
+def test_a_table_of_stages_can_be_given_back(halfway: Any, tmp_path: Path) -> None:
+    planned, _ = halfway
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(planned.table))
+    given = plan(4, 32, *DEEP, BUDGET, f"checkpointing.table={path}")
+    assert given.strategy.decisions == planned.strategy.decisions
+    assert [stage.plan.peak_bytes for stage in given.stages] == [s.plan.peak_bytes for s in planned.stages]
+    moving = json.loads(path.read_text())
+    entry = next(entry for entry in moving["layers"].values() if entry.get("keep"))
+    entry["offload"], entry["keep"] = entry["keep"], {}
+    path.write_text(json.dumps(moving))
+    with pytest.raises(ConfigError, match=r"layers .* move values to the host, .*leave `offload` empty"):
+        plan(4, 32, *DEEP, BUDGET, f"checkpointing.table={path}")
+
+
+def test_a_budget_that_a_stage_cannot_keep_names_it_and_the_least() -> None:
+    with pytest.raises(
+        ConfigError, match=r"stage 0 \(layers 0-\d, 4 micro-batches at once\) [0-9.]+ GiB"
+    ) as refused:
+        plan(4, 32, *DEEP, BUDGET, "checkpointing.budget_gib=0.01")
+    assert "stage 3 (layers" in str(refused.value)
+    would_do = str(refused.value).partition("set ")[2].partition(",")[0]
+    assert plan(4, 32, *DEEP, BUDGET, would_do).stages
+
+
+def test_a_stage_without_tables_counts_against_the_budget_too() -> None:
+    """The first stage's layers keep all, whatever the budget is."""
+    least, most = peaks("checkpointing=full")[0], peaks("checkpointing=none")[0]
+    limit = f"checkpointing.budget_gib={(least + most) / 2 / GIB:.12f}"
+    with pytest.raises(ConfigError, match=r"stage 0 .* GiB; set") as refused:
+        plan(4, 32, *DEEP, BUDGET, limit, "checkpointing.layers={0-2: none}")
+    assert "stage 1" not in str(refused.value)
+
+
+def test_all_of_a_gpu_is_a_budget_too() -> None:
+    planned = plan(4, 32, *DEEP, BUDGET)
+    assert all(stage.recomputed_share == 0 for stage in planned.stages)
+
+
+def test_there_is_no_curve_of_stages() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train.pipeline_parallel_size=2 with --curve: each stage has tables"
+    ):
+        sweep.curve([*tiny.ON_A_4090, "hardware=8x4090", "train.global_batch_size=32", *STAGED])

@@ -142,6 +142,21 @@ def test_a_peak_that_falls_with_more_bytes_is_met(share: float) -> None:
     assert all(d.table and "self_attn: attention" in d.table.keep for d in found[1])
 
 
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_gaps_that_come_and_go_do_not_end_the_climb_of_a_stage(in_stages: bool) -> None:
+    """A climb that does not fit stands below others that do."""
+    added = list(range(101))
+
+    def at(count: int) -> tuple[budget.Trial, list[LayerDecision]]:
+        gaps = 30 if 20 <= count < 40 else 0
+        return budget.Trial(100 + count // 2 + gaps, 0.0, 100 - count, {}, None), []
+
+    climb = budget._climb_on if in_stages else budget._bisect
+    (trial, _), count = climb(at, 0, at(0), added, 136)
+    assert trial.needed_bytes <= 136
+    assert (count >= 70) == in_stages
+
+
 def test_a_table_can_be_written_edited_and_given_back(folder: Path) -> None:
     found = middle(folder)
     assert found.table is not None

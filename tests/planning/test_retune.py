@@ -137,6 +137,8 @@ def test_runs_that_cannot_be_used_are_refused_with_the_reason(write_run: Callabl
     full = [*WORDS[:-2], "checkpointing=full"]
     refuse("checkpointing=full has no table to choose again", write_run(PHASES_S, words=full, table=False))
     refuse("has no checkpointing_table.json", write_run(PHASES_S, table=False))
+    staged = [*WORDS, "deepspeed.config=zero1", "train.pipeline_parallel_size=2"]
+    refuse("divided into 2 stages, .* contain waits", write_run(PHASES_S, words=staged, table=False))
     refuse("it ran on CPUs, so give rates of those", write_run(PHASES_S, words=ON_CPU, device="cpu"))
     refuse("no measured seconds of forward, backward, optimizer", write_run({}))
     fp32 = [*WORDS, "train.precision=fp32", "checkpointing.budget_gib=2"]

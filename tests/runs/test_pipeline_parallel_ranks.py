@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from remat.config import compose
+from remat.config.units import GIB
+from remat.planning import budget
+from remat.planning.plan import Recordings, make_plan
 from remat.saving import manifest
 from remat.saving.exports import export
 from tests.support import tiny
@@ -23,13 +27,16 @@ COMMON = ["model.architecture={}", "train.micro_batch_size=1", f"train.global_ba
 TWO_STAGES, THREE_STEPS, WHOLE = "train.pipeline_parallel_size=2", "train.steps=3", f"train.steps={STEPS}"
 NONE, FULL, BF16 = "checkpointing=none", "checkpointing=full", "train.precision=bf16"
 ZERO1, ZERO0 = "deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"
+FOUR_STAGES, BUDGET = "train.pipeline_parallel_size=4", "checkpointing=budget"
 OF_STAGES = [NONE, "checkpointing.layers={0: full}"]  # the first stage holds more micro-batches
+SHARE = 0.2  # of the way from the peak of full to that of none: what a budget leaves
 SAVING = [f"save.every={SAVED}", "save.keep=9", "save.at_end=true", "save.export=true", "save.rehearse=true"]
 SAVING.append("save.max_shard_size=20KB")  # so that each rank writes files, with weights of both stages
 TWO_RANKS = {
     "none": [TWO_STAGES, NONE, WHOLE, *SAVING],
     "full": [TWO_STAGES, FULL, THREE_STEPS],
     "of_stages": [TWO_STAGES, *OF_STAGES, THREE_STEPS],
+    "budget": [TWO_STAGES, BUDGET, THREE_STEPS],
     "tied": [TWO_STAGES, FULL, THREE_STEPS],
     "linears": [TWO_STAGES, "checkpointing=selective_linears", THREE_STEPS],
     "discard": [TWO_STAGES, "checkpointing=discard_output", THREE_STEPS],
@@ -42,19 +49,43 @@ TWO_RANKS = {
     "tied_none": [TWO_STAGES, NONE, THREE_STEPS],
     "unsharded": [TWO_STAGES, ZERO0, NONE, THREE_STEPS],
     "unsharded_full": [TWO_STAGES, ZERO0, FULL, THREE_STEPS],
+    "tied_budget": [TWO_STAGES, BUDGET, THREE_STEPS],
+    "unsharded_budget": [TWO_STAGES, ZERO0, BUDGET, THREE_STEPS],
 }
 FOUR_RANKS = {
-    "four_stages": ["train.pipeline_parallel_size=4", *OF_STAGES, THREE_STEPS],
+    "four_stages": [FOUR_STAGES, *OF_STAGES, THREE_STEPS],
     "two_by_two": [TWO_STAGES, FULL, THREE_STEPS],
     "two_by_two_unsharded": [TWO_STAGES, ZERO0, NONE, THREE_STEPS],
-    "four_stages_tied": ["train.pipeline_parallel_size=4", FULL, THREE_STEPS],
+    "four_stages_tied": [FOUR_STAGES, FULL, THREE_STEPS],
+    "four_stages_none": [FOUR_STAGES, NONE, THREE_STEPS],
+    "four_stages_budget": [FOUR_STAGES, BUDGET, THREE_STEPS],
+    "two_by_two_none": [TWO_STAGES, NONE, THREE_STEPS],
+    "two_by_two_budget": [TWO_STAGES, BUDGET, THREE_STEPS],
 }
 REST = {"linears", "discard", "interval", "uniform", "ops", "modules", "tiles", "logits", "tied_none"}
-REST |= {"unsharded_full", "two_by_two_unsharded", "four_stages_tied"}
-LOW = {"bf16": [TWO_STAGES, NONE, BF16, THREE_STEPS], "bf16_full": [TWO_STAGES, FULL, BF16, THREE_STEPS]}
+REST |= {"unsharded_full", "two_by_two_unsharded", "four_stages_tied", "tied_budget", "unsharded_budget"}
+REST |= {f"{name}_{kind}" for name in ("four_stages", "two_by_two") for kind in ("none", "budget")}
+LOW = {
+    name: [TWO_STAGES, policy, BF16, THREE_STEPS]
+    for name, policy in (("bf16", NONE), ("bf16_full", FULL), ("bf16_budget", BUDGET))
+}
 HELD_OUT = ["data.eval_fraction=0.2", NONE, "train.steps=2"]
 EVALUATING = {"evaluated": [*HELD_OUT, TWO_STAGES], "evaluated_alone": [*HELD_OUT, "save.export=true"]}
-DROPOUT = {"dropout": [TWO_STAGES, NONE, THREE_STEPS], "dropout_full": [TWO_STAGES, FULL, THREE_STEPS]}
+DROPOUT = {
+    name: [TWO_STAGES, policy, THREE_STEPS]
+    for name, policy in (("dropout", NONE), ("dropout_full", FULL), ("dropout_budget", BUDGET))
+}
+PAIRS = {  # runs that keep less, and one that keeps all, in one launch
+    "full": "none",
+    "of_stages": "none",
+    "budget": "none",
+    "dropout_full": "dropout",
+    "dropout_budget": "dropout",
+    "bf16_full": "bf16",
+    "bf16_budget": "bf16",
+    "tied_budget": "tied_none",
+    "unsharded_budget": "unsharded",
+}
 STOPPED = {"is_stopped": [TWO_STAGES, NONE, WHOLE]}
 Found = dict[str, Any]
 
@@ -69,6 +100,25 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def within(lines: dict[str, list[str]], ranks: int) -> dict[str, list[str]]:
+    """Return the words of runs with a budget for those that ask for one: between the peaks of full and of none."""
+    known, found = Recordings(), dict(lines)
+    for name, line in lines.items():
+        if BUDGET in line:
+            least, most = (
+                make_plan(
+                    compose.compose_run([policy if word == BUDGET else word for word in line]).run,
+                    world_size=ranks,
+                    on_gpu=False,
+                    recordings=known,
+                ).plan.peak_bytes
+                for policy in (FULL, NONE)
+            )
+            limit = least + SHARE * (most - least)
+            found[name] = [*line, f"checkpointing.budget_gib={limit / GIB:.12f}"]
+    return found
+
+
 def words(workshop: Path, name: str, *more: str) -> list[str]:
     kind = "_".join([*(["deep"] if name in FOUR_RANKS else []), *(["tied"] if "tied" in name else [])])
     kind = "dropout" if name in DROPOUT else kind
@@ -80,7 +130,8 @@ def resume(workshop: Path, name: str, *more: str) -> list[str]:
     return [*own, f"resume={workshop}/out/{name}/run/saved/step-{SAVED:06d}"]
 
 
-def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Found:
+def launch(workshop: Path, lines: dict[str, list[str]], ranks: int) -> Found:
+    spec = within(lines, ranks)
     file = workshop / f"spec_{ranks}.json"
     file.write_text(json.dumps(spec))
     done = deepspeed(str(file), ranks=ranks, script="tests/support/reshard_runs.py")
@@ -93,8 +144,10 @@ def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Found:
 def two_ranks(request: pytest.FixtureRequest, workshop: Path) -> Found:
     left_out = REST - chosen(request)
     runs = {name: more for name, more in TWO_RANKS.items() if name not in left_out}
-    runs |= LOW if "bf16_full" in chosen(request) else {}
-    spec = {n: words(workshop, n, *more) for n, more in (runs | EVALUATING | DROPOUT | STOPPED).items()}
+    runs |= LOW if {"bf16_full", "bf16_budget"} & chosen(request) else {}
+    runs |= {name: more for name, more in TWO_RANKS.items() if name in map(PAIRS.get, runs)}
+    dropout = {name: more for name, more in DROPOUT.items() if name not in left_out}
+    spec = {n: words(workshop, n, *more) for n, more in (runs | EVALUATING | dropout | STOPPED).items()}
     spec["is_stopped"].append("save.keep=9")
     spec["resumed"] = resume(workshop, "none", TWO_STAGES, NONE, WHOLE)
     spec["continued"] = resume(workshop, "is_stopped", TWO_STAGES, NONE, WHOLE)
@@ -130,18 +183,51 @@ def test_four_ranks_follow_the_plain_loop(name: str, workshop: Path, four_ranks:
     compare(workshop, name, four_ranks[name])
 
 
-@pytest.mark.parametrize(
-    ("kept", "name"),
-    [
-        ("none", "full"),
-        ("none", "of_stages"),
-        ("dropout", "dropout_full"),
-        pytest.param("bf16", "bf16_full", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_recomputation_in_stages_changes_nothing(kept: str, name: str, two_ranks: Found) -> None:
+@pytest.mark.parametrize("name", cases(PAIRS, {*REST, *LOW, "dropout_budget"}))
+def test_recomputation_in_stages_changes_nothing(name: str, two_ranks: Found) -> None:
     for key in ("loss/train", "optim/grad_norm"):
-        assert column(two_ranks[name], key) == column(two_ranks[kept], key)[:3]
+        assert column(two_ranks[name], key) == column(two_ranks[PAIRS[name]], key)[:3]
+
+
+@pytest.mark.parametrize("name", cases(("four_stages", "two_by_two"), ("four_stages", "two_by_two")))
+def test_budgets_on_four_ranks_change_nothing(name: str, four_ranks: Found) -> None:
+    for key in ("loss/train", "optim/grad_norm"):
+        kept, within_budget = (column(four_ranks[f"{name}_{kind}"], key) for kind in ("none", "budget"))
+        assert within_budget == kept and len(kept) == 3
+
+
+def prove_tables(run: Path) -> None:
+    """Each stage has tables of its own within the budget, which are written; each layer keeps what its own says."""
+    plan = json.loads((run / "plan.json").read_text())["planned"]
+    table = json.loads((run / budget.FILE).read_text())
+    proof = json.loads((run / "proof.json").read_text())
+    peaks = [stage["gpu_allocated_peak_bytes"] for stage in plan["stages"]]
+    assert max(peaks) <= float(table["budget_gib"]) * GIB
+    assert len(table["planned_gib_of_stages"]) == len(peaks)
+    written = {
+        layer: entry.get("kept_bytes", 0)
+        for layers, entry in table["layers"].items()
+        for layer in budget._indices(layers)
+    }
+    kept = {row["layer"]: row["table_bytes"] for row in proof["layers"]}
+    assert kept == written == {row["layer"]: row["planned_table_bytes"] for row in proof["layers"]}
+    assert sum(kept.values()) > 0
+    assert max(stage["recomputed_share_of_forward"] for stage in plan["stages"]) > 0
+    *earlier, _ = [
+        stage["kept_bytes_per_micro_batch"] for stage in plan["stages"]
+    ]  # the last one has logits too
+    assert earlier == sorted(earlier)  # which hold fewer micro-batches, one after the other
+
+
+def test_stages_get_tables_within_the_budget(workshop: Path, two_ranks: Found) -> None:
+    prove_tables(workshop / "out" / "budget" / "run")
+
+
+@pytest.mark.parametrize("name", cases(("four_stages_budget", "two_by_two_budget"), REST))
+def test_stages_of_four_ranks_get_tables_within_the_budget(
+    name: str, workshop: Path, four_ranks: Found
+) -> None:
+    prove_tables(workshop / "out" / name / "run")
 
 
 def test_interrupted_runs_go_on_as_the_whole_one(two_ranks: Found) -> None:
@@ -152,7 +238,7 @@ def test_interrupted_runs_go_on_as_the_whole_one(two_ranks: Found) -> None:
     assert two_ranks["continued"]["ids"] == two_ranks["none"]["ids"][SAVED:]
 
 
-@pytest.mark.parametrize("name", ["none", "full", "of_stages"])
+@pytest.mark.parametrize("name", ["none", "full", "of_stages", "budget"])
 def test_a_stage_holds_the_micro_batches_in_flight(name: str, workshop: Path, two_ranks: Found) -> None:
     """Of the first step: live bytes after each forward. Its first micro-batch goes through the stages alone."""
     plan = json.loads((workshop / "out" / name / "run" / "plan.json").read_text())["planned"]

@@ -42,10 +42,10 @@ class Screen:
         if not bound.plan.fits:
             return bound
         decided = replace(decided, decisions=tiling.with_count(decided.decisions, SLICES))
-        if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
-            return self._with_tables(cfg, decided)
         if decided.stages is not None:
             return plan.make_plan(cfg, decided=decided, recordings=self._recordings)
+        if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
+            return self._with_tables(cfg, decided)
         simulation, _ = self._simulate(cfg, decided)
         return plan.estimate(cfg, decided, simulation, world_size=ranks)
 
