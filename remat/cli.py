@@ -32,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 BEST_SHOWN = 4  # settings of `remat plan --best`
+CLEAR_TO_END = "\x1b[K"  # of a line, in the control sequences that terminals know
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 OVERRIDES = "[OPTIONS] recipe=NAME option=value ..."
 RunDir = Annotated[
@@ -253,11 +254,12 @@ def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) ->
 
 
 def _count(what: str) -> Callable[[int, int], None]:
-    """Return what prints progress on a terminal."""
+    """Return what shows progress on a terminal, in one line that is there until all is done."""
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{done}/{total} {what}", end="" if done < total else "\n", file=sys.stderr, flush=True)
+            line = f"{done}/{total} {what}" if done < total else ""
+            print(f"\r{line}{CLEAR_TO_END}", end="", file=sys.stderr, flush=True)
 
     return show
 

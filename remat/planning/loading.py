@@ -21,10 +21,12 @@ from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
 from remat.planning.model_states import WEIGHTS
 from remat.planning.plan import capacity_of
 from remat.planning.preflight import flattens_on_gpu
+from remat.planning.step_time import RANGES
 from remat.planning.strategy import Strategy, plain_model
 
 GB = 1e9
 WHOLE_MODEL = "below ZeRO-3 every rank has the whole model"
+KNOWN_DISK_GBS = RANGES["nvme_read_gbs"][1]  # the fastest of the shipped machines
 ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
 
 
@@ -47,6 +49,7 @@ class Loading:
     files_seen: bool  # else they are taken to hold 16 bits a value, and to be of a kind that can be sliced
     reading_host_bytes: int  # of host_peak_bytes, while weights are read
     flat_bytes: int = 0  # the buffer of ZeRO-1 and 2 that what is trained is copied into
+    disk_bytes: int = 0  # that the disks of a node read
 
     def record(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -60,8 +63,11 @@ class Loading:
             what = f"each rank reads all {whole} ({self.because})"
         elif self.way is ModelLoad.from_pretrained:
             what = f"rank 0 reads all {whole} ({self.because})"
-        time = "in a time not known" if self.time_s is None else f"in {self.time_s:.3g} s at best"
-        peaks = [f"{format_size(self.host_peak_bytes)} of host memory"]
+        time = f"in {(self.time_s or 0):.3g} s at best"
+        if self.time_s is None:
+            seconds = self.disk_bytes / (KNOWN_DISK_GBS * GB)
+            time = f"in {seconds:.3g} s from disks of {KNOWN_DISK_GBS:g} GB/s (hardware.nvme_read_gbs is not known)"
+        peaks = [f"{format_size(self.host_peak_bytes)} of host memory"] * (self.host_peak_bytes > 0)
         peaks += [f"{format_size(self.gpu_peak_bytes)} on the GPU"] * (self.gpu_peak_bytes > 0)
         assumed = "" if self.files_seen else "; files not seen, taken to hold 16 bits a value"
         least = "at least " * (self.way is ModelLoad.from_pretrained)
@@ -90,12 +96,14 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
     shard, largest = trained_width * _shard(sizes, world_size), trained_width * max(sizes)
     if quantised:  # one matrix after another is gathered, once all are read in 16 bits
         largest = max(largest, *(_whole_4bit(size, trained_width) for size in decided.held.quantised_weights))
-    on_host = not on_gpu or ds_config.param_offload_device(decided.ds) == "cpu"
+    offload = ds_config.param_offload_device(decided.ds)  # onto NVMe each shard goes as soon as it is cut
+    on_host = offload == "cpu" or not (on_gpu or offload)
     # what is persistent stays on the GPU even where parameters are offloaded
     bounces = on_gpu or (layout is not None and layout.converts(hf_model.DTYPES[cfg.train.precision]))
     # from_pretrained gathers one weight after another, beside the copy that ZeRO-3 sends
     moved = (BOUNCE_BYTES if bounces else 0) if sliced else 2 * largest
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
+    of_node = own * per_node if sliced else whole
     host = shard * on_host + moved * (sliced or not on_gpu)
     return Loading(
         way=ModelLoad.own_slices if sliced else ModelLoad.from_pretrained,
@@ -103,10 +111,11 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
         read_bytes=own if sliced else whole,
         read_bytes_of_all=whole,
         host_peak_bytes=host,
-        gpu_peak_bytes=(shard * (not on_host) + largest * (1 if sliced else 2)) * on_gpu,
-        time_s=_time_s(cfg, own * per_node if sliced else whole),
+        gpu_peak_bytes=(shard * (not offload) + largest * (1 if sliced else 2)) * on_gpu,
+        time_s=_time_s(cfg, of_node),
         files_seen=layout is not None,
         reading_host_bytes=host,
+        disk_bytes=of_node,
     )
 
 
@@ -148,6 +157,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
         files_seen=layout is not None,
         reading_host_bytes=reading,
         flat_bytes=flat,
+        disk_bytes=read,
     )
 
 
@@ -190,6 +200,7 @@ def _plan_4bit(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bo
     others = sum(size * width for size, width in rest)
     own, of_all = sum(m.read for m in matrices), sum(m.read_of_all for m in matrices)
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
+    of_node = min(own * per_node, of_all) + others
     on_host = not on_gpu or ds_config.param_offload_device(decided.ds) == "cpu"
     held = max(m.read for m in matrices), max(size * width for size, width in rest)
     moved = max(m.quantising for m in matrices), max(dtype.itemsize * size for size, _ in rest)
@@ -201,9 +212,10 @@ def _plan_4bit(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bo
         read_bytes_of_all=of_all + others,
         host_peak_bytes=host,
         gpu_peak_bytes=(shard * (not on_host) + max(moved)) * on_gpu,
-        time_s=_time_s(cfg, min(own * per_node, of_all) + others),
+        time_s=_time_s(cfg, of_node),
         files_seen=files is not None,
         reading_host_bytes=host,
+        disk_bytes=of_node,
     )
 
 

@@ -33,6 +33,7 @@ from remat.planning.step_time import NETWORK, StepTime
 from remat.planning.sweep import Point
 
 TIME_WAS_UP = "  (the time for advice was up: not every setting was looked at; --best looks at all)"
+SHOWN_FROM = 0.001
 STYLES = {Verdict.fits: "green", Verdict.tight: "yellow", Verdict.too_large: "red"}
 
 
@@ -59,7 +60,7 @@ def show(
     )
     for resource in plan.resources:
         console.print(f"  {verdict(resource)}", style=STYLES[resource.verdict])
-    if plan.verdict is not Verdict.fits:
+    if plan.verdict is Verdict.tight:
         console.print(f"  {what_decides(plan)}", style=STYLES[plan.verdict])
     _show_memory(planned, console)
     _show_stages(planned, console)
@@ -92,7 +93,10 @@ def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
 
 
 def _show_memory(planned: Planned, console: Console) -> None:
-    """Print one table of what lies where. A node's column is only there where a node has several ranks."""
+    """Print one table of what lies where. A node's column is only there where a node has several ranks.
+
+    What is less than SHOWN_FROM of its place has no row of its own.
+    """
     plan = planned.plan
     places = {
         "GPU at its peak": {str(name): size for name, size in plan.gpu.items()},
@@ -108,7 +112,8 @@ def _show_memory(planned: Planned, console: Console) -> None:
     if several:
         table.add_column("GiB per node", justify="right", no_wrap=True)
     for place, rows in places.items():
-        shown = sorted(((name, size) for name, size in rows.items() if size), key=lambda row: -row[1])
+        least = SHOWN_FROM * sum(rows.values())
+        shown = sorted(((name, size) for name, size in rows.items() if size > least), key=lambda row: -row[1])
         for number, (name, size) in enumerate(shown):
             table.add_row(place if number == 0 else "", name, *_gib(size, plan.ranks_per_node))
         if len(shown) > 1:

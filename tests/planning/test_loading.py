@@ -121,6 +121,15 @@ def test_the_reason_is_told_where_rank_0_reads_all(tmp_path: Path) -> None:
     assert "rank 0 reads all" in found.line() and "(the folder holds adapters too)" in found.line()
 
 
+def test_shards_on_nvme_take_no_memory_while_weights_are_read(tmp_path: Path) -> None:
+    make_model(tmp_path, **SIZE)
+    words = ("train.precision=bf16", "deepspeed.config=zero3_nvme", f"hardware.nvme_path={tmp_path}")
+    found = planned(tmp_path, *words, on_gpu=True)
+    assert found is not None and "parameters on NVMe" in found.because
+    assert (found.host_peak_bytes, found.gpu_peak_bytes) == (0, 2 * 2 * 259 * 64), "one weight and its copy"
+    assert "of host memory" not in found.line()
+
+
 def test_nothing_is_planned_where_nothing_is_read_in_slices(tmp_path: Path) -> None:
     make_model(tmp_path, **SIZE)
     random = compose.compose_run(["recipe=tiny_zero3_offload"]).run
@@ -161,6 +170,8 @@ def test_the_command_tells_how_weights_are_read(tmp_path: Path) -> None:
         "loading: each rank reads its own"
         in CliRunner().invoke(cli.app, ["plan", "--no-advice", *words]).output
     )
+    unknown = CliRunner().invoke(cli.app, ["plan", "--no-advice", *words, "hardware.nvme_read_gbs=null"]).output
+    assert "s from disks of 7.45 GB/s" in " ".join(unknown.split())
     found = json.loads(CliRunner().invoke(cli.app, ["plan", "--json", "--no-advice", *words]).output)["loading"]
     assert found["way"] == "own_slices" and found["read_bytes"] < found["read_bytes_of_all"]
 

@@ -11,6 +11,7 @@ from remat import cli
 from remat.config import compose, units
 from remat.planning.plan import HOST_MEMORY, Planned, Recordings, make_plan, needed_bytes
 from remat.planning.settings import remedies, search
+from remat.planning.settings.screening import Screen
 from tests.support import tiny
 
 NO_ACTIVATIONS = [*tiny.ON_A_4090, "hardware.gpu_memory_gib=0.9"]
@@ -67,6 +68,24 @@ def test_a_remedy_that_needs_what_is_not_there_says_how_much(known: Recordings) 
     assert f"{needed / units.GIB:.1f} GiB of {HOST_MEMORY}, 2.5 are there" in found.text
 
 
+def test_adapters_and_smaller_states_are_looked_at_with_offload_where_they_are_not_enough(
+    known: Recordings,
+) -> None:
+    """The weights of four layers of 8B alone take 3.6 GiB."""
+    args = [
+        "model=llama8b", "data=synthetic", "model.architecture.num_hidden_layers=4", "train.seq_len=256",
+        "train.micro_batch_size=1", "train.global_batch_size=1", "deepspeed.config=zero3", "hardware=1x4090",
+        "hardware.gpu_memory_gib=4",
+    ]  # fmt: skip
+    planned = plan(args, known)
+    offloaded = {"LoRA", "16-bit optimizer states"}
+    for remedy in (each for each in remedies.REMEDIES if each.name in offloaded):
+        found = remedies._try(remedy, args, planned, Screen(known))
+        assert found.fits and found.overrides[-1] == "deepspeed.config=zero3_offload"
+        assert "deepspeed.config=zero3_offload it fits: needs " in found.text
+        assert plan([*args, *found.overrides], known).plan.fits
+
+
 def test_what_a_run_has_and_what_cannot_be_is_said(known: Recordings) -> None:
     own = ["model.architecture.num_hidden_layers=4", "checkpointing=interval", "checkpointing.interval=3"]
     found = look([*NO_ACTIVATIONS, *own, "train.loss=chunked"], known)
@@ -78,11 +97,26 @@ def test_what_a_run_has_and_what_cannot_be_is_said(known: Recordings) -> None:
 def test_advice_ends_when_its_time_is_up(known: Recordings) -> None:
     planned = plan(NO_ACTIVATIONS, known)
     made = known.made
-    found = search.advise(NO_ACTIVATIONS, planned, recordings=known, limit_s=0.0)
+    told: list[tuple[int, int]] = []
+    found = search.advise(
+        NO_ACTIVATIONS, planned, recordings=known, limit_s=0.0, progress=lambda *numbers: told.append(numbers)
+    )
+    assert told[: len(NAMES)] == [(number, len(NAMES)) for number in range(1, len(NAMES) + 1)]
     assert found.stopped and known.made == made and found.changes == []
     assert found.closest is not None and found.closest.overrides == []
     assert {each.text for each in found.remedies} == {"not looked at: the time for advice was up"}
     assert search.advice_as_json(found)["advice_stopped"] is True
+
+
+def test_progress_is_one_line_that_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
+    count = cli._count("settings looked at")
+    count(1, 2)
+    assert capsys.readouterr().err == "", "there is no terminal"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr.isatty", lambda: True)
+        count(1, 2)
+        count(2, 2)
+    assert capsys.readouterr().err == "\r1/2 settings looked at\x1b[K\r\x1b[K"
 
 
 def test_a_switch_turns_advice_off(monkeypatch: pytest.MonkeyPatch) -> None:

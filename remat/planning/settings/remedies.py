@@ -1,7 +1,7 @@
 """Say of each well-known remedy what it would give a run that does not fit, or why it does not help.
 
 Each is looked at alone, on top of the settings of the run, by an estimate (settings/screening.py); where that is not
-enough, together with what saves most activations. None is taken.
+enough, together with what saves most activations, and then with model states in host memory. None is taken.
 One more remedy is one more entry of REMEDIES.
 """
 
@@ -23,12 +23,17 @@ SHRINKS_BELOW = 0.995  # of the bytes without it: what saves less does not help
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that is known to save memory. `words` returns its overrides for the run of a plan, None: has none."""
+    """A change that is known to save memory. `words` returns its overrides for the run of a plan, None: has none.
+
+    Where it is not enough it is looked at with SAVING_MOST too, unless it is looked at `alone`; and with OFFLOADING
+    besides, where it `offloads`.
+    """
 
     name: str
     words: Callable[[Planned], Sequence[str] | None]
     changes_training: bool = False
-    alone: bool = False  # else it is looked at with SAVING_MOST too, where it is not enough
+    alone: bool = False
+    offloads: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def _twice_the_gpus(planned: Planned) -> Sequence[str]:
 
 
 SAVING_MOST = ("checkpointing=full", "train.micro_batch_size=1", "train.loss=chunked")
+OFFLOADING = ("deepspeed.config=zero3_offload",)
 REMEDIES = (
     *(
         Remedy(name, lambda _, word=word: (word,), alone=True)  # type: ignore[misc]
@@ -113,10 +119,15 @@ REMEDIES = (
     Remedy("offload of parameters", _parameter_offload),
     Remedy("NVMe", _nvme),
     Remedy("more GPUs", _twice_the_gpus),
-    Remedy("16-bit optimizer states", _in_16_bit, changes_training=True),
+    Remedy("16-bit optimizer states", _in_16_bit, changes_training=True, offloads=True),
     Remedy("8-bit optimizer states", _in_8_bit, changes_training=True),
-    Remedy("LoRA", lambda planned: ("peft=lora", _sharded(planned)), changes_training=True),
-    Remedy("4-bit weights with LoRA", lambda planned: ("peft=qlora", _sharded(planned)), changes_training=True),
+    Remedy("LoRA", lambda planned: ("peft=lora", _sharded(planned)), changes_training=True, offloads=True),
+    Remedy(
+        "4-bit weights with LoRA",
+        lambda planned: ("peft=qlora", _sharded(planned)),
+        changes_training=True,
+        offloads=True,
+    ),
 )
 
 
@@ -152,24 +163,31 @@ def _try(remedy: Remedy, args: Sequence[str], planned: Planned, screen: Screen) 
         if _same(cfg, planned.cfg):
             return _say(remedy, overrides, "the run has it already")
         found = _judge(remedy, overrides, planned, screen.estimate(cfg))
-        return found if found.fits or remedy.alone else _try_with_savers(remedy, args, found, screen)
+        if not (found.fits or remedy.alone):
+            found = _try_with(SAVING_MOST, remedy, args, overrides, screen) or found
+        if not found.fits and remedy.offloads:
+            found = _try_with((*SAVING_MOST, *OFFLOADING), remedy, args, overrides, screen) or found
+        return found
     except ConfigError as error:
         return _say(remedy, overrides, f"refused: {str(error).splitlines()[0]}")
 
 
-def _try_with_savers(remedy: Remedy, args: Sequence[str], found: Found, screen: Screen) -> Found:
-    """Return what a remedy that is not enough gives together with SAVING_MOST, or `found` where that cannot be."""
-    overrides = [*found.overrides, *SAVING_MOST]
+def _try_with(
+    more: Sequence[str], remedy: Remedy, args: Sequence[str], overrides: Sequence[str], screen: Screen
+) -> Found | None:
+    """Return what a remedy gives together with the overrides in `more`, None where that cannot be."""
+    options = {word.partition("=")[0] for word in more}
+    both = [*(word for word in overrides if word.partition("=")[0] not in options), *more]
     try:
-        after = screen.estimate(compose.from_command_line([*args, *overrides]).run)
+        after = screen.estimate(compose.from_command_line([*args, *both]).run)
     except ConfigError:
-        return found
-    together = " ".join(SAVING_MOST)
+        return None
+    together = " ".join(more)
     short = _short(after)
     if not short:
-        return _say(remedy, overrides, f"with {together} it {_fits(after)}", fits=True)
+        return _say(remedy, both, f"with {together} it {_fits(after)}", fits=True)
     text = f"not enough, even with {together}: needs {_all_needs(short, after)}"
-    return _say(remedy, overrides, text, missing=_missing(short))
+    return _say(remedy, both, text, missing=_missing(short))
 
 
 def _same(one: RunConfig, other: RunConfig) -> bool:
@@ -200,6 +218,9 @@ def _missing(short: Sequence[Resource]) -> dict[str, int]:
 
 def _fits(after: Planned) -> str:
     seconds = "" if after.time.unknown else f", step {after.time.total_s:.3g} s"
+    if after.time.between:
+        least, most = after.time.between
+        seconds = f", step {least:.3g} to {most:.3g} s"
     return f"fits: needs {needed_bytes(after, GPU_MEMORY) / GIB:.1f} GiB of each GPU{seconds}"
 
 

@@ -425,7 +425,7 @@ def advise(
         search = Search(args, planned.cfg, known, progress)
         search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
         return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
-    told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s)
+    told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s, progress=progress)
     search = Search(args, planned.cfg, known, progress)
     search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
     changes = search.fastest(limit)
