@@ -6,6 +6,9 @@ of the host: they say how far apart two runs are that round differently. Each ru
 of one core; what was measured is kept, so that the script can be stopped and started again.
 
     python benchmarks/optimizer_states.py [--only NAME ...]
+
+With --again runs are repeated and kept beside the others, under `again`: how far apart are two runs of the same words at
+two commits? Each goes on from what `adamw` reached in the same repetition.
 """
 
 from __future__ import annotations
@@ -52,19 +55,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(STATES), choices=list(STATES))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "remat_optimizer_states")
+    parser.add_argument("--again", action="store_true", help="repeat runs, in another --work")
     args = parser.parse_args()
     for part in ("from scratch", "go on"):
         for name in args.only:
-            measure(part, name, args.work)
+            measure(part, name, args.work, "again" if args.again else "losses")
 
 
-def measure(part: str, name: str, work: Path) -> None:
-    """Run one piece of training and add its losses to the result file; nothing where they are there."""
+def measure(part: str, name: str, work: Path, among: str) -> None:
+    """Run one piece of training and add its losses to the result file, `among` those; nothing where they are there."""
     from benchmarks.environment import environment
 
-    result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {"losses": {}}
-    key = f"{part}: {name}"
-    if key in result["losses"]:
+    result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    key, kept = f"{part}: {name}", result.setdefault(among, {})
+    if key in kept:
         return
     words = [*COMMON, f"output_dir={work}", f"name={folder_of(key)}", *STATES[name]]
     train([*words, *(FROM_SCRATCH if part == "from scratch" else [*GO_ON, *trained(work)])])
@@ -73,7 +77,7 @@ def measure(part: str, name: str, work: Path) -> None:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["loss/train"] for row in rows if "loss/train" in row]
     held_out = next(row["loss/eval"] for row in reversed(rows) if "loss/eval" in row)
-    result["losses"][key] = {
+    kept[key] = {
         "held_out": held_out,
         "train_last_50": statistics.mean(losses[-LAST:]),
         "first": losses[0],
@@ -85,7 +89,7 @@ def measure(part: str, name: str, work: Path) -> None:
         name: value for name, value in measured_by.items() if name not in ("commit", "date")
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(key, result["losses"][key], flush=True)
+    print(key, kept[key], flush=True)
 
 
 def folder_of(key: str) -> str:
