@@ -7,8 +7,8 @@ of one core; what was measured is kept, so that the script can be stopped and st
 
     python benchmarks/optimizer_states.py [--only NAME ...]
 
-With --again runs are repeated and kept beside the others, under `again`: how far apart are two runs of the same words at
-two commits? Each goes on from what `adamw` reached in the same repetition.
+With --again runs are repeated and kept beside the others, under `again`: how far apart are two runs of the same words
+at two commits? Each goes on from what `adamw` reached in the same repetition.
 """
 
 from __future__ import annotations
