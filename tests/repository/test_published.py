@@ -31,7 +31,8 @@ def test_where_the_setting_is_known_allocated_is_within_the_bar() -> None:
 
 IN_MAKE_TEST = "G: ZeRO-3, optimizer offload, recomputed, 2 x 4096"
 CASES = [
-    pytest.param(row, id=row.key, marks=[] if row.key == IN_MAKE_TEST else pytest.mark.exhaustive) for row in ROWS
+    pytest.param(row, id=row.key, marks=[] if row.key == IN_MAKE_TEST else pytest.mark.exhaustive)
+    for row in ROWS
 ]
 
 
