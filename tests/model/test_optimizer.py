@@ -138,6 +138,31 @@ def test_offloaded_adam_goes_on_bit_for_bit_after_any_number_of_steps(first: int
     assert torch.equal(found, expected)
 
 
+def test_deepspeed_does_not_give_back_what_was_there_before_a_step_that_it_undoes() -> None:
+    """So no optimizer steps beside backward: SuperOffload undoes steps that turn out to be wrong (docs/decisions.md)."""
+    ops.ensure("cpu_adam", print)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    made = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(1_000_000, generator=made) * 0.02)
+    adam = DeepSpeedCPUAdam([weight], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def step() -> None:
+        weight.grad = torch.randn(weight.shape, generator=made) * 1e-3
+        adam.step_subgroup(0)
+
+    def held() -> list[torch.Tensor]:
+        return [weight.data, adam.state[0]["exp_avg"], adam.state[0]["exp_avg_sq"]]
+
+    for _ in range(3):
+        step()
+    before = [each.clone() for each in held()]
+    step()
+    adam.rollback_subgroup(0)
+    differ = [(found != each).float().mean().item() for found, each in zip(held(), before, strict=True)]
+    assert min(differ) > 0.1, differ
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_state_of_offloaded_adam_is_taken_over_with_the_kernel_of_this_run(fused: bool) -> None:
     begun, value = cpu_adam_steps(3)

@@ -99,7 +99,9 @@ def test_held_bytes_are_planned_bytes(
             0 if strategy.startswith("zero3") else LARGEST * 2
         )  # a parameter of two shards is whole on one rank
         assert found["gradients"] == pytest.approx(planned.get("gradients", 0), rel=0.01, abs=max(512, shared))
-        come_and_go = 0 if strategy.startswith("zero3") else 2 * 2 * BUCKET  # reduction buckets, within a backward
+        come_and_go = (
+            0 if strategy.startswith("zero3") else 2 * 2 * BUCKET
+        )  # reduction buckets, within a backward
         if "offload" in strategy or not come_and_go:
             assert found["communication buckets"] == planned["communication buckets"] - come_and_go
             assert sum(found.values()) == pytest.approx(sum(planned.values()) - come_and_go, rel=0.02)
