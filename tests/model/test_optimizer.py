@@ -139,7 +139,7 @@ def test_offloaded_adam_goes_on_bit_for_bit_after_any_number_of_steps(first: int
 
 
 def test_deepspeed_does_not_give_back_what_was_there_before_a_step_that_it_undoes() -> None:
-    """So no optimizer steps beside backward: SuperOffload undoes steps that turn out to be wrong (docs/decisions.md)."""
+    """So no optimizer steps beside backward: SuperOffload undoes steps that turn out wrong (docs/decisions.md)."""
     ops.ensure("cpu_adam", print)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
