@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.options import Attention, ConfigError, ModelConfig, ModelInit, ModelLoad, Precision
+from remat.config.units import MIB
 from remat.model import hf_model, own_slices
 from tests.model.test_flops import FAMILIES, SIZES
 from tests.support import small_models
@@ -132,6 +133,24 @@ def test_weights_and_buffers_are_those_of_from_pretrained(
     read_bytes = [each.read_bytes or 0 for each in told]
     assert whole_bytes <= sum(read_bytes) <= 1.05 * whole_bytes
     assert max(read_bytes) <= 1.05 * whole_bytes / ranks
+
+
+def load_alone(folder: Path) -> tuple[int, int]:
+    """The peak of host memory while this rank reads its slices in bf16, and the bytes of its shards."""
+    net, told = build(folder, ModelLoad.own_slices, Precision.bf16)
+    assert told.way is ModelLoad.own_slices, told.because
+    return told.peak_bytes, sum(each.ds_tensor.nbytes for each in {*net.parameters()})
+
+
+@pytest.mark.exhaustive
+def test_a_rank_holds_its_shards_one_buffer_and_little_else(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Of a model of 280 MiB in bf16, from files in fp32. benchmarks/loading.py has larger ones."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16000, "num_hidden_layers": 7}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    small_models.build("llama", **wide, **heads).save_pretrained(tmp_path, max_shard_size="100MB")
+    for peak_bytes, shard_bytes in two_ranks.run(load_alone, folder=tmp_path):
+        assert shard_bytes > 2 * 64 * MIB, "else reading all would pass"
+        assert peak_bytes <= shard_bytes + own_slices.BOUNCE_BYTES + 64 * MIB
 
 
 OTHERS = [name for name in FAMILIES if name not in small_models.ARCHITECTURES]
