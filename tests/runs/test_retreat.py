@@ -99,7 +99,7 @@ def test_a_limit_of_the_system_is_kept_by_the_second_launch(tmp_path: Path) -> N
         "train.global_batch_size=8", "train.micro_batch_size=4",
     )  # fmt: skip
     with supervised(tmp_path, str(ROOT / "tests/support/limited.py"), *words) as launch:
-        assert launch.finish() == 0, launch.out[-6000:]
+        assert launch.finish(launches=2) == 0, launch.out[-6000:]
     assert launch.out.count("starting the run again with less memory, ") == 1
     run = workshop / "out" / "limited" / "run"
     assert len(tiny.rows(run)) == tiny.STEPS
@@ -146,7 +146,7 @@ def test_a_rank_that_the_kernel_kills_is_followed_by_a_launch_with_less(
     )  # fmt: skip
     with supervised(tmp_path, str(ROOT / "tests/support/limited.py"), *words) as launch:
         (memory_group / "cgroup.procs").write_text(str(launch.process.pid))
-        assert launch.finish() == 0, launch.out[-6000:]
+        assert launch.finish(launches=2) == 0, launch.out[-6000:]
     assert launch.out.count("starting the run again with less memory, ") == 1
     run = workshop / "out" / "killed" / "run"
     assert len(tiny.rows(run)) == tiny.STEPS
