@@ -107,7 +107,7 @@ def room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, i
     return manifest.on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
 
 
-def load(engine: Any, state: SavedState) -> dict[str, Any]:
+def load(engine: Any, state: SavedState) -> None:
     """Load `state` as `load.load` does, for another world size. Collective.
 
     Random states are new, so dropout differs from that of the saved run.
@@ -134,7 +134,6 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         if rank == 0:
             manifest.remove(folder)
     rng.start_anew(own["rng"], step=state.step, rank=rank // shares.group_size(engine))
-    return state.client_state
 
 
 def _room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]:

@@ -6,10 +6,11 @@ number of such steps in a row is limited.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -359,11 +360,9 @@ def start(run: Run) -> Progress:
     """Return fresh or resumed progress. On resume, cut the record back to the saved step."""
     progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # before its first step
     if run.resumed is not None:
-        known = {item.name for item in fields(Progress)}
-        progress = Progress(**{name: value for name, value in run.resumed.items() if name in known})
-        progress.positions = progress.positions or progress.tokens_seen  # older states had text alone, unpadded
-        if "losses" in run.resumed:  # not in older states
-            run.losses.restore(run.resumed["losses"])
+        progress = copy.deepcopy(run.resumed.progress)
+        if run.resumed.losses is not None:
+            run.losses.restore(run.resumed.losses)
         run.tracker.rewind(progress.step)
     elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
         run.tracker.rewind(-1)

@@ -25,7 +25,7 @@ from remat.model.loss import IGNORED
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.report import run_dir, summary
 from remat.training import engine_memory
-from remat.training.engine_memory import Held
+from remat.training.engine_memory import Held, Placement
 from remat.training.run import Run
 
 LONGEST = 4096  # tokens of a row whose loss one rank computes by itself
@@ -40,21 +40,26 @@ LEARNT = 3  # micro-batches in a row until ZeRO-3 knows its prefetch order; an e
 class FirstStep:
     """The results of a launch's first step. `watching` and `verify_first_step` fill it; the ledger reads it."""
 
-    trace: OpTracer | None = None  # trace of the first micro-batch, operation by operation
-    steady_trace: OpTracer | None = (
-        None  # trace of the first micro-batch after ZeRO-3's prefetch order is fixed
-    )
-    shape: tuple[int, int] = (
-        0,
-        0,
-    )  # rows and positions of the first micro-batch; the width may differ from others'
-    steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
+    trace: OpTracer | None = None  # of the first micro-batch, operation by operation
+    steady_trace: OpTracer | None = None  # of the first micro-batch after ZeRO-3's prefetch order is fixed
+    shape: tuple[int, int] = (0, 0)  # rows and positions of the micro-batch of `trace`; widths may differ
+    steady_shape: tuple[int, int] = (0, 0)  # the same of `steady_trace`
     moved_bytes: int | None = None  # that activations took to host memory in the first micro-batch
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
     verified: bool = False
     micro_batches: int = 0  # in a row, since the launch or its last evaluation
+
+
+@dataclass(frozen=True)
+class RankProof:
+    """The part of proof.json that a rank found in its first step."""
+
+    layers: list[dict[str, Any]]  # `verification.rows`, by the layer's number in the whole model
+    placement: Placement
+    flops: dict[str, float]  # of the first micro-batch, by phase
+    gathered_bytes: dict[str, int]  # by ZeRO-3 in the first micro-batch, by phase
 
 
 @contextmanager
@@ -146,18 +151,18 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
     run.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
-def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
+def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
     """Return what this rank found, and every promise that was not kept on it. No collectives."""
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
-    where = engine_memory.shard_placement(run.engine)
+    where = engine_memory.find_placement(run.engine)
     before = run.pipeline.first_layer if run.pipeline else 0
-    found = {
-        "layers": [_renumbered(row, before) for row in verification.rows(run.applied, watch)],
-        "placement": where,
-        "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
-        "zero3_gathered_bytes": dict(watch.gathered_bytes),
-    }
+    found = RankProof(
+        layers=[_renumbered(row, before) for row in verification.rows(run.applied, watch)],
+        placement=where,
+        flops={phase: watch.total_flops(phase) for phase in watch.flops},
+        gathered_bytes=dict(watch.gathered_bytes),
+    )
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
     broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
@@ -173,7 +178,7 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
 
 
-def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:
+def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]:
     """Return the content of proof.json.
 
     Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch, with stages the first rank of each; the
@@ -185,27 +190,23 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
         "in_words": policy.describe(run.strategy.decisions),
         "stacks": run.strategy.stacks,
         "zero_stage": run.strategy.zero_stage,
-        "compile": str(
-            run.cfg.compile
-        ),  # from the second micro-batch on: what is proven are the layers as they are
+        "compile": str(run.cfg.compile),  # from the second micro-batch on: proven are layers as they are
         "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
-        "layers": [row for stage in stages for row in stage["layers"]],
+        "layers": [row for stage in stages for row in stage.layers],
         "first_micro_batch_flops": {
-            phase: sum(stage["flops"].get(phase, 0) for stage in stages) for phase in found[0]["flops"]
+            phase: sum(stage.flops.get(phase, 0) for stage in stages) for phase in found[0].flops
         },
-        "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
+        "first_micro_batch_zero3_gathered_bytes": found[0].gathered_bytes,
         "run_again": asdict(first.replayed) if first.replayed else None,
-        "placement_by_rank": [rank["placement"] for rank in found],
+        "placement_by_rank": [asdict(rank.placement) for rank in found],
         "shared_sequences": first.shared_sequences,
     }
 
 
-def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
+def line(run: Run, first: FirstStep, found: RankProof) -> str:
     """Return the line for the terminal: layers, bytes, placement."""
     assert first.trace is not None
-    return (
-        f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found['placement'])}"
-    )
+    return f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found.placement)}"
 
 
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:

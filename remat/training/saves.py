@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from remat.saving.exports.export import ExportResult, Form
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
-from remat.training.run import Progress, Run
+from remat.training.run import Progress, Run, RunState
 
 
 def save_state(run: Run, progress: Progress, *, must: bool) -> None:
@@ -46,7 +45,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
     with run.window.excluded(), out_of_memory.named("save", run.plan):
         settings: dict[str, Any] = {
             "step": step,
-            "client_state": client_state(run, progress),
+            "client_state": state_of(run, progress).record(),
             "keep": cfg.keep,
         }
         try:
@@ -114,15 +113,9 @@ def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) 
     _tell(run, unfinished.step if step is None else step, result)
 
 
-def client_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return what is saved of a run beside the engine's state; plain JSON data. Collective."""
-    return {
-        **asdict(progress),
-        "losses": run.losses.state(),
-        "data": run.batches.state(),
-        "data_key": run.data_key,
-        "wandb_run_id": run.tracker.wandb_run_id,
-    }
+def state_of(run: Run, progress: Progress) -> RunState:
+    """Return what is saved of a run beside the engine's tensors. Collective."""
+    return RunState(progress, run.losses.state(), run.batches.state(), run.data_key, run.tracker.wandb_run_id)
 
 
 def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
@@ -189,7 +182,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
     folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
     run.watchdog.enter("save", step)
     with out_of_memory.named("save", run.plan):
-        state = client_state(run, progress)
+        state = state_of(run, progress).record()
         saved = save.save(run.engine, folder, step=step, client_state=state, keep=1)
     run.watchdog.enter("export", step)
     with out_of_memory.named("export", run.plan):
