@@ -618,10 +618,11 @@ def main() -> None:
     """Entry point of the console command: user errors are one message and exit code 2."""
     from remat.report import console
 
+    # ranks inherit the number, and would keep that of one process
     if sys.argv[1:2] not in (
         ["launch"],
         ["compare"],
-    ):  # ranks inherit the number, and would keep that of one process
+    ):
         share_cores()
     console.quiet_libraries(debug=False)
     try:

@@ -73,9 +73,8 @@ class Composed:
     """The run, how it is written as the YAML that the run directory keeps, and the words that ask for it."""
 
     run: RunConfig
-    write_yaml: Callable[
-        [], str
-    ]  # half of the time of composing: a search composes hundreds of runs, and reads none
+    # half of the time of composing: a search composes hundreds of runs, and reads none
+    write_yaml: Callable[[], str]
     words: list[str] = field(default_factory=list)
 
     @property

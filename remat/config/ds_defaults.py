@@ -34,9 +34,8 @@ TOP_LEVEL: dict[str, Any] = {
     "disable_allgather": False,
     "disable_python_gc": False,
     "dataloader_drop_last": False,
-    "timers": {
-        "throughput": {"enabled": False, "synchronized": False}
-    },  # on, it stops the GPU every micro-step
+    # on, it stops the GPU every micro-step
+    "timers": {"throughput": {"enabled": False, "synchronized": False}},
     "torch_autocast": {"enabled": False},
     "managed_gradient_accumulation": True,
     "gradient_allreduce_op": "mean",

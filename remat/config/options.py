@@ -601,9 +601,8 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    strategy: StrategyChoice = (
-        StrategyChoice.given
-    )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    strategy: StrategyChoice = StrategyChoice.given
     compile: Compilation = Compilation.none  # what torch.compile makes kernels of
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
@@ -615,9 +614,8 @@ class RunConfig:
     # where to go on: none, auto (newest complete state of this recipe), auto_or_start, or a folder of a run or state
     resume: str = "none"
     reshard: Reshard = Reshard.auto  # what becomes of a state saved with a different number of ranks
-    on_out_of_memory: OnOutOfMemory = (
-        OnOutOfMemory.stop
-    )  # what `remat launch` does when a rank runs out of memory
+    # what `remat launch` does when a rank runs out of memory
+    on_out_of_memory: OnOutOfMemory = OnOutOfMemory.stop
     most_retreats: int = 3  # [launches] how often on_out_of_memory=retreat starts a run again
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info  # how much the terminal shows

@@ -18,17 +18,8 @@ from urllib.parse import quote
 HIDDEN = "***"
 SHORTEST = 8  # a shorter value of a variable would hide ordinary words
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-PLACES = {
-    "prod",
-    "production",
-    "dev",
-    "test",
-    "staging",
-    "main",
-    "default",
-    "value",
-    "base",
-}  # db_password_prod
+# db_password_prod
+PLACES = {"prod", "production", "dev", "test", "staging", "main", "default", "value", "base"}
 
 STRONG = {
     *("password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"),

@@ -665,10 +665,8 @@ def _budget(cfg: CheckpointingConfig) -> list[str]:
 
 # Layers that run once, or are recomputed each by itself, to the last tensor that backward needs.
 SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block, Policy.selective_ops)
-KEPT_BESIDE_SLICES = (
-    {"attention", "communication"},
-    {"q", "k", "v", "o"},
-)  # operations and Linears outside of an MLP
+# operations and Linears outside of an MLP
+KEPT_BESIDE_SLICES = {"attention", "communication"}, {"q", "k", "v", "o"}
 
 
 def _tiles(cfg: CheckpointingConfig) -> list[str]:

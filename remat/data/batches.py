@@ -350,9 +350,8 @@ class ReadAhead:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(
-                self._device
-            )  # a new thread starts on the first GPU, and would create a context there
+            # a new thread starts on the first GPU, and would create a context there
+            torch.cuda.set_device(self._device)
         while (position := self._asked.get()) is not None:
             try:
                 self._read.put((position, self._pinned(self._batches.read(position))))

@@ -163,12 +163,8 @@ Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
 TEXT = Kind(FileType.text, "")
 ONE = "data"  # name of a single file that the user named, so that a copy under another name is the same data
-ABOUT_DATA = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-)  # as datasets writes
+# as datasets writes
+ABOUT_DATA = "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

@@ -16,13 +16,8 @@ import numpy as np
 
 from remat.data.blocks import Blocks, epoch_order
 
-OF_AN_EPOCH = (
-    "blocks",
-    "tokens",
-    "trained_tokens",
-    "restarts",
-    "squared_lengths",
-)  # counts that weights change
+# counts that weights change
+OF_AN_EPOCH = "blocks", "tokens", "trained_tokens", "restarts", "squared_lengths"
 
 
 class Joined(Blocks):

@@ -32,12 +32,8 @@ LEAN = (  # first arguments of each launch: a row per step, a short evaluation, 
     "tracking=wandb_disabled",
 )
 MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
-OWN_WORDS = (
-    "name",
-    "run_id",
-    "output_dir",
-    "resume",
-)  # set by the laboratory: where a run lands, and that it is fresh
+# set by the laboratory: where a run lands, and that it is fresh
+OWN_WORDS = "name", "run_id", "output_dir", "resume"
 AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # names that YAML does not read as text
 
 

@@ -20,13 +20,8 @@ RUNNER_VALUES = {
 }  # fmt: skip
 KINDS = {"--module": "module", "--no_python": "program"}
 OWN = {"--log-dir", "--grace-s"}
-OF_TRAINING = {
-    "--config-dir",
-    "-cd",
-    "--cfg",
-    "-c",
-    "--version",
-}  # what the words of remat.train may begin with
+# what the words of remat.train may begin with
+OF_TRAINING = {"--config-dir", "-cd", "--cfg", "-c", "--version"}
 REFUSED = {
     "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
     "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",

@@ -205,9 +205,8 @@ class _Head:
         for told in TOLD.findall(text):
             self._told(node, json.loads(told))
         text = TOLD.sub(b"", text)
-        ready = (
-            text[: text.rfind(b"\n") + 1] if data else text
-        )  # whole lines, so that those of nodes do not mix
+        # whole lines, so that those of nodes do not mix
+        ready = text[: text.rfind(b"\n") + 1] if data else text
         node.rest[shown] = text[len(ready) :]
         prefix = f"{node.host}: ".encode() * (node.number > 0)
         for line in ready.splitlines(keepends=True):

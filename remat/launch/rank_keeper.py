@@ -206,9 +206,8 @@ class _Lines:
 
     def plain(self, data: bytes) -> bytes:
         *whole, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[
-            max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :
-        ]  # a newline may follow the last
+        # a newline may follow the last
+        self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
         found = [CONTROL.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2].rstrip() for line in whole]
         return b"".join(line + b"\n" for line in found)
 

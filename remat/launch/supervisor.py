@@ -376,16 +376,14 @@ class _Supervisor:
             processes.remove_shared_buffers(self.port)
         code = self._code()
         first = self.failed_first
-        if first and first.rank != min(
-            (r.rank for r in self.ranks if r.rank >= 0), default=-1
-        ):  # that one was seen live
+        # that one was seen live
+        if first and first.rank != min((r.rank for r in self.ranks if r.rank >= 0), default=-1):
             show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
         if code and not self.words.asks_help and self.tell is None:
             say(f"exit code {code}; logs in {short(self.words.log_dir)}")
         for signum in rank_keeper.STOP_SIGNALS:
-            signal.signal(
-                signum, signal.SIG_IGN
-            )  # one that comes while Python leaves would replace the exit code
+            # one that comes while Python leaves would replace the exit code
+            signal.signal(signum, signal.SIG_IGN)
         return code
 
     def _code(self) -> int:

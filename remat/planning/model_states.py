@@ -290,9 +290,8 @@ def _gradients_1_2(s: _Sizes) -> list[Item]:
     offloaded, separate = s.optimizer_device is not None, s.grad_width > s.width
     bucket_width, full = s.width, s.gas > 1
     items: list[Item] = []
-    if (
-        s.stage == 1 and separate and s.dtype == "bf16" and not offloaded
-    ):  # DeepSpeed's BF16_Optimizer: no bucket
+    # DeepSpeed's BF16_Optimizer: no bucket
+    if s.stage == 1 and separate and s.dtype == "bf16" and not offloaded:
         return [
             s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
             s.item("accumulated gradients", "gpu", s.grad_width * s.params, "runtime/bf16_optimizer.py:191"),

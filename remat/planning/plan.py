@@ -411,9 +411,8 @@ def _record_layers(
     owners = Owners.of(net, marked)
     made = None
     if cfg.compile is Compilation.layers:
-        made = (
-            compiled.CompiledLayers()
-        )  # which runs layers as they are where operations are looked at, as here
+        # which runs layers as they are where operations are looked at, as here
+        made = compiled.CompiledLayers()
         compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
         given = undo.enter_context(sequence_parallel.planned(cfg.train, cfg.model, decided.packed, net))

@@ -339,9 +339,8 @@ class _Terms:
         self.precision = precision
         self.width = 4 if precision is Precision.fp32 else 2
         self.ranks = zero.world_size
-        self.sharing = (
-            zero.tensor_ranks
-        )  # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        self.sharing = zero.tensor_ranks
         self.ranks_per_node = min(machine.gpus_per_node, self.ranks * self.sharing)
         self.per_node = max(1, self.ranks_per_node // self.sharing)
         self.nodes = math.ceil(self.ranks * self.sharing / self.ranks_per_node)
@@ -381,9 +380,8 @@ class _Terms:
             return _Collectives((_Ring(gathered_bytes + gradients, self.ranks),))
         if self.zero.stage == 2:
             return _Collectives((_Ring(gradients, self.ranks),), _Ring(gradients, self.ranks))
-        return _Collectives(
-            (), _Ring(2 * gradients, self.ranks)
-        )  # an all-reduce is a reduce-scatter and an all-gather
+        # an all-reduce is a reduce-scatter and an all-gather
+        return _Collectives((), _Ring(2 * gradients, self.ranks))
 
     def traffic(self, collectives: _Collectives, accumulation: int, summed_bytes: int) -> dict[str, int]:
         """Return the bytes of a step through the link of each GPU and the network of each node, where there are any."""

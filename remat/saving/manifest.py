@@ -41,9 +41,8 @@ OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
 MAX_THREADS = 8  # threads that hash
 READ_BYTES = 8 * 1024**2
-PIECE_BYTES = (
-    256 * 1024**2
-)  # of a larger file the pieces are hashed at the same time: a rank has few large files
+# of a larger file the pieces are hashed at the same time: a rank has few large files
+PIECE_BYTES = 256 * 1024**2
 
 
 class SaveError(RuntimeError):
@@ -77,9 +76,8 @@ class Manifest:
     optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
     states: str = "fp32"  # number format of that state, a value of optim.states
     tensor_parallel_size: int = 1  # consecutive ranks that shared the layers
-    cuts: dict[str, int] = field(
-        default_factory=dict
-    )  # weight that they shared -> dimension along which it is cut
+    # weight that they shared -> dimension along which it is cut
+    cuts: dict[str, int] = field(default_factory=dict)
     pipeline_parallel_size: int = 1  # stages, each of consecutive ranks, that the layers were divided into
 
     @property
@@ -176,9 +174,8 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
         name: rank_of(name, shared_by, per_stage) if parts == info.world_size else None for name in info.files
     }
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
-    for name in sorted(
-        largest_first, key=lambda name: own[name] is None
-    ):  # owned ones first; sorting is stable
+    # owned ones first; sorting is stable
+    for name in sorted(largest_first, key=lambda name: own[name] is None):
         rank = own[name]
         if rank is None or rank >= parts:
             rank = load.index(min(load))

@@ -239,13 +239,8 @@ def loss_scale(run: Run) -> float:
     return float(getattr(run.engine.optimizer, "cur_scale", 1.0))
 
 
-FAILURES = (
-    TrainingFailed,
-    PolicyNotApplied,
-    SaveError,
-    SwapError,
-    LostPeer,
-)  # what ends a run with exit 70, beside memory
+# what ends a run with exit 70, beside memory
+FAILURES = TrainingFailed, PolicyNotApplied, SaveError, SwapError, LostPeer
 
 
 @dataclass

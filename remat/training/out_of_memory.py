@@ -87,9 +87,8 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
     except OutOfMemory:
         raise
     except Exception as error:
-        cause = find(error) or (
-            error if _told() else None
-        )  # another rank ran out, and this one broke when it left
+        # another rank ran out, and this one broke when it left
+        cause = find(error) or (error if _told() else None)
         if cause is None:
             raise
         layer, recomputing = getattr(cause, PLACE, (None, False))
@@ -136,9 +135,8 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
     Of several ranks only the first to come here prints; the others wait for the end.
     """
     if not _is_first():
-        time.sleep(
-            ADVICE_S + retreat.PLANNED_IN_S + 30
-        )  # the launcher ends all ranks when the printing one has left
+        # the launcher ends all ranks when the printing one has left
+        time.sleep(ADVICE_S + retreat.PLANNED_IN_S + 30)
         return exit_code
     _let_go(error)
     goes_on, said = _ask_for_retreat(error)

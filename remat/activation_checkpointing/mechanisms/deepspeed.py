@@ -239,13 +239,11 @@ class DeepSpeedCheckpointing:
     def reset(self) -> None:
         """Forget buffers of forwards that had no backward. Not between a forward and its backward."""
         offload = self._module._cpu_offload_engine
-        if (
-            offload is None or offload._tracker or offload._keep_last
-        ):  # else it would wait for copies for nothing
+        # else it would wait for copies for nothing
+        if offload is None or offload._tracker or offload._keep_last:
             self._module.reset()
-        if (
-            self._profile is not None
-        ):  # a forward that raised leaves its timer running: the next could not start it
+        # a forward that raised leaves its timer running: the next could not start it
+        if self._profile is not None:
             for timer in self._profile.get_timers().values():
                 timer.reset()
 

@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
 
-OVERLOADS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-}  # whose result has the type of its left matrix
+# whose result has the type of its left matrix
+OVERLOADS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}  # position of the left matrix
 ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does not say that it is a view
 SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use

@@ -140,9 +140,8 @@ class Peaks:
     backward: Moment
     gathered_bytes: int
     curve: list[Instant]
-    by_part: Mapping[
-        str, Moment
-    ]  # forward and backward inside the layers, and the loss: what is outside of them
+    # forward and backward inside the layers, and the loss: what is outside of them
+    by_part: Mapping[str, Moment]
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:

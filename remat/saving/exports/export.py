@@ -32,9 +32,8 @@ from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
 README = "README.md"
-Read = Callable[
-    [str, bool], torch.Tensor | None
-]  # weight by name, None where the rank does not keep it; collective
+# weight by name, None where the rank does not keep it; collective
+Read = Callable[[str, bool], torch.Tensor | None]
 DTYPES = {
     str(Precision.fp32): torch.float32,
     str(Precision.bf16): torch.bfloat16,
