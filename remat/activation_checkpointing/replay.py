@@ -38,10 +38,11 @@ from remat.activation_checkpointing.mechanisms.arguments import (
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
+from remat.config.units import MIB
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
-LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
+LARGEST_BUFFER_BYTES = MIB  # of a module's buffers that are compared
 MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
 MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a device that is not deterministic
 MOST_NOISE_EPS = 8  # roundings of the layer's dtype: two passes that differ by more are not the same pass

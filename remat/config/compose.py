@@ -39,6 +39,7 @@ ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a whe
 CONF_DIR = ROOT / "conf"
 NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
+OWN_DEFAULTS = "local/default.yaml"  # in conf/: a user's own, weaker than a recipe
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
 NO_CHOICE = ("Available options", "Could not find", "Could not load", "Got None", "must be a string or a list")
@@ -328,7 +329,10 @@ def _type_hints(schema: Any) -> dict[str, Any]:
 
 def _loaded(overrides: Sequence[str]) -> DictConfig:
     """What Hydra makes of all of them: a fifth of a second."""
-    _register(_files())
+    files = _files()
+    _register_schema()
+    for name in _recipes_of(overrides):
+        _register_recipe(name, files)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
         cfg = compose(config_name="train", overrides=list(overrides), return_hydra_config=True)
@@ -441,7 +445,7 @@ def _of_recipe(chosen: tuple[str, ...], _: Files) -> DictConfig:
 
 def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
     """What `file` makes of a group, under what conf/train.yaml, your own defaults and the recipe set in it."""
-    stronger = (CONF_DIR / "train.yaml", CONF_DIR / "local/default.yaml", RECIPE_DIR / f"{recipe}.yaml")
+    stronger = (CONF_DIR / "train.yaml", CONF_DIR / OWN_DEFAULTS, RECIPE_DIR / f"{recipe}.yaml")
     contents = [content[group] for path in stronger if group in (content := _read(path, files))]
     section = OmegaConf.merge(_schema()[group], _read(file, files), *contents)
     assert isinstance(section, DictConfig)
@@ -465,13 +469,28 @@ def _files() -> Files:
     return tuple((str(path), (at := path.stat()).st_size, at.st_mtime_ns) for path in paths)
 
 
-@functools.lru_cache(maxsize=1)
-def _register(_: Files) -> None:
-    """Recipes live in `recipes/` but are Hydra's group `recipe`; the config store bridges the two names."""
-    store = ConfigStore.instance()
-    store.store(name="remat_schema", node=RunConfig)
-    for path in RECIPE_DIR.glob("*.yaml"):
-        store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+def _recipes_of(overrides: Sequence[str]) -> list[str]:
+    """Return the recipes that Hydra may be asked for: the named ones, or all where another file may name one.
+
+    To read all takes as long as to compose a run.
+    """
+    known = _recipe_files()
+    named = [value for key, _, value in (word.partition("=") for word in overrides) if key == "recipe"]
+    if named and not (CONF_DIR / OWN_DEFAULTS).exists() and not any("searchpath" in word for word in overrides):
+        return [name for name in named if name in known]
+    return list(known)
+
+
+@functools.cache
+def _register_schema() -> None:
+    ConfigStore.instance().store(name="remat_schema", node=RunConfig)
+
+
+@functools.lru_cache(maxsize=128)
+def _register_recipe(name: str, _: Files) -> None:
+    """Make a file of `recipes/` a choice of Hydra's group `recipe`: the folder has another name than the group."""
+    node = OmegaConf.load(RECIPE_DIR / f"{name}.yaml")
+    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
 
 
 def _search_path(config_dirs: list[Path]) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from remat.config.units import MIB
+
 
 class LogLevel(StrEnum):
     info = "info"  # what a person needs
@@ -444,7 +446,7 @@ class OffloadConfig:
     """Where what a policy keeps lives between forward and backward: on the device, or in pinned host memory."""
 
     enabled: bool = False  # keep saved activations in host memory between forward and backward
-    min_bytes: int = 1 << 20  # smaller tensors stay on the device
+    min_bytes: int = MIB  # smaller tensors stay on the device
     # [layers] so many of the last stay on the device, because their backward comes first
     keep_last_layers: int = 1
     dtype: StorageDtype = StorageDtype.same  # how they are stored; fp8 and int8 change the gradients slightly

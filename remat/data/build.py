@@ -42,7 +42,7 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
-from remat.config.units import format_size
+from remat.config.units import MIB, format_size
 from remat.data.blocks import (
     FIRST_LONG_ROWS,
     BlockCounts,
@@ -63,7 +63,7 @@ CACHE_VERSION = 4  # raise it when the same data and settings would give other b
 BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
-SHARDED_FROM = 16 * 1024**2  # bytes of shards: about 4 M tokens, some seconds of one core
+SHARDED_FROM = 16 * MIB  # bytes of shards: about 4 M tokens, some seconds of one core
 SHARD_BYTES_PER_TOKEN = 4.2
 TOLD_EVERY_S = 15.0
 SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from remat.config.options import ConfigError, DataConfig, FileType
+from remat.config.units import MIB
 
 HEAD_BYTES = 64 * 1024
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -153,7 +154,7 @@ def tell_damaged(path: Path, option: str, error: BaseException) -> str:
 
 FOLDER = "hashes"  # in the cache
 VERSION = 1
-READ_BYTES = 8 * 1024**2
+READ_BYTES = 8 * MIB
 READERS = 4
 SKETCHED_BYTES = 64 * 1024  # of the beginning and of the end of a file
 SETTLED_S = (

@@ -30,6 +30,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from remat.config.options import OptimName
+from remat.config.units import MIB
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -384,7 +385,7 @@ def try_op(name: str, folder: Path) -> str:
 def _try_async_io(folder: Path) -> str:
     import torch
 
-    handle = _builder("async_io").load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
+    handle = _builder("async_io").load(verbose=False).aio_handle(MIB, 8, False, True, 1)
     path = folder / f"remat-aio-{os.getpid()}.bin"
     data = torch.randint(0, 255, (4 << 20,), dtype=torch.uint8)
     back = torch.zeros_like(data)

@@ -14,7 +14,7 @@ from typing import Any
 
 from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
-from remat.config.units import format_size
+from remat.config.units import GB, format_size
 from remat.model import adapters, hf_model, own_slices
 from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
@@ -23,7 +23,6 @@ from remat.planning.plan import capacity_of
 from remat.planning.preflight import flattens_on_gpu
 from remat.planning.strategy import Strategy, plain_model
 
-GB = 1e9
 WHOLE_MODEL = "below ZeRO-3 every rank has the whole model"
 ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
 

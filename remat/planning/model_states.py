@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
 from remat.config.options import OptimName, OptimStates
+from remat.config.units import MIB
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
@@ -31,7 +32,7 @@ WEIGHTS = (  # the names of items that are the model's weights
     "tables of 4-bit values",
     "tables of 8-bit values",
 )
-MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
+MIN_SWAPPED_BYTES = MIB  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
 PARTITION = "runtime/zero/partition_parameters.py"

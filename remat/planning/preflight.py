@@ -13,14 +13,14 @@ from typing import Any
 
 from remat.config import ds_config, ds_defaults
 from remat.config.options import ModelConfig, ModelInit, RunConfig, SaveConfig
-from remat.config.units import GIB
+from remat.config.units import GIB, MIB
 from remat.machine.gpus import outside_torch_bytes
 from remat.machine.node import Disk, Machine
 from remat.planning.model_states import WEIGHTS, Item
 from remat.saving import disk_space
 
 REHEARSED_FROM = 1e9  # parameters: a failed save of so large a model would be found late and cost hours
-SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
+SHM_PER_RANK = 32 * MIB  # a rule of thumb, not measured
 LOWER_BOUND = (
     "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
     "top of it."

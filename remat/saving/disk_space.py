@@ -17,13 +17,14 @@ import torch
 
 from remat.config import ds_config
 from remat.config.options import OptimStates
+from remat.config.units import GIB, MIB
 from remat.model import optimizer
 from remat.saving import manifest, shares
 from remat.saving.manifest import SaveError
 
 MASTER = {OptimStates.fp32: 4, OptimStates.bf16_master: 2, OptimStates.bf16: 2}
 MOMENTS = {OptimStates.fp32: 8, OptimStates.bf16_master: 8, OptimStates.bf16: 4}
-PROBE_BYTES = 1024**2
+PROBE_BYTES = MIB
 
 
 def bytes_per_parameter(*, zero_stage: int, half: bool, states: OptimStates) -> int:
@@ -91,4 +92,4 @@ def cause(error: Exception, folder: Path) -> Exception:
 
 
 def describe_size(size: int) -> str:
-    return f"{size / 1024**3:.2f} GiB ({size:,} bytes)"
+    return f"{size / GIB:.2f} GiB ({size:,} bytes)"

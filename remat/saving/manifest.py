@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from remat.config.options import ConfigError
+from remat.config.units import MIB
 from remat.machine import distributed
 from remat.machine.start_up import available_cores
 
@@ -40,9 +41,9 @@ FORMAT = 1
 OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
 MAX_THREADS = 8  # threads that hash
-READ_BYTES = 8 * 1024**2
+READ_BYTES = 8 * MIB
 # of a larger file the pieces are hashed at the same time: a rank has few large files
-PIECE_BYTES = 256 * 1024**2
+PIECE_BYTES = 256 * MIB
 
 
 class SaveError(RuntimeError):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remat.config.options import ConfigError, OptimStates, Reshard
+from remat.config.units import MIB
 from remat.machine import distributed, rng
 from remat.saving import disk_space, frozen, manifest, safe_load, shares, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
@@ -25,7 +26,7 @@ from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights
 
 UNIVERSAL = f"{TMP}universal"
 BYTES_PER_PARAMETER = 12  # master and two moments, written in fp32 whatever they were saved in
-SMALL_BYTES = 1024**2 + 4096 * 8  # files other than tensors, and a folder's own block
+SMALL_BYTES = MIB + 4096 * 8  # files other than tensors, and a folder's own block
 SHARDED = (
     "fp32_flat_groups",
     "single_partition_of_fp32_groups",

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat.config.units import MIB
 from remat.model.optimizer import WRAPPED
 from remat.saving import safe_load, shares
 from remat.saving.manifest import SaveError
 
 T = TypeVar("T")
-WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
+WINDOW_BYTES = 512 * MIB  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
 MOMENTS_OF = {  # of the optimizers whose state is one number per weight, cut as DeepSpeed cuts weights
     "adamw": MOMENTS,

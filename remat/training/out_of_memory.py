@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import PLACE
 from remat.config.options import OnOutOfMemory, RunConfig
-from remat.config.units import GIB, format_size
+from remat.config.units import GIB, MIB, format_size
 from remat.launch import retreat
 from remat.launch.retreat import Smaller
 from remat.machine import distributed
@@ -41,7 +41,7 @@ ROOM_BYTES = 1 << 28  # a GPU with more than this free has not run out
 MARGIN = 0.05  # share of the plan that advice must save at least: more may be missing later on
 KEY = "remat/out_of_memory"  # in the process group's store: how many ranks ran out of memory
 PHASES = {"optimizer": "optimizer step"}  # phases that are told under another name than the timer's
-UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB}
+UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|B|KiB|MiB|GiB|TiB)\b")
 WORDS = re.compile(
     r"out of memory|_ALLOC_FAILED|not enough memory|can't allocate memory|Cannot allocate memory|Unable to allocate"

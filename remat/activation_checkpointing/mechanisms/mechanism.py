@@ -18,9 +18,10 @@ from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config.options import Attention, CheckpointingConfig, Policy
+from remat.config.units import MIB
 from remat.model.layers import Modules
 
-SLACK_BYTES = 1 << 20  # small things a layer may keep beside its output: masks, random states, routing indices
+SLACK_BYTES = MIB  # small things a layer may keep beside its output: masks, random states, routing indices
 LayerForward = Callable[..., Any]  # fn(call, *args) -> the layer's output
 
 
