@@ -615,7 +615,7 @@ def calibrate(
 
 
 def main() -> None:
-    """Entry point of the console command: user errors are one message and exit code 2."""
+    """Run the console command: a user's error is one message and exit code 2."""
     from remat.report import console
 
     # ranks inherit the number, and would keep that of one process

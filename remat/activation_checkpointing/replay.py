@@ -76,7 +76,7 @@ class Replayed:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """`layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
+        """Return `layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
         if not self.compared:
             return "no layer is treated, so none was run again"
         where = ", ".join(one["layers"] for one in self.compared)
@@ -291,7 +291,7 @@ class _Deferred:
             self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
 
     def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
-        """`nodes` of the graph; `users` of each output of a node. Of two users the order is no matter."""
+        """Look at `nodes` of the graph and the `users` of each output of a node, in any order of two users."""
         for numbers in (
             [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
         ):
@@ -400,8 +400,9 @@ class Sample:
 
     @contextmanager
     def later_run(self) -> Iterator[None]:
-        """Around a recomputation: does it draw random numbers anew? torch's own are given to it as they were, but not
-        to what `discard_output` makes again.
+        """Watch a recomputation: does it draw random numbers anew?
+
+        torch's own are given to it as they were, but not to what `discard_output` makes again.
         """
         draws, before = Draws(), _random_state(self._device())
         try:
@@ -448,7 +449,7 @@ class Sample:
         return output
 
     def note_users(self, users: dict[tuple[int, int], set[int]]) -> None:
-        """`users`: the nodes that give a gradient to a node's output, by node and number of the output."""
+        """Note `users`: the nodes that give a gradient to a node's output, by node and number of the output."""
         ends = {id(one.node) for one in self._inputs.values()}
         inside = self._nodes.keys() - ends
         for one in self._inputs.values():
@@ -513,7 +514,7 @@ class Sample:
         }
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._hooks.close()
 
     # when the backward is over

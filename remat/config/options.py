@@ -536,7 +536,7 @@ class HardwareConfig:
 
     @property
     def ranks(self) -> int:
-        """One for each GPU; a machine of which no number is known counts as one GPU a node."""
+        """Return one for each GPU; a machine of which no number is known counts as one GPU a node."""
         return (self.gpus_per_node or 1) * self.num_nodes
 
 

@@ -310,7 +310,7 @@ class ReadAhead:
 
     @property
     def position(self) -> int:
-        """Samples consumed since the start; those only read ahead do not count."""
+        """Return the samples consumed since the start; those only read ahead do not count."""
         return self._batches.position
 
     def state(self) -> dict[str, Any]:

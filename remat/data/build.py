@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def divides(self) -> bool:
-        """Whether both halves come from `corpus`."""
+        """Return whether both halves come from `corpus`."""
         return self.corpus is not None and self.held_out is None and self.cfg.eval_fraction > 0
 
 

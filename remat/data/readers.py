@@ -75,7 +75,7 @@ def count_rows(file: SourceFile) -> int:
 
 
 def _lines(file: SourceFile, *_: Any) -> Iterator[Row]:
-    """JSONL: a line that cannot be used leaves the others as they are."""
+    """Read JSONL: a line that cannot be used leaves the others as they are."""
     compressed = bool(file.kind.compression)
     with open_stream(file.path, file.kind.compression) as stream:
         for line, raw in enumerate(stream, 1):

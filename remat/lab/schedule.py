@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether Ctrl-C ended it. Points that were not launched then say so."""
+        """Return whether Ctrl-C ended it. Points that were not launched then say so."""
         return any(result.status == NOT_LAUNCHED for result in self.results)
 
 

@@ -230,10 +230,10 @@ def _file_time(folder: Path) -> float:
         return time.time()
 
 
-def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
+def lock_holder(lock: Path) -> int | None:
     """Return the id of a process that has `lock` open, as torch does while it builds; None when none is visible."""
     target = lock.resolve()
-    for link in proc.glob("[0-9]*/fd/*"):
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # closed meanwhile, or another user's
             if link.readlink() == target:
                 return int(link.parent.parent.name)

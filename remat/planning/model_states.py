@@ -163,7 +163,7 @@ class _Sizes:
 
     @property
     def on_host(self) -> str:
-        """The line of DeepSpeed's kernel on the host. Its Lion has a second moment too, which it never reads."""
+        """Return the line of DeepSpeed's kernel on the host. Its Lion has a second moment, which it never reads."""
         return CPU_LION if self.optimizer is OptimName.lion else CPU_ADAM
 
     def item(self, name: str, place: Place, size: int, source: str) -> Item:

@@ -317,7 +317,7 @@ class _Ring:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends, and what each node sends where there are several."""
+        """Return what each rank sends, and what each node sends where there are several."""
         return self.size_bytes * (self.ranks - 1) / self.ranks
 
 

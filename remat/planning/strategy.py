@@ -78,7 +78,7 @@ class Strategy:
 
     @property
     def warnings(self) -> list[str]:
-        """What a person must know before the run, and need not change."""
+        """Return what a person must know before the run, and need not change."""
         states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
         return [text for text in (self.length_warning, self.head_warning, states) if text]
 
@@ -345,22 +345,22 @@ class _Shape:
 
     @functools.cached_property
     def plain(self) -> Any:
-        """The model as its library makes it."""
+        """Return the model as its library makes it."""
         return hf_model.skeleton(self.config, self.cfg.model)
 
     @functools.cached_property
     def adapted(self) -> Any:
-        """The model with the run's adapters in it."""
+        """Return the model with the run's adapters in it."""
         return self._adapted_and_facts[0]
 
     @functools.cached_property
     def facts(self) -> hf_model.ModelFacts:
-        """The sizes of the model, adapters included."""
+        """Return the sizes of the model, adapters included."""
         return self._adapted_and_facts[1]
 
     @functools.cached_property
     def likes(self) -> list[str]:
-        """What each layer consists of, in words that layers share that differ in their number alone."""
+        """Return what each layer consists of, in words that layers share that differ in their number alone."""
         try:
             return [
                 _consists_of(layer, number) for number, layer in enumerate(layers.decoder_layers(self.adapted))

@@ -88,7 +88,7 @@ class PendingSave:
 
     @property
     def flushed(self) -> bool:
-        """Whether this rank's thread is done, with or without an error; `complete` then waits for other ranks only."""
+        """Return whether this rank's thread is done, even with an error; `complete` then waits for other ranks only."""
         return self._thread is None or not self._thread.is_alive()
 
     def complete(self) -> SaveResult:

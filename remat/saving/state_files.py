@@ -67,7 +67,7 @@ class SavedWeights:
 
     @property
     def group_numels(self) -> list[int]:
-        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
+        """Return how many numbers each group of the optimizer has, below stage 3; at stage 3 their sum."""
         trained = self.trained
         return [sum(trained[name].numel() for name in group) for group in self._shares[0].groups]
 
@@ -123,7 +123,7 @@ class SavedShare:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names in each group of the optimizer, below stage 3; all in one at stage 3."""
+        """Return the names in each group of the optimizer, below stage 3; all in one at stage 3."""
         found: dict[int, list[str]] = {}
         for name, (index, _, _) in self._places.items():
             found.setdefault(index, []).append(name)

@@ -162,7 +162,7 @@ def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
     planned = error.plan.planned
     if planned is None or planned.cfg.on_out_of_memory is not OnOutOfMemory.retreat:
         return False, ""
-    most, done = planned.cfg.most_retreats, retreat.number()
+    most, done = planned.cfg.most_retreats, retreat.count_so_far()
     if said := retreat.too_many(most, done):
         return False, said
     asked = retreat.choose(_on_smaller(error.plan, error.place, _missing_bytes(error), most), str(error))

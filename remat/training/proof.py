@@ -274,7 +274,7 @@ def compare_shared(found: dict[str, Any]) -> list[str]:
 
 
 def _same(one: float, other: float, within: float) -> bool:
-    """Values that are not finite are left to the guard of steps."""
+    """Return whether two values agree; those that are not finite are left to the guard of steps."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= within * abs(other)

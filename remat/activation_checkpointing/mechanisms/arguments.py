@@ -224,7 +224,7 @@ class Replayable:
 
 @contextmanager
 def refuse_what_is_lost(values: Mapping[str, Any], layer: str, *, reentrant: bool) -> Iterator[None]:
-    """Around the first pass of a layer that will run again, whose arguments are `values`: its state, then the rest.
+    """Surround the first pass of a layer that will run again with arguments `values`: its state, then the rest.
 
     Raises ConfigError, naming `layer` and the argument, for a tensor that the layer edits in place, and, where
     `reentrant`, for tensors that carry a gradient beside the state, be they there before or put into a container.

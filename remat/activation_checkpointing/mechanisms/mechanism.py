@@ -244,7 +244,7 @@ def by_range(layers: Observed) -> list[list[int]]:
 
 
 def spans(indices: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
+    """Write indices as ranges: [0, 1, 2, 5] becomes "0-2, 5"."""
     groups: list[list[int]] = []
     for index in indices:
         if groups and index == groups[-1][-1] + 1:

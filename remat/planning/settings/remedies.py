@@ -126,19 +126,17 @@ def look_at(
     recordings: Recordings,
     *,
     until: float,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Found]:
     """Return what each remedy gives the run of `args`, whose plan is `planned`.
 
     `until` is the time.process_time() after which no more are looked at; the others say so.
     """
     screen, found = Screen(recordings), []
-    for number, remedy in enumerate(REMEDIES, start=1):
+    for remedy in REMEDIES:
         if time.process_time() < until:
             found.append(_try(remedy, args, planned, screen))
         else:
             found.append(_say(remedy, [], "not looked at: the time for advice was up"))
-        progress(number, len(REMEDIES))
     return found
 
 

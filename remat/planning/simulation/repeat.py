@@ -281,7 +281,7 @@ class _Lengthening:
 
     @cached_property
     def _begins(self) -> list[int]:
-        """The parts at which pieces begin.
+        """Return the parts at which pieces begin.
 
         They are the start, each unit's forward, the head, the loss' backward, each unit's backward, the embedding's.
         """
@@ -315,7 +315,7 @@ class _Lengthening:
 
     @cached_property
     def _owners(self) -> list[int | None]:
-        """The unit of each piece."""
+        """Return the unit of each piece."""
         order = range(len(self._units))
         return [None, *order, None, None, *reversed(order), None]
 

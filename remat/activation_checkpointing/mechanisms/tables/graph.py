@@ -99,7 +99,7 @@ class Op:
 
     @property
     def label(self) -> str:
-        """`mm`, `add_`; every fused attention is `attention`, whichever kernel it was."""
+        """Return a short name: `mm`, `add_`; every fused attention is `attention`, whichever kernel it was."""
         name = str(operators.describe(self.func).name)
         return "attention" if operators.FUSED_ATTENTION.fullmatch(name) else name.rpartition("::")[2]
 
