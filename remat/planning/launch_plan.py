@@ -1,7 +1,7 @@
 """Plan a launch on rank 0 for the machine that is really there, before any weight is read.
 
-A run that cannot fit by its plan is refused. A model that cannot be planned goes on without a plan; the memory
-of its model states alone is still compared with the machine.
+A run whose plan does not fit is refused. A model that cannot be planned is trained without a plan; then the memory
+of its model states alone is compared with the machine.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LaunchPlan:
     """The plan of this launch; the same on every rank.
 
     `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
-    `command` is the `remat plan` command for this run on this machine. `strategy` is what is carried out: where tables
-    are chosen for a budget, with these.
+    `command` is the `remat plan` command for this run on this machine. `strategy` is what the run does; with
+    checkpointing=budget it has the tables that were chosen.
     """
 
     device: str  # cuda or cpu: where the model computes

@@ -1,4 +1,4 @@
-"""Resolve a run before any weight is read: its size, its DeepSpeed config, and what becomes of each layer."""
+"""Resolve a run before any weight is read: its size, its DeepSpeed config, and what each layer keeps or recomputes."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class Strategy:
         return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
 
     def flat_bytes(self, width: int) -> int:
-        """Return the buffer of ZeRO-1 and 2 that what a rank trains is copied into, at `width` bytes a parameter."""
+        """Return the bytes of the flat buffer into which ZeRO-1 and 2 copy the trained weights of a rank; `width` of each."""
         return width * self.held.num_trainable_params * (self.zero_stage in (1, 2))
 
     def of_stage(self, stage: int) -> Strategy:
-        """Return the strategy of the ranks of one stage, which holds its layers alone."""
+        """Return the strategy of the ranks of one stage, which hold only its layers."""
         own = self.decisions_of(stage)
         return replace(self, decisions=own, held=self.facts_of_stages[stage], stage=stage)
 
@@ -300,7 +300,7 @@ class Shortened:
 
 
 def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> Shortened | None:
-    """Return the layers of the model of `cfg` that do what all its layers do; None where no few do.
+    """Return a few layers of the model of `cfg` that stand for all of them; None where no few do.
 
     `reach` is how far layers may act on their neighbours, see planning/simulation/repeat.py.
 

@@ -2,8 +2,8 @@
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
 moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
-separate master: 12.0. 16-bit states take half of it (optim.states). Another optimizer's state is counted in its
-tensors.
+separate master: 12.0. 16-bit states take half of it (optim.states). For another optimizer the
+bytes of its tensors are counted.
 """
 
 from __future__ import annotations

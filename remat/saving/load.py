@@ -83,9 +83,9 @@ def resolve_resume(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Progress = lambda done, total: None,
 ) -> ResumePoint | None:
-    """Find what `resume` names, the newest complete state. Collective, before the model exists.
+    """Decide a resume: find the newest complete state that `resume` names. Collective, before the model exists.
 
-    None for "none", and for "auto_or_start" where nothing was saved yet.
+    Returns None for "none", and for "auto_or_start" where nothing was saved yet.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first. A path
     names a run, its `saved` folder or one state. `own` is called for each run before its states are read: until then

@@ -51,9 +51,9 @@ def refusals(
     stages: int = 1,
     rendered: Mapping[str, Any],
 ) -> list[str]:
-    """Return why `world_size` ranks, `shared_by` of which share layers, in `stages` cannot resume from `state`.
+    """Return why `world_size` ranks cannot resume from `state`; an empty list when they can.
 
-    Judged by its manifest and DeepSpeed's config. The list is empty when they can.
+    `shared_by` of them share layers, and they form `stages`. Judged by its manifest and DeepSpeed's config.
     """
     info = state.info
     if same_ranks(state, world_size, shared_by, stages):
@@ -101,9 +101,8 @@ def refusals(
 def room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
     """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
 
-    `shared_by` of them share layers.
-
-    What a killed launch left is removed first. Raises ConfigError when the state cannot be resharded for so many ranks.
+    `shared_by` of them share layers. What a killed launch left is removed first. Raises ConfigError when the state
+    cannot be resharded for so many ranks.
     """
     return manifest.on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
 

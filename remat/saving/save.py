@@ -259,7 +259,7 @@ def engine_precision(engine: Any) -> Precision:
 def engine_layout(engine: Any) -> str:
     """Return a digest of the optimizer's groups: DeepSpeed restores flat buffers by position and checks no names.
 
-    Of all stages, where there are several: collective then.
+    The digest covers all stages; with several stages the call is collective.
     """
     if engine.zero_optimization_stage() == 0:
         groups = [[["", list(p.shape)] for p in group["params"]] for group in engine.optimizer.param_groups]

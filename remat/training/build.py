@@ -194,7 +194,8 @@ def _swap_folder(
 ) -> Path | None:
     """Return this node's new folder of swap files, None without NVMe; `undo` removes it. Collective.
 
-    Raises DoesNotFit on every rank when a node's disk has no room; what killed launches of the run left is gone by now.
+    Raises DoesNotFit on every rank when a node's disk has no room. What killed launches of the run left is deleted
+    before.
     """
     folder = nvme.own_folder(strategy.ds, run_dir, world)
     if folder is None:
@@ -214,7 +215,7 @@ def _swap_folder(
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Build everything up to the first step. Collective.
 
-    `words` are those that asked for the run, for advice to repeat. Raises ConfigError (exit 2) or DoesNotFit
+    `words` are the command line that asked for the run; advice repeats it. Raises ConfigError (exit 2) or DoesNotFit
     (exit 3) before any weight is read, OutOfMemory after that.
     """
     console = Console(is_main=distributed.rank_from_env() == 0)
@@ -347,8 +348,8 @@ def _decide(
 ) -> Strategy:
     """Return the strategy, after checking that this machine can run it.
 
-    With `problems` of the data, what is wrong with options and machine is told beside them in one ConfigError. Where
-    ranks of other nodes wait, this comes when they have joined: alone, this rank would leave them waiting.
+    `problems` of the data are raised in one ConfigError with what is wrong with options and machine. With several nodes
+    they are raised later, when all ranks have joined: else the ranks of other nodes would wait for this one.
     """
     found = list(problems)
     try:
@@ -432,7 +433,7 @@ def _begun_before(cfg: RunConfig) -> Path | None:
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None, RankGroup | None]:
     """Join the ranks, after checking that they were started alike. Collective.
 
-    A collective may wait longer than any deadline, because the watchdog's report says more.
+    Collectives get a longer timeout than any deadline of the watchdog, because the watchdog's report says more.
     """
     watchdog.enter("join")  # it has a limit of its own, and says who is missing
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
@@ -482,7 +483,7 @@ def _data(
 
 
 def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
-    """Return `cfg` with the steps that train.epochs are for so many blocks. Raises ConfigError for a bad schedule."""
+    """Return `cfg` with train.epochs converted to steps for `blocks` blocks. Raises ConfigError for a bad schedule."""
     train = cfg.train
     if train.epochs is None:
         return cfg
@@ -743,8 +744,8 @@ def _describe_data(run: Run) -> dict[str, Any]:
 def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
     """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` the latter is a warning).
 
-    Raises ConfigError for a precision that the machine does not support. Memory and disks are checked with the
-    plan, when the ranks can speak to each other.
+    Raises ConfigError for a precision that the machine does not support. Memory and disks are checked
+    later, with the plan, when the ranks can communicate.
     """
     if old := versions.too_old():
         raise preflight.DoesNotFit("\n".join(old))

@@ -1,7 +1,6 @@
 """Write ledger.json: planned against measured, by category, with how each figure was measured, or why it was not.
 
-Everything was counted in the run's first step or is a mean that is logged anyway: the ledger costs no step
-anything.
+Every figure was counted in the run's first step or is a mean that is logged anyway, so the ledger costs no time.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
 def _states(run: Run, first: FirstStep) -> list[Row]:
     """Return the rows of the model states by place.
 
-    Ranks on CPUs have one kind of memory for what would be on a GPU and off it.
+    Ranks on CPUs hold everything in host memory, also what would be on a GPU.
     """
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:

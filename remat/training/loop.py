@@ -1,7 +1,7 @@
 """Train: read `train` first, it is the table of contents. Also here: evaluation, skipped steps, the end of a run.
 
-A step whose loss or gradient is not finite on any rank is applied by no rank. Its samples are recorded, and the
-number of such steps in a row is limited.
+When the loss or gradient of a step is not finite on any rank, all ranks skip the step. Its samples are recorded, and
+the number of skipped steps in a row is limited.
 """
 
 from __future__ import annotations
@@ -410,9 +410,9 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
 def _through_stages(
     run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, step: int
 ) -> torch.Tensor:
-    """Do as `_forward_backward_update` with stages. The last ones return losses, the others zeros.
+    """Do what `_forward_backward_update` does, with stages. Ranks of the last stage return losses, the others zeros.
 
-    The first micro-batch of a launch goes through all stages alone: what each keeps of it is counted.
+    The first micro-batch of a launch goes through all stages by itself, so that what each keeps of it can be counted.
     """
     engine, count = run.engine, len(batch.micro_batches)
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))

@@ -1,7 +1,7 @@
 """Explain that memory ran out: in which phase, on which rank, planned against measured, and the cheapest remedies.
 
-The remedies are `remat plan`'s own advice for a machine that is smaller by what was missing. It is asked for in
-a process of its own after the run has failed.
+The remedies are the advice of `remat plan` for a machine with less memory, by as much as was missing. A process of its
+own asks for it after the run has failed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
 
 
 def prepare_for_kill(cfg: RunConfig, plan: LaunchPlan) -> None:
-    """Tell `remat launch` what to plan should the kernel kill a rank for memory, which cannot ask itself."""
+    """Tell `remat launch` what to plan if the kernel kills a rank for memory: a killed rank cannot ask for it."""
     if cfg.on_out_of_memory is OnOutOfMemory.retreat and plan.planned is not None:
         retreat.prepare(_on_smaller(plan, "host", 0, cfg.most_retreats))
 
@@ -202,7 +202,7 @@ def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]
 
 
 def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return `remat plan`'s advice for a machine without what was missing, and the command that gives it.
+    """Return `remat plan`'s advice for a machine that lacks what was missing, and the command that gives it.
 
     The advice is [] when the command fails.
     """
@@ -227,7 +227,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def asking(error: OutOfMemory) -> list[str]:
-    """Return the `remat plan` command for a machine without what was missing."""
+    """Return the `remat plan` command for a machine that lacks what was missing."""
     return _smaller(error.plan, error.place, _missing_bytes(error))
 
 
@@ -252,7 +252,7 @@ def _smaller(plan: LaunchPlan, place: str, missing_bytes: int) -> list[str]:
 def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
     """Return the option of the capacity that was too small, and what the plan needs of it.
 
-    Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, as if it were a GPU's.
+    Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, and calls it GPU memory.
     """
     planned = plan.planned
     assert planned is not None

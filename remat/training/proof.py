@@ -101,7 +101,7 @@ def watching(
 
 
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
-    """Compare a layer of each kind with the pass that keeps everything, before anything is updated. Collective.
+    """Run a layer of each kind again with everything kept, and compare, before anything is updated. Collective.
 
     Raises PolicyNotApplied on all ranks when something differs on any; proof.json is written then too.
     """
@@ -181,8 +181,8 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
 def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]:
     """Return the content of proof.json.
 
-    Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch, with stages the first rank of each; the
-    placement is of every rank.
+    Layers, FLOPs and gathers are those that rank 0 counted in the first micro-batch (with stages the first rank of each
+    stage); the placement is of every rank.
     """
     stages = found[:: run.world.size // run.world.pipeline_parallel_size]
     return {
@@ -212,10 +212,11 @@ def line(run: Run, first: FirstStep, found: RankProof) -> str:
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
     """Return what proof.json says of shared sequences, from the first step's batch. Collective.
 
-    The first tokens of a row are gathered. They are computed by the group, and whole by each rank of it, without
-    dropout: the summed losses must agree. So must, for fewer tokens, the norm of the loss's gradient for what the
-    embedding returns: it comes back through every exchange. Labels of all ranks' parts are counted: none may be lost or
-    seen twice.
+    The first tokens of a row are gathered. The group computes their loss together, and each rank computes it by itself,
+    without dropout: the two must agree. For fewer tokens the norms of the loss's gradient for the embedding's output
+    must agree too, because that gradient passes through every exchange. Labels of all ranks' parts are counted: none
+    may be lost or counted twice.
+
     Raises PolicyNotApplied on all ranks otherwise; proof.json is written then too.
     """
     sequence = run.sequence
@@ -291,7 +292,7 @@ def _losses(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> t
 
 
 def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the norms of the loss's gradient for what the embedding returns, by the group and by this rank alone.
+    """Return the norms of the loss's gradient for the embedding's output, by the group and by this rank alone.
 
     Everything is kept, whatever the policy is, and no weight gets a gradient.
     """
@@ -305,11 +306,11 @@ def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tenso
 
 @contextmanager
 def _unlearnt(run: Run) -> Iterator[None]:
-    """Keep ZeRO-3 from learning the order of a pass that is no step.
+    """Keep ZeRO-3 from learning the order of modules in a pass that is not part of a step.
 
-    It caches what it releases after each module of an order it has learnt, and does not forget that with the order
-    (runtime/zero/partitioned_param_coordinator.py:637, DeepSpeed 0.19.8): a forward alone, in which no weight is used
-    twice, would make every later micro-batch gather each weight twice.
+    ZeRO-3 caches which weights it may release after each module, and keeps that cache when it forgets the order
+    (runtime/zero/partitioned_param_coordinator.py:637, DeepSpeed 0.19.8). After a forward alone, in which no weight is
+    used twice, every later micro-batch would gather each weight twice.
     """
     yield
     if run.strategy.zero_stage == 3:

@@ -1,4 +1,4 @@
-"""Compare a launch: all ranks must be started alike, and a resumed one says what it changes in its run.
+"""Check that all ranks of a launch were started alike; say what a resume changes in its run.
 
 Checked before any data is read are the options, the code and the library versions.
 
@@ -88,7 +88,7 @@ def join(
 
 
 def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank was started with; values are (digest, what may be shown of them) by name."""
+    """Return what this rank was started with: by name a digest of the value, and what may be shown of it."""
     options = _shown(asdict(cfg))
     # contents of files beside the options; nvme_path may differ here as in MAY_DIFFER
     options |= {f"deepspeed.config: {k}": v for k, v in _shown(rendered).items() if "nvme_path" not in k}
@@ -218,8 +218,9 @@ EFFECTS = {  # the beginning of an option, and what changing it does
 def describe_changes(state: SavedState, asked: RunConfig, cfg: RunConfig, blocks: int) -> list[str]:
     """Return a line for each option that differs from the launch which wrote `state`, and one for the learning rate.
 
-    `asked` is the run as its options say, as that launch's record is; `cfg` the same with what was found out, for
-    `blocks` blocks of data. Empty where nothing differs, or where the run has no configuration to compare with.
+    `asked` is the run as its options say, like the record of that launch. `cfg` is the same with what was found out
+    since, such as steps, for `blocks` blocks of data. Empty where nothing differs, or where the run has no
+    configuration to compare with.
     """
     try:
         before = resumed.read_config(resumed.find_config(state.path))

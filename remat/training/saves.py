@@ -32,7 +32,7 @@ from remat.training.run import Progress, Run, RunState
 
 
 def save_state(run: Run, progress: Progress, *, must: bool) -> None:
-    """Save the training state, out of the step time. A pending background save is finished first. Collective.
+    """Save the training state; step times do not include it. A pending background save is finished first. Collective.
 
     With save.in_background only the first part is done here, unless the state `must` be saved. Raises SaveError
     on a failure if it must be saved or save.on_error says so.
@@ -65,7 +65,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 
 def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
-    """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
+    """Export the model, or its adapters, or with `merged` the base with the adapters merged into it. Collective."""
     from remat.report import model_card  # it brings matplotlib, a second of every rank's start
 
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
@@ -139,7 +139,7 @@ FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, outside the folder 
 
 
 def prepare(run: Run, step: int) -> None:
-    """Prepare for the first step: note the state that a run resumed at `step` goes on from, and plan the trial save.
+    """Prepare for the first step: note the state that a run was resumed from at `step`, and schedule the trial save.
 
     What a killed launch left of its own trial is removed.
     """
@@ -149,9 +149,9 @@ def prepare(run: Run, step: int) -> None:
 
 
 def make_trial_save(run: Run, progress: Progress) -> None:
-    """Save, export, read both back, remove them: out of the step time, and without a trace in training. Collective.
+    """Save, export, read both back, and remove them. Neither step times nor training are affected. Collective.
 
-    Raises SaveError on every rank with what did not come back.
+    Raises SaveError on every rank, which says what could not be read back.
     """
     run.saves.trial_due = False
     started = time.monotonic()

@@ -25,8 +25,8 @@ class Gradients:
     """The gradients and buckets on the GPU during one backward.
 
     Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends` at the end. `kept_bytes`
-    and `bucket_bytes` are what is there after a call. Each call returns the same two at the worst instant
-    within it. `ready` leaves out the gradient itself there: it is autograd's until then.
+    and `bucket_bytes` are what is there after a call. Each call returns the same two as they were at the worst instant
+    within it. `ready` does not count the gradient itself there, because until then it belongs to autograd.
     """
 
     def __init__(self, parameters: Parameters, settings: ZeroSettings, *, rank: int = 0) -> None:

@@ -2,9 +2,9 @@
 
 A model trained through adapters is written as an adapter folder, which peft loads on the base model.
 
-Weights are streamed: one parameter is gathered at a time, on all ranks, and each rank writes its share of the files and
-holds one of them. It is one decoder layer at a time where transformers keeps weights fused in the model and separate in
-the files, as in mixtures of experts. The folder appears complete or not at all.
+Weights are streamed: all ranks gather one parameter at a time. Each rank writes its share of the files and holds one
+file in memory. Where transformers keeps weights fused in the model and separate in the files, as in mixtures of
+experts, one decoder layer is gathered at a time. The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
 
 @contextlib.contextmanager
 def gathering(optimizer: Any) -> Iterator[None]:
-    """Let ZeRO-3's small, persistent parameters be shards meanwhile, as DeepSpeed does while it saves."""
+    """Turn ZeRO-3's small, persistent parameters into shards inside the context, as DeepSpeed does while it saves."""
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     try:
