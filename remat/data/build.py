@@ -1,9 +1,9 @@
 """Plan and write a cache of blocks: its sources, the key that names it, and its files.
 
 Batches of documents are encoded on all cores. What a batch becomes depends on nothing but its documents, so neither
-the number of processes nor their order changes the cache. The result of one batch is a shard, which stays on disk until
-the cache is complete. A build that follows one that was killed finds the shards, checks each by its digest, and encodes
-only what is missing.
+the number of processes nor their order changes the cache. The result of one batch is a shard, which stays on disk
+until the cache is complete. After a killed build, the next one finds the shards, checks each by its digest, and
+encodes only what is missing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ HALVES = ("train", "held_out")
 
 
 class NoRoom(ConfigError):
-    """The disk has no room for the cache: the machine is not able, whatever the options say."""
+    """The error raised when the disk has no room for the cache, whatever the options say."""
 
 
 @dataclass(frozen=True)

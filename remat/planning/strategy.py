@@ -104,7 +104,7 @@ class Strategy:
         return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
 
     def flat_bytes(self, width: int) -> int:
-        """Return the bytes of the flat buffer into which ZeRO-1 and 2 copy the trained weights of a rank; `width` of each."""
+        """Return the bytes of the buffer into which ZeRO-1 and 2 copy a rank's trained weights, `width` of each."""
         return width * self.held.num_trainable_params * (self.zero_stage in (1, 2))
 
     def of_stage(self, stage: int) -> Strategy:

@@ -1,8 +1,8 @@
 """DeepSpeed's own activation checkpointing function with all six of its switches, made safe for one run.
 
-`deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and trusts its
-caller with everything else. Here it sees one positional tensor, an alias that nobody else holds; its globals are put
-back by `close`; and what it would do wrong without a word is refused by `problems`.
+`deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and checks nothing
+else. Here it is given one positional tensor, an alias that nobody else holds; `close` restores its globals; and
+`problems` refuses what it would compute wrongly without an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def problems(
     activation_elements: int | None = None,
     one_width: bool = True,
 ) -> list[str]:
-    """Tell why DeepSpeed's function cannot run so, or which switch would do nothing: option, value, remedy.
+    """Tell why DeepSpeed's function cannot run so, or which switch has no effect: option, value, remedy.
 
     `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known; `one_width`:
     whether all micro-batches have the same shape.

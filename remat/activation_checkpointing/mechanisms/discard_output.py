@@ -1,9 +1,9 @@
 """Output-discarding recomputation of norms and activation functions (Megatron-LM's CheckpointWithoutOutput).
 
-A plain recomputation of a norm saves nothing: the projection behind it keeps the norm's output. Here the output goes as
-soon as the projection has run, with everything the norm saved inside; backward runs the norm once more and hands both
-out again. Megatron resizes the storage and fills it later; here autograd's saved tensors are replaced by references to
-the call, which is bit-equal, survives a second backward, and needs no tensor to hang a hook on.
+Recomputing only a norm saves no memory, because the projection behind it keeps the norm's output. Here the output is
+freed as soon as the projection has run, with everything that the norm saved inside; backward runs the norm once more
+and provides both again. Megatron resizes the storage and fills it later. Here autograd's saved tensors are replaced by
+references to the call, which is bit-equal, survives a second backward, and needs no tensor for a hook.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Defer the last matrix product of a recomputation. Usually nothing needs it, and it never runs.
 
 torch ends a recomputation when it has the last tensor that backward needs. ZeRO-3's Linear saves its input only after
-its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last one for nothing: a fifth of a
-Llama's forward.
+its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last product, a fifth of a Llama's
+forward, although nothing uses it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SAVES = "aten::detach"  # torch's recomputation takes what backward needs by thi
 
 
 class DeferredMatmul:
-    """At most one product at a time. Its memory is there; its value comes before the next operation, whatever that is.
+    """At most one product at a time. Its memory is allocated at once; its value comes before any next operation.
 
-    Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is. One that
-    allocates nothing is not seen at all, so the value comes at the latest with the end of the Linear's call.
+    Waiting for an operation that reads it would be unsafe: a Triton kernel's reads are not seen, only its allocations.
+    A kernel that allocates nothing is not seen at all, so the value is computed at the latest when the Linear returns.
     """
 
     def __init__(self) -> None:
