@@ -168,7 +168,7 @@ def _plan_one(
     ways = sharding.compare(planned.cfg, known)
     if not as_json:
         plan.show_ways(ways, console)
-    looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
+    looks = advise and not (planned.plan.fits and (is_fastest or search.explain_no_search(run)))
     found = search.Advice([], None)
     if looks:
         wanted = "faster settings that fit" if planned.plan.fits else "what makes it fit"
@@ -197,7 +197,7 @@ def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list
     from remat.config import compose
     from remat.planning.settings import search
 
-    if reason := search.why_not(run):
+    if reason := search.explain_no_search(run):
         print(f"strategy=auto: {reason}. Planned with the settings of the recipe", file=sys.stderr)
         return args, run
     (chosen,) = _settings(args, run, 1, known)

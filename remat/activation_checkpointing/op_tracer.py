@@ -41,11 +41,11 @@ class OpTracer(TorchDispatchMode):
     are those that a policy treats, in the order of their indices. What `offload` moved must have left the device.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,

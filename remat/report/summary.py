@@ -36,7 +36,7 @@ class Described(Protocol):
     def resumed_step(self) -> int | None: ...
 
 
-def rows(run: Described) -> dict[str, str]:
+def describe(run: Described) -> dict[str, str]:
     """Return labels and values, in reading order."""
     cfg, train = run.cfg, run.cfg.train
     decided, splits = run.strategy, run.splits

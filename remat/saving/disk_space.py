@@ -73,7 +73,7 @@ def refuse_too_little(folder: Path, needed: int) -> None:
         )
 
 
-def cause(error: Exception, folder: Path) -> Exception:
+def find_cause(error: Exception, folder: Path) -> Exception:
     """Return the disk's own error if a small write to it fails, else `error`.
 
     On a full disk torch only says "unexpected pos 640 vs 598".

@@ -343,7 +343,7 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def agree(error: Exception | None, what: str) -> None:
+def raise_together(error: Exception | None, what: str) -> None:
     """Raise SaveError on every rank when any rank passes an `error`. Collective."""
     texts = distributed.gather(None if error is None else _text(error))
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
@@ -351,7 +351,7 @@ def agree(error: Exception | None, what: str) -> None:
         raise SaveError(f"{what} failed on {'; '.join(failed)}") from error
 
 
-def on_main(action: Callable[[], T], what: str) -> T:
+def run_on_main(action: Callable[[], T], what: str) -> T:
     """Run `action` on rank 0, and return its result on every rank. Collective.
 
     When it fails, every rank raises: a ConfigError as it is, anything else as SaveError.

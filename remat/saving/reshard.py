@@ -42,7 +42,7 @@ def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int =
     return saved == (world_size, shared_by, stages)
 
 
-def refusals(
+def find_refusals(
     state: SavedState,
     wanted: Reshard,
     *,
@@ -98,13 +98,13 @@ def refusals(
     return found
 
 
-def room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
+def measure_room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
     """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
 
     `shared_by` of them share layers. What a killed launch left is removed first. Raises ConfigError when the state
     cannot be resharded for so many ranks.
     """
-    return manifest.on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
+    return manifest.run_on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
 
 
 def load(engine: Any, state: SavedState) -> None:
@@ -117,13 +117,13 @@ def load(engine: Any, state: SavedState) -> None:
     folder = state.path.parent / UNIVERSAL
     what = f"resharding {state.path} for {size} ranks in {folder}"
     frozen_now = frozen.fingerprint_of_first(engine.module, state.info)
-    manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
+    manifest.run_on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
     try:
         if state.info.zero_stage == 0:
             loaded = _load_engine(engine, state.path, state.info.frozen_excluded)
         else:
-            manifest.on_main(lambda: manifest.remove(folder), what)
-            manifest.agree(convert(state, folder / ENGINE), what)
+            manifest.run_on_main(lambda: manifest.remove(folder), what)
+            manifest.raise_together(convert(state, folder / ENGINE), what)
             with _universal(engine):
                 loaded = _load_engine(engine, folder, state.info.frozen_excluded)
             _restore(engine, state)
@@ -199,7 +199,7 @@ def convert(state: SavedState, target: Path) -> Exception | None:
         if rank == 0:
             _write_rest(source, target, stage, step)
     except Exception as error:
-        return disk_space.cause(error, target.parent.parent)
+        return disk_space.find_cause(error, target.parent.parent)
     return None
 
 

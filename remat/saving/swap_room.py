@@ -31,7 +31,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def too_little(folder: Path, needed_bytes: int) -> str | None:
+def describe_lack(folder: Path, needed_bytes: int) -> str | None:
     """Return why the disk of `folder` cannot take `needed_bytes` more, None if it can."""
     free = shutil.disk_usage(folder).free
     if needed_bytes <= free:

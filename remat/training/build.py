@@ -92,7 +92,7 @@ def find_resume_point(
     )
     if found is not None:
         shared_by = cfg.train.tensor_parallel_size
-        also = reshard.refusals(
+        also = reshard.find_refusals(
             found.state,
             cfg.reshard,
             world_size=world.size,
@@ -160,7 +160,7 @@ def _tell_changes(
 
 def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     """Raise DoesNotFit if the disk has no room for the resharded copy; else say that it will be made."""
-    needed, free = reshard.room(state, world.size, world.tensor_parallel_size)
+    needed, free = reshard.measure_room(state, world.size, world.tensor_parallel_size)
     place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
     size = disk_space.describe_size(needed)
     if needed > free:
@@ -204,7 +204,7 @@ def _swap_folder(
     if world.local_rank == 0:
         left_behind.name(folder)
     needed = sum(item.bytes_per_node for item in plan.states if item.place == "nvme")
-    problem = None if force or world.local_rank else swap_room.too_little(folder, needed)
+    problem = None if force or world.local_rank else swap_room.describe_lack(folder, needed)
     if found := [text for text in distributed.gather(problem) if text]:
         raise DoesNotFit("\n".join(found))
     ops.ensure("async_io", say)
@@ -318,7 +318,7 @@ def _build(
     )
     if world.is_main:
         _write_records(run, asked.yaml, chosen, hf_config)
-    console.header(f"remat {cfg.name}", summary.rows(run))
+    console.header(f"remat {cfg.name}", summary.describe(run))
     return run
 
 

@@ -64,7 +64,7 @@ class Row:
     planned_is: str = ""  # AT_MOST, AT_LEAST or ABOUT where batches are smaller than the planned ones
 
 
-def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
+def compare(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
     """Return every row; `summary` are the run's means by metric name, {} when it failed before its end."""
     found = [
         *_peaks(run, first),
@@ -113,7 +113,7 @@ def _name(line: Row) -> str:
     return "_".join(re.findall(r"[a-z0-9]+", f"{line.category} {line.unit}".lower()))
 
 
-def in_words(lines: list[Row]) -> dict[str, str]:
+def describe(lines: list[Row]) -> dict[str, str]:
     """Return the few rows that the final table shows, each only where it has both figures."""
     return {
         f"{SHORT[line.category]}": f"planned {line.planned_is}{' ' * bool(line.planned_is)}{line.planned:,.4g} "

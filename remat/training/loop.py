@@ -64,11 +64,11 @@ def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], 
     how = "finished" if finished else f"stopped at step {step}, resumable with resume=auto"
     run.console.final_table(
         f"{run.cfg.name} {how}",
-        final_rows(whole, dict(metrics) | run.peaks, ledger.in_words(lines) | summary.files(run.folder)),
+        final_rows(whole, dict(metrics) | run.peaks, ledger.describe(lines) | summary.files(run.folder)),
     )
 
 
-def failed(run: Run, first: FirstStep, error: BaseException) -> None:
+def record_failure(run: Run, first: FirstStep, error: BaseException) -> None:
     """Write what is known when a run fails. No collectives; raises nothing.
 
     That is the allocator's history if memory ran out and `profile.memory` is on, and the ledger once there was
@@ -100,7 +100,7 @@ def _write_ledger(
 ) -> list[ledger.Row]:
     if not run.world.is_main:
         return []
-    lines = ledger.rows(run, first, whole)
+    lines = ledger.compare(run, first, whole)
     content = ledger.record(run, first, lines, finished=finished)
     run_dir.write_json(run.record_folder / "ledger.json", content)
     return lines
@@ -174,7 +174,9 @@ def poison_gradients(loss: torch.Tensor) -> torch.Tensor:
     return 1 + 0 * loss.detach()
 
 
-def skipped(run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None) -> None:
+def record_skipped_step(
+    run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None
+) -> None:
     """Write a row to `nonfinite.jsonl`. Collective.
 
     `losses` [micro-batches] are this rank's of step `step`, counted from 0.
@@ -218,7 +220,7 @@ def raise_if_nonfinite(run: Run, batch: StepBatch, step: int, losses: torch.Tens
     norm = torch.nn.utils.get_total_norm(grads)
     run.engine._global_grad_norm = norm
     if not torch.isfinite(norm):
-        skipped(run, batch, step, losses, float(norm))
+        record_skipped_step(run, batch, step, losses, float(norm))
         raise TrainingFailed(
             f"step {step + 1}: the gradient is not finite, and ZeRO stage 0 cannot skip a step; "
             f"batch ids are in {run.folder / 'nonfinite.jsonl'}"
@@ -266,7 +268,7 @@ def train(run: Run) -> Outcome:
         # all ranks raise it, so the pending save can still be completed
         if isinstance(error, TrainingFailed):
             _complete_last(run)
-        failed(run, first, error)
+        record_failure(run, first, error)
         run.console.close()
         run.tracker.finish(1)
         raise
@@ -320,7 +322,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     saves.wait_for_save(run, progress.step)
     over = saves.is_over(run, progress) and stop.reason is None
     if over:
-        run.console.note(saves.why_over(run, progress))
+        run.console.note(saves.explain_end(run, progress))
     finished = over or (progress.step >= run.steps and stop.reason is None)
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
@@ -440,7 +442,7 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     else:
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
-        skipped(run, batch, step, losses, _grad_norm(run))
+        record_skipped_step(run, batch, step, losses, _grad_norm(run))
     progress.step += 1
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens

@@ -141,8 +141,8 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
     _let_go(error)
     goes_on, said = _ask_for_retreat(error)
     # what goes on needs no advice, which is another search
-    advice, command = ([], asking(error)) if goes_on else ask(error)
-    print(f"\nremat: {message(error, advice, command)}\n", file=sys.stderr, flush=True)
+    advice, command = ([], build_command(error)) if goes_on else ask(error)
+    print(f"\nremat: {compose_message(error, advice, command)}\n", file=sys.stderr, flush=True)
     if said:
         print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
@@ -184,7 +184,7 @@ def _chosen_by_plan(folder: Path | None) -> list[str]:
     return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
 
 
-def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
+def compose_message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
     """Return the whole text; `advice` is as in `remat plan --json`, `command` is what asked for it."""
     lines = [str(error), "", *_table(error), ""]
     if error.plan.planned is not None:
@@ -206,7 +206,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
     The advice is [] when the command fails.
     """
-    command = asking(error)
+    command = build_command(error)
     if error.plan.planned is None:
         return [], command
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
@@ -226,7 +226,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
         return [], command
 
 
-def asking(error: OutOfMemory) -> list[str]:
+def build_command(error: OutOfMemory) -> list[str]:
     """Return the `remat plan` command for a machine that lacks what was missing."""
     return _smaller(error.plan, error.place, _missing_bytes(error))
 

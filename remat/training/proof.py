@@ -145,7 +145,7 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
     if problems:
         raise PolicyNotApplied("\n".join(problems))
     run.window.recomputes(first.trace.recomputed_share() if first.trace else 0.0)
-    run.console.note(f"proven: {line(run, first, mine)}")
+    run.console.note(f"proven: {describe(run, first, mine)}")
     if first.replayed is not None:
         run.console.note(f"proven: {first.replayed.line()}")
     run.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
@@ -203,7 +203,7 @@ def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]
     }
 
 
-def line(run: Run, first: FirstStep, found: RankProof) -> str:
+def describe(run: Run, first: FirstStep, found: RankProof) -> str:
     """Return the line for the terminal: layers, bytes, placement."""
     assert first.trace is not None
     return f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found.placement)}"

@@ -73,7 +73,7 @@ def join(
     found = peers.connect(wait)
     if found is None:
         return None
-    mine = facts(cfg, rendered, fields)
+    mine = collect_facts(cfg, rendered, fields)
     verdict = Verdict(**found.agree("facts", mine, lambda everyone: asdict(judge(everyone)), wait))
     found.hosts = verdict.hosts
     if verdict.problem is None:
@@ -87,7 +87,7 @@ def join(
     return found
 
 
-def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def collect_facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this rank was started with: by name a digest of the value, and what may be shown of it."""
     options = _shown(asdict(cfg))
     # contents of files beside the options; nvme_path may differ here as in MAY_DIFFER
@@ -98,7 +98,7 @@ def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]
         "host": socket.gethostname(),
         "address": distributed.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         "options": {name: told for name, told in options.items() if name not in MAY_DIFFER},
-        "code": {key: (value, value) for key, value in code().items()},
+        "code": {key: (value, value) for key, value in digest_code().items()},
         "commit": run_dir.commit(),
         "versions": {key: (value, value) for key, value in _versions().items()},
         "ranks": {
@@ -157,7 +157,7 @@ def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]
     return asdict(Verdict(verdict.hosts, verdict.addresses, "\n".join(problems[:MOST_LINES]) or None))
 
 
-def code(folder: Path = PACKAGE) -> dict[str, str]:
+def digest_code(folder: Path = PACKAGE) -> dict[str, str]:
     """Return a digest of each source file of the package by its name.
 
     The commit alone is not enough: it may be missing, or its checkout changed.

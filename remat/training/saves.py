@@ -45,7 +45,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
     with run.window.excluded(), out_of_memory.named("save", run.plan):
         settings: dict[str, Any] = {
             "step": step,
-            "client_state": state_of(run, progress).record(),
+            "client_state": collect_state(run, progress).record(),
             "keep": cfg.keep,
         }
         try:
@@ -113,7 +113,7 @@ def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) 
     _tell(run, unfinished.step if step is None else step, result)
 
 
-def state_of(run: Run, progress: Progress) -> RunState:
+def collect_state(run: Run, progress: Progress) -> RunState:
     """Return what is saved of a run beside the engine's tensors. Collective."""
     return RunState(progress, run.losses.state(), run.batches.state(), run.data_key, run.tracker.wandb_run_id)
 
@@ -182,7 +182,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
     folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
     run.watchdog.enter("save", step)
     with out_of_memory.named("save", run.plan):
-        state = state_of(run, progress).record()
+        state = collect_state(run, progress).record()
         saved = save.save(run.engine, folder, step=step, client_state=state, keep=1)
     run.watchdog.enter("export", step)
     with out_of_memory.named("export", run.plan):
@@ -205,7 +205,9 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
         )
     except Exception as caught:
         error = caught
-    manifest.agree(SaveError(problem) if problem else error, "reading back what was saved and exported")
+    manifest.raise_together(
+        SaveError(problem) if problem else error, "reading back what was saved and exported"
+    )
     return f"{format_size(saved.bytes)} saved, {format_size(exported.bytes)} exported"
 
 
@@ -234,7 +236,7 @@ def is_over(run: Run, progress: Progress) -> bool:
     return 0 < patience <= progress.evals_since_best
 
 
-def why_over(run: Run, progress: Progress) -> str:
+def explain_end(run: Run, progress: Progress) -> str:
     """Say why training ends early and where the best model is."""
     where = f"{run.folder / BEST}" if run.cfg.save.best else "not kept (save.best=true keeps it)"
     return (

@@ -62,7 +62,7 @@ class Setting:
         return (*_time_of(self.planned), needed_bytes(self.planned, GPU_MEMORY))
 
 
-def why_not(cfg: RunConfig) -> str | None:
+def explain_no_search(cfg: RunConfig) -> str | None:
     """Return why the settings of `cfg` cannot be compared on its machine; None where they can."""
     if gpus.machine(cfg.hardware).matmul_tflops is None:
         return "no GPU whose speed is known: name one by hardware=NAME, or measure this machine by `remat calibrate`"
@@ -82,7 +82,7 @@ def choose(
 
     Raises ConfigError where the machine is not known, DoesNotFit where nothing fits it.
     """
-    if reason := why_not(cfg):
+    if reason := explain_no_search(cfg):
         raise ConfigError(f"strategy=auto: {reason}")
     search = Search(args, cfg, recordings, progress)
     if found := search.fastest(limit, pinned=_set_by(args)):
@@ -442,7 +442,7 @@ def advise(
 
 def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
     """Return settings that are faster than `planned`; none where step times are not known."""
-    if why_not(planned.cfg) or planned.time.unknown:
+    if explain_no_search(planned.cfg) or planned.time.unknown:
         return []
     most_s = (1 - FASTER) * planned.time.total_s
     return [found for found in search.fastest(limit) if found.cost < (False, most_s, 0)]

@@ -40,7 +40,7 @@ def compare(cfg: RunConfig, recordings: Recordings) -> list[Way]:
 
     Empty on one node, where the speed of the machine is not known, and where layers are divided into stages.
     """
-    if cfg.hardware.num_nodes == 1 or cfg.train.pipeline_parallel_size > 1 or search.why_not(cfg):
+    if cfg.hardware.num_nodes == 1 or cfg.train.pipeline_parallel_size > 1 or search.explain_no_search(cfg):
         return []
     screen, by_name = Screen(recordings), dict[str, list[Setting]]()
     for option in choices.strategies(cfg):

@@ -316,11 +316,11 @@ def write(
     """
     started, folder = time.monotonic(), folder.absolute()
     what = f"exporting to {folder}"
-    tmp = manifest.on_main(lambda: _prepare(folder), what)
+    tmp = manifest.run_on_main(lambda: _prepare(folder), what)
     shards = hf_files.Shards(tmp, plan, plan.files_of(*manifest.place()))
     try:
-        manifest.agree(_write_files(shards, read), what)
-        manifest.on_main(lambda: _finish(plan, tmp, folder, describe), what)
+        manifest.raise_together(_write_files(shards, read), what)
+        manifest.run_on_main(lambda: _finish(plan, tmp, folder, describe), what)
     except SaveError:
         if manifest.place()[0] == 0:
             manifest.remove(tmp)
