@@ -169,7 +169,7 @@ def _plan_one(
     ways = sharding.compare(planned.cfg, known)
     if not as_json:
         plan.show_ways(ways, console)
-    looks = advise and not (planned.plan.fits and (is_fastest or search.why_not(run)))
+    looks = advise and not (planned.plan.fits and (is_fastest or search.explain_no_search(run)))
     found = search.Advice([], None)
     if looks:
         wanted = "faster settings that fit" if planned.plan.fits else "what makes it fit"
@@ -198,7 +198,7 @@ def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list
     from remat.config import compose
     from remat.planning.settings import search
 
-    if reason := search.why_not(run):
+    if reason := search.explain_no_search(run):
         print(f"strategy=auto: {reason}. Planned with the settings of the recipe", file=sys.stderr)
         return args, run
     (chosen,) = _settings(args, run, 1, known)
@@ -617,13 +617,14 @@ def calibrate(
 
 
 def main() -> None:
-    """Entry point of the console command: user errors are one message and exit code 2."""
+    """Run the console command: a user's error is one message and exit code 2."""
     from remat.report import console
 
+    # ranks inherit the number, and would keep that of one process
     if sys.argv[1:2] not in (
         ["launch"],
         ["compare"],
-    ):  # ranks inherit the number, and would keep that of one process
+    ):
         share_cores()
     console.quiet_libraries(debug=False)
     try:

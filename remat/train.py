@@ -83,7 +83,7 @@ def _failed(error: Exception) -> int:
 
 
 def _lacking(error: ModuleNotFoundError) -> Exception:
-    """The error of a Python without remat's libraries, with what to type; `error` itself where they are there."""
+    """Return the error of a Python that lacks a library, with what to type. Raises `error` if it is one of ours."""
     activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
     remedy = f". {activate}" if activate.exists() else "make setup && . .venv/bin/activate"
     if (error.name or "remat").split(".")[0] == "remat":

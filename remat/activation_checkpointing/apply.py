@@ -1,4 +1,4 @@
-"""Carry a plan out on a model. The one place that touches it.
+"""Apply a policy: put the decision for each decoder layer in place on the model. Only this file changes the model.
 
 The hook point is transformers' `GradientCheckpointingLayer`: two attributes per layer, no patch of a class. It
 checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's weights before its recomputation.
@@ -42,7 +42,7 @@ from remat.model.layers import Stacks, find_stacks
 
 @dataclass
 class Applied:
-    """A plan in place, and what each layer has done since the last `reset`. `remove()` leaves the model as it was."""
+    """A policy in place, and what each layer has done since the last `reset`. `remove()` leaves the model as it was."""
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
@@ -81,7 +81,7 @@ class Applied:
             ) from error
 
     def watch(self, device: torch.device) -> OpTracer:
-        """Make what traces bytes and FLOPs per layer while it is entered; for the first micro-batch of a run."""
+        """Return the context that traces bytes and FLOPs per layer; for the first micro-batch of a run."""
         return OpTracer(
             self.scope,
             device,
@@ -128,7 +128,7 @@ def apply(
 
     `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants, `compiled`
     what compiles the layers, where that is asked for, `allocators` how torch rounds page-locked memory.
-    Raises ConfigError when the model has not what a policy asks for.
+    Raises ConfigError when the model lacks a part that the policy needs.
     """
     if not decisions:
         return Applied()
@@ -238,10 +238,10 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
 
 
 def refuse_second_call(counts: LayerCounters, layer: str) -> None:
-    """Raise ConfigError when `layer`, reentrant, runs once more before backward came to its earlier call.
+    """Raise ConfigError when the reentrant `layer` runs a second time before the backward of its first call.
 
-    Each call's backward would hand over a part of the gradient of its weights: DeepSpeed takes the first for the whole,
-    or adds them up in another order.
+    The backward of each call would hand over a part of the gradient of its weights. DeepSpeed would take the first part
+    for the whole, or add the parts up in another order.
     """
     if counts.expected - counts.recomputations > counts.abandoned:
         raise ConfigError(

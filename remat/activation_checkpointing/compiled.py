@@ -1,8 +1,8 @@
 """compile=layers: run each decoder layer as torch.compile makes it, as one graph that equal layers share.
 
-What is compiled is the layer's own forward, inside of what the policy does with it and inside ZeRO-3's hooks. Those
-gather a layer whole then (DeepSpeed's leaf modules): a graph cannot wait for its weights part by part. Where a mode
-looks at every operation, as in the micro-batches that are proven and counted, layers run as they are.
+Compiled is the layer's own forward; the policy and ZeRO-3's hooks act around it. The hooks then gather a layer whole
+(DeepSpeed's leaf modules), because a graph cannot wait for its weights part by part. In micro-batches that are traced
+operation by operation, for the proof, layers run without the compiled graph.
 """
 
 from __future__ import annotations

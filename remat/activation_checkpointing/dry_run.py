@@ -1,8 +1,7 @@
-"""Try the decisions in one forward of the model without storage: what a mechanism cannot carry shows there, and a
-list of operations of which none runs.
+"""Try the decisions in one forward of the model without storage.
 
-The checks are those of the run itself (`apply`); only what depends on values (random skips) is left to the first
-micro-batch.
+This shows what a mechanism cannot handle, and entries of an operation list that never run. The checks are those of the
+run itself (`apply`). What depends on values (random skips) is left to the first micro-batch.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def choose(
     `stacks`: how many layers each of its stacks has; `around` is entered around a forward, to answer what a model asks
     of values that it has not. Without a GPU it tells which operations a CPU runs.
 
-    Segments under ZeRO-3 are reentrant where nothing else is asked; where this model cannot be carried so, they are
-    not. Raises ConfigError when the model cannot be carried as asked.
+    Segments under ZeRO-3 are reentrant unless the options say otherwise or the reentrant variant cannot handle this
+    model. Raises ConfigError when the model cannot run as asked.
     """
     decisions = policy.decide_layers(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
     if any(decision.tiling is not None for decision in decisions):

@@ -41,11 +41,11 @@ class OpTracer(TorchDispatchMode):
     are those that a policy treats, in the order of their indices. What `offload` moved must have left the device.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -159,9 +159,8 @@ class OpTracer(TorchDispatchMode):
                 continue
             made_in = self._made[storage][1] if storage in self._made else OUTSIDE
             found = self.moved_kept_bytes
-            if self.calls.is_hidden_state(
-                storage
-            ):  # the first one may be needed before the layers, as embedding
+            # the first one may be needed before the layers, as embedding
+            if self.calls.is_hidden_state(storage):
                 found = self.moved_input_bytes if made_in == OUTSIDE else self.moved_hidden_bytes
             found[layer] = found.get(layer, 0) + nbytes
 
@@ -284,9 +283,8 @@ class Calls:
         self._hooks = ExitStack()
         self.ran: set[int] = set()  # layers of which any module ran with gradients
         self._hidden: dict[int, set[int]] = defaultdict(set)  # storage: the layers whose hidden state it was
-        self._beside: dict[int, set[int]] = defaultdict(
-            set
-        )  # storage: the layers that had it as another argument
+        # storage: the layers that had it as another argument
+        self._beside: dict[int, set[int]] = defaultdict(set)
         self._outputs: set[int] = set()
         self._seen: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
 

@@ -38,10 +38,11 @@ from remat.activation_checkpointing.mechanisms.arguments import (
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
+from remat.config.units import MIB
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
-LARGEST_BUFFER_BYTES = 1 << 20  # of a module's buffers that are compared
+LARGEST_BUFFER_BYTES = MIB  # of a module's buffers that are compared
 MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
 MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a device that is not deterministic
 MOST_NOISE_EPS = 8  # roundings of the layer's dtype: two passes that differ by more are not the same pass
@@ -75,7 +76,7 @@ class Replayed:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """`layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
+        """Return `layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
         if not self.compared:
             return "no layer is treated, so none was run again"
         where = ", ".join(one["layers"] for one in self.compared)
@@ -290,7 +291,7 @@ class _Deferred:
             self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
 
     def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
-        """`nodes` of the graph; `users` of each output of a node. Of two users the order is no matter."""
+        """Look at `nodes` of the graph and the `users` of each output of a node, in any order of two users."""
         for numbers in (
             [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
         ):
@@ -399,8 +400,9 @@ class Sample:
 
     @contextmanager
     def later_run(self) -> Iterator[None]:
-        """Around a recomputation: does it draw random numbers anew? torch's own are given to it as they were, but not
-        to what `discard_output` makes again.
+        """Watch a recomputation: does it draw random numbers anew?
+
+        torch's own are given to it as they were, but not to what `discard_output` makes again.
         """
         draws, before = Draws(), _random_state(self._device())
         try:
@@ -447,7 +449,7 @@ class Sample:
         return output
 
     def note_users(self, users: dict[tuple[int, int], set[int]]) -> None:
-        """`users`: the nodes that give a gradient to a node's output, by node and number of the output."""
+        """Note `users`: the nodes that give a gradient to a node's output, by node and number of the output."""
         ends = {id(one.node) for one in self._inputs.values()}
         inside = self._nodes.keys() - ends
         for one in self._inputs.values():
@@ -512,7 +514,7 @@ class Sample:
         }
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._hooks.close()
 
     # when the backward is over

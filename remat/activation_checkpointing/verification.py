@@ -67,11 +67,11 @@ def line(applied: Applied, watch: OpTracer) -> str:
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(len(counts)))
     touched = sum(c.recomputations > 0 for c in counts)
     parts = [f"{touched} of {len(counts)} layers recomputed ({regions / forwards:g} regions per forward)"]
-    parts.append(f"{kept / 2**20:.1f} MiB kept on the device")
+    parts.append(f"{kept / MIB:.1f} MiB kept on the device")
     if sliced := [index for index, c in enumerate(counts) if c.slices]:
         most = max(watch.mlp_peak_bytes.get(index, 0) for index in sliced)
         parts.append(
-            f"MLPs of layers {spans(sliced)} in slices of at most {most / 2**20:.4g} MiB, each run twice"
+            f"MLPs of layers {spans(sliced)} in slices of at most {most / MIB:.4g} MiB, each run twice"
         )
     for text, total in (
         ("moved to the host", sum(c.moved_bytes for c in counts) / forwards),
@@ -79,7 +79,7 @@ def line(applied: Applied, watch: OpTracer) -> str:
         ("given to other ranks", sum(c.partitioned_bytes for c in counts) / forwards),
     ):
         if total:
-            parts.append(f"{total / 2**20:.1f} MiB {text}")
+            parts.append(f"{total / MIB:.1f} MiB {text}")
     if idle := _idle(applied):
         parts.append(f"layers {spans(idle)} did not run in the first step")
     if repeated := [index for index, c in enumerate(counts) if c.repeated]:

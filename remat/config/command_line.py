@@ -71,7 +71,7 @@ class Arguments:
 
 
 def without_local_rank(argv: list[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` (or `--local-rank N`) that launchers insert before the overrides."""
+    """Return `argv` without the `--local_rank=N` (or `--local-rank N`) that launchers insert before the overrides."""
     kept: list[str] = []
     skip_next = False
     for word in argv:
@@ -111,7 +111,7 @@ def _searched(value: str) -> list[Path]:
 
 
 def parse(argv: list[str], options: Sequence[str] = ()) -> Arguments:
-    """The same. Raises ConfigError with every problem in one message."""
+    """Take `argv` apart. Raises ConfigError with every problem in one message."""
     args = take_apart(argv, options)
     if args.problems:
         raise ConfigError("\n".join(args.problems))
@@ -167,7 +167,7 @@ def _unknown(given: str, flag: str, value: str, options: Sequence[str]) -> str:
 
 
 def read_values(word: str) -> list[str]:
-    """`a=1,2` -> [1, 2]. Commas inside brackets, braces, parentheses or quotes belong to one value."""
+    """Read the values of an override: `a=1,2` has [1, 2]. Commas in brackets, braces or quotes do not separate."""
     found, depth, quote, start = list[str](), 0, "", word.find("=") + 1
     for place, letter in enumerate(word):
         if place < start:
@@ -187,7 +187,7 @@ def read_values(word: str) -> list[str]:
 
 
 def split_points(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
-    """The words that stay, and the points: what is added to them. Raises ConfigError when nothing is swept.
+    """Return the words that stay, and the words that each point adds. Raises ConfigError when nothing is swept.
 
     Errors begin with the name of the command, `asker`.
     """
@@ -343,7 +343,7 @@ def _is_free_form(key: str) -> bool:
 
 
 def _deleted(key: str, options: Collection[str], groups: Collection[str]) -> str | None:
-    """Only keys of a free-form section can be deleted: an option always has a value."""
+    """Say why an option cannot be deleted: only keys of a free-form section can, an option always has a value."""
     if _is_free_form(key) and key not in hints.FREE_FORM:
         return None
     if key in groups:
@@ -353,7 +353,7 @@ def _deleted(key: str, options: Collection[str], groups: Collection[str]) -> str
 
 
 def _whole_section(key: str, value: str, options: Collection[str], groups: Collection[str]) -> str | None:
-    """A section is no option: name one of those in it."""
+    """Say that a section is no option, and name one of those in it."""
     inside = [name for name in options if name.startswith(f"{key}.")]
     if not inside or key in groups or value.startswith("{"):
         return None

@@ -39,6 +39,7 @@ ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a whe
 CONF_DIR = ROOT / "conf"
 NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
+OWN_DEFAULTS = "local/default.yaml"  # in conf/: a user's own, weaker than a recipe
 DS_CONFIG_DIR = ROOT / "ds_configs"
 LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
 NO_CHOICE = ("Available options", "Could not find", "Could not load", "Got None", "must be a string or a list")
@@ -73,9 +74,8 @@ class Composed:
     """The run, how it is written as the YAML that the run directory keeps, and the words that ask for it."""
 
     run: RunConfig
-    write_yaml: Callable[
-        [], str
-    ]  # half of the time of composing: a search composes hundreds of runs, and reads none
+    # half of the time of composing: a search composes hundreds of runs, and reads none
+    write_yaml: Callable[[], str]
     words: list[str] = field(default_factory=list)
 
     @property
@@ -104,7 +104,7 @@ def from_command_line(argv: list[str]) -> Composed:
 def compose_run(
     overrides: list[str], config_dirs: list[Path] | None = None, problems: Sequence[str] = ()
 ) -> Composed:
-    """One checked run from Hydra overrides.
+    """Compose and check one run from Hydra overrides.
 
     `problems` are known ones, which are refused with all others in one message. Raises ConfigError.
     """
@@ -137,13 +137,13 @@ def check_deepspeed(run: RunConfig, ranks: int | None) -> None:
 
 
 def check_plan(run: RunConfig) -> None:
-    """The same for a run that is to be planned on the machine its options name."""
+    """Raise ConfigError for what cannot be planned on the machine that the options name."""
     validation.check_plan(run)
     check_deepspeed(run, run.hardware.ranks)
 
 
 def check_launch(composed: Composed, ranks: int | None) -> None:
-    """The same for a run that is to be launched, which needs more than a plan, in one message."""
+    """Raise ConfigError, in one message, for what cannot be launched: a launch needs more than a plan."""
     problems = []
     for check in (
         lambda: check_recipe(composed.words),
@@ -166,7 +166,7 @@ def check_recipe(words: Sequence[str]) -> None:
 
 
 def resumed_folder(words: Sequence[str]) -> str | None:
-    """The folder of the run that the words resume, whose own configuration is then the one they change.
+    """Return the folder of the run that the words resume, whose own configuration is then the one they change.
 
     None where they name none, or a recipe, which is then what they change.
     """
@@ -189,12 +189,12 @@ def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None
 
 
 def recipe_names() -> list[str]:
-    """The recipes that compose as they stand: each of one model, for one machine."""
+    """Return the recipes that compose as they stand: each of one model, for one machine."""
     return [name for name in _recipe_files() if name not in starting_points()]
 
 
 def starting_points() -> list[str]:
-    """The recipes for any model and machine: the user names the model."""
+    """Return the recipes for any model and machine: the user names the model."""
     return [name for name, path in _recipe_files().items() if "status: starting_point" in path.read_text()]
 
 
@@ -209,7 +209,7 @@ def group_choices() -> dict[str, list[str]]:
 
 @functools.cache
 def option_names() -> tuple[str, ...]:
-    """The dotted name of every option and of every section of options."""
+    """Return the dotted name of every option and of every section of options."""
     return tuple(_option_names(RunConfig))
 
 
@@ -218,7 +218,7 @@ def _groups() -> set[str]:
 
 
 def _own_groups(folders: Sequence[Path]) -> set[str]:
-    """The groups that a user's folders have beside ours: of their files each says by `# @package` what it sets."""
+    """Return the groups that only a user's folders have; a file of them says by `# @package` what it sets."""
     return {path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - _groups()
 
 
@@ -237,7 +237,7 @@ def usage() -> str:
 
 
 def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
-    """The run and how its YAML is written; values that refer to others are resolved."""
+    """Return the run, and what writes its YAML; values that refer to others are resolved."""
     quick = _with_values(overrides)
     cfg = _loaded(overrides) if quick is None else quick
     _let_adapters_bring_lr(cfg, overrides)
@@ -245,7 +245,7 @@ def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
 
 
 def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, Callable[[], str]]:
-    """The configuration of the run at `place` with these words set in it, and how its YAML is written.
+    """Return the configuration of the run at `place` with these words set in it, and what writes its YAML.
 
     A choice of a group replaces that section whole. Raises ConfigError for a run without a readable configuration, and
     what `_with_values` raises.
@@ -313,7 +313,7 @@ def _to_yaml(cfg: DictConfig) -> str:
 
 
 def _unknown_keys(cfg: Any, schema: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names in `cfg` that the schema does not have: nothing would read them."""
+    """Yield the dotted names in `cfg` that the schema does not have: nothing would read them."""
     kinds = _type_hints(schema)
     for name in cfg:
         if name not in kinds:
@@ -328,8 +328,11 @@ def _type_hints(schema: Any) -> dict[str, Any]:
 
 
 def _loaded(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra makes of all of them: a fifth of a second."""
-    _register(_files())
+    """Let Hydra compose all of the overrides, which takes a fifth of a second."""
+    files = _files()
+    _register_schema()
+    for name in _recipes_of(overrides):
+        _register_recipe(name, files)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
         cfg = compose(config_name="train", overrides=list(overrides), return_hydra_config=True)
@@ -340,7 +343,7 @@ def _loaded(overrides: Sequence[str]) -> DictConfig:
 
 
 def _with_values(overrides: list[str]) -> DictConfig | None:
-    """The same by setting values in what Hydra made of the same choices before, as Hydra itself does after merging.
+    """Compose quickly: set values in what Hydra composed of the same choices before, as Hydra does last.
 
     None where an override is more than a choice of a known group or one value: that is left to Hydra. Raises
     `_RefusedValues`, with what Hydra would raise, where values cannot be set.
@@ -363,7 +366,7 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
 
 
 def _sort_words(overrides: Sequence[str]) -> tuple[list[str], list[Value]] | None:
-    """Choices of groups, and values; None where a word is neither, or cannot be read."""
+    """Return the choices of groups, and the values; None where a word is neither, or cannot be read."""
     groups = _groups()
     chosen, values = list[str](), list[Value]()
     try:
@@ -420,7 +423,7 @@ def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _of_choices(chosen: tuple[str, ...], files: Files) -> bytes:
-    """What Hydra composes of choices, each of another group: the others are put into what the recipe gives.
+    """Return what Hydra composes of choices, each of another group: the others are put into what the recipe gives.
 
     Pickled, which makes a copy in a quarter of the time of `copy.deepcopy`.
     """
@@ -441,8 +444,8 @@ def _of_recipe(chosen: tuple[str, ...], _: Files) -> DictConfig:
 
 
 def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
-    """What `file` makes of a group, under what conf/train.yaml, your own defaults and the recipe set in it."""
-    stronger = (CONF_DIR / "train.yaml", CONF_DIR / "local/default.yaml", RECIPE_DIR / f"{recipe}.yaml")
+    """Return a group as `file` makes it, under what conf/train.yaml, your own defaults and the recipe set in it."""
+    stronger = (CONF_DIR / "train.yaml", CONF_DIR / OWN_DEFAULTS, RECIPE_DIR / f"{recipe}.yaml")
     contents = [content[group] for path in stronger if group in (content := _read(path, files))]
     section = OmegaConf.merge(_schema()[group], _read(file, files), *contents)
     assert isinstance(section, DictConfig)
@@ -451,7 +454,7 @@ def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """The options with their defaults; a merge copies them."""
+    """Return the options with their defaults; a merge copies them."""
     return OmegaConf.structured(RunConfig)
 
 
@@ -461,18 +464,33 @@ def _read(path: Path, _: Files) -> Any:
 
 
 def _files() -> Files:
-    """(path, size, time of change) of each YAML: what was made of them before holds as long as this is equal."""
+    """Return (path, size, time of change) of each YAML: while it is equal, what was made of the files is valid."""
     paths = sorted([*CONF_DIR.rglob("*.yaml"), *RECIPE_DIR.glob("*.yaml")])
     return tuple((str(path), (at := path.stat()).st_size, at.st_mtime_ns) for path in paths)
 
 
-@functools.lru_cache(maxsize=1)
-def _register(_: Files) -> None:
-    """Recipes live in `recipes/` but are Hydra's group `recipe`; the config store bridges the two names."""
-    store = ConfigStore.instance()
-    store.store(name="remat_schema", node=RunConfig)
-    for path in RECIPE_DIR.glob("*.yaml"):
-        store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+def _recipes_of(overrides: Sequence[str]) -> list[str]:
+    """Return the recipes that Hydra may be asked for: the named ones, or all where another file may name one.
+
+    To read all takes as long as to compose a run.
+    """
+    known = _recipe_files()
+    named = [value for key, _, value in (word.partition("=") for word in overrides) if key == "recipe"]
+    if named and not (CONF_DIR / OWN_DEFAULTS).exists() and not any("searchpath" in word for word in overrides):
+        return [name for name in named if name in known]
+    return list(known)
+
+
+@functools.cache
+def _register_schema() -> None:
+    ConfigStore.instance().store(name="remat_schema", node=RunConfig)
+
+
+@functools.lru_cache(maxsize=128)
+def _register_recipe(name: str, _: Files) -> None:
+    """Make a file of `recipes/` a choice of Hydra's group `recipe`: the folder has another name than the group."""
+    node = OmegaConf.load(RECIPE_DIR / f"{name}.yaml")
+    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
 
 
 def _search_path(config_dirs: list[Path]) -> list[str]:
@@ -482,7 +500,7 @@ def _search_path(config_dirs: list[Path]) -> list[str]:
 
 
 def _opened(override: str) -> str:
-    """Free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`.
+    """Let free-form sections (DeepSpeed's JSON, a model's config) accept new keys without Hydra's `+`.
 
     An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
     """

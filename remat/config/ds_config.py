@@ -61,7 +61,7 @@ def values_of(
     can_pin: bool = True,
     largest_param: int | None = None,
 ) -> RunValues:
-    """Of `world_size` ranks, of which those that share layers or sequences count as one. Raises ConfigError."""
+    """Return the values that a run of `world_size` ranks owns; ranks that share layers or sequences count as one."""
     shared_by, sequences = cfg.train.tensor_parallel_size, world_size
     if sequences is not None:
         sequences = count_data_ranks(
@@ -127,7 +127,7 @@ def check_second_shards(ds: Mapping[str, Any], *, world_size: int, shared_by: in
 
 
 def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.tensor_parallel_size") -> int:
-    """Groups of ranks, each of which reads data of its own. Raises ConfigError when ranks are left over."""
+    """Count the groups of ranks that read data of their own. Raises ConfigError when ranks are left over."""
     if world_size % shared_by:
         raise ConfigError(
             f"{option}={shared_by}: {world_size} rank{'s' * (world_size > 1)} cannot be divided into groups of "
@@ -143,7 +143,7 @@ def check(cfg: RunConfig, folder: Path, world_size: int | None) -> None:
 
 
 def load(name_or_path: str, folder: Path) -> dict[str, Any]:
-    """The JSON named by `deepspeed.config`: a stem in `folder`, or a path that ends in .json.
+    """Read the JSON named by `deepspeed.config`: a stem in `folder`, or a path that ends in .json.
 
     Raises ConfigError: unknown name (with the choices), unreadable file, invalid JSON (file and line), double keys.
     """
@@ -177,7 +177,7 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
 
 
 def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues) -> dict[str, Any]:
-    """The complete dict for `deepspeed.initialize(config=...)` or, as a file, `--deepspeed_config`.
+    """Return the complete dict for `deepspeed.initialize(config=...)` or, as a file, `--deepspeed_config`.
 
     Raises one ConfigError with every problem, one per line.
     """
@@ -188,7 +188,7 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
 
 
 def problems(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues) -> list[str]:
-    """Why `render` would refuse; each entry names key, value and remedy."""
+    """Return why `render` would refuse; each entry names key, value and remedy."""
     return _render(raw, overrides, values)[1]
 
 
@@ -201,7 +201,7 @@ def _readers(values: RunValues) -> str:
 
 
 def gradient_accumulation(values: RunValues) -> int | None:
-    """Micro-batches per optimizer step: global batch / (micro batch * ranks); None when the ranks are not known.
+    """Return the micro-batches of a step: global batch / (micro batch * ranks); None when the ranks are not known.
 
     Raises ConfigError with all three values and the nearest valid ones when that is not a whole number.
     """
@@ -224,22 +224,22 @@ def gradient_accumulation(values: RunValues) -> int | None:
 
 
 def zero_stage(ds: Mapping[str, Any]) -> int:
-    """The ZeRO stage of a rendered dict: 0 (off), 1, 2 or 3."""
+    """Return the ZeRO stage of a rendered dict: 0 (off), 1, 2 or 3."""
     return int(ds.get(ZERO, {}).get("stage", 0))
 
 
 def optimizer_offload_device(ds: Mapping[str, Any]) -> str | None:
-    """Where a rendered dict keeps the optimizer state off the GPU: "cpu", "nvme" or None."""
+    """Return where a rendered dict keeps the optimizer state off the GPU: "cpu", "nvme" or None."""
     return _offload_device(ds, "offload_optimizer")
 
 
 def param_offload_device(ds: Mapping[str, Any]) -> str | None:
-    """Where a rendered dict keeps the parameters off the GPU: "cpu", "nvme" or None."""
+    """Return where a rendered dict keeps the parameters off the GPU: "cpu", "nvme" or None."""
     return _offload_device(ds, "offload_param")
 
 
 def optimizer_states(ds: Mapping[str, Any]) -> OptimStates:
-    """The number format of AdamW's states under a rendered dict."""
+    """Return the number format of AdamW's states under a rendered dict."""
     bf16 = ds.get("bf16", {})
     if not bf16.get("bf16_master_weights_and_grads"):
         return OptimStates.fp32
@@ -296,7 +296,7 @@ def _reading_order(key: str) -> int:
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, objects key by key; null deletes."""
+    """Lay `changes` over `base`, objects key by key; null deletes."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
@@ -388,7 +388,7 @@ def close(word: str, choices: Iterable[str]) -> str:
 
 
 def get(ds: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None when it is not there."""
+    """Return the value at a dotted path; None when it is not there."""
     value: Any = ds
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -419,7 +419,7 @@ def unknown_at_top(merged: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_inside(merged: Mapping[str, Any], at_stage: int) -> list[str]:
-    """Unknown keys of `zero_optimization` and of the nested sections, and keys without effect at this stage."""
+    """Find unknown keys of `zero_optimization` and of the nested sections, and keys without effect at this stage."""
     allowed, known = (
         ds_defaults.zero_allowed(at_stage),
         ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3),
@@ -449,7 +449,7 @@ def unknown_inside(merged: Mapping[str, Any], at_stage: int) -> list[str]:
 
 
 def sections(merged: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Keys that hold an object in DeepSpeed and something else here."""
+    """Find keys that hold an object in DeepSpeed and something else here."""
     found = []
     for key in (*defaults, *(() if prefix else ("data_types",))):
         if isinstance(defaults.get(key, {}), dict) and key in merged:
@@ -509,7 +509,7 @@ def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[s
 def _param_buffer(
     path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int | None
 ) -> list[str]:
-    """A parameter's shard must fit one swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
+    """Check that a parameter's shard fits a swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
     size, shard = inside.get("buffer_size"), _largest_shard(largest_param, world_size)
     if not isinstance(size, (int, float)) or shard is None or shard <= size:
         return []
@@ -520,14 +520,14 @@ def _param_buffer(
 
 
 def _largest_shard(largest_param: int | None, world_size: int | None) -> int | None:
-    """The elements that a rank holds of the largest parameter; None where model or ranks are not known."""
+    """Return the elements that a rank holds of the largest parameter; None where model or ranks are not known."""
     if largest_param is None or world_size is None:
         return None
     return math.ceil(largest_param / world_size)
 
 
 def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:
-    """A literal of the file or the overrides against the value the run owns."""
+    """Compare a literal of the file or the overrides with the value the run owns."""
     if given == value and isinstance(given, bool) == isinstance(value, bool):
         return []
     option = ds_defaults.OWNED[path]
@@ -539,7 +539,7 @@ def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[
 
 
 def types(ds: dict[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Values of another kind than DeepSpeed reads; whole floats (5e8) become integers in place."""
+    """Find values of another kind than DeepSpeed reads; whole floats (5e8) become integers in place."""
     found = []
     for key, default in defaults.items():
         value, path = ds.get(key), f"{prefix}{key}"
@@ -575,7 +575,7 @@ def fixed(ds: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
 
 
 def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
-    """Pairs that DeepSpeed refuses only after the model is loaded. `dtype` is the run's: fp32, bf16 or fp16."""
+    """Find pairs that DeepSpeed refuses only after the model is loaded. `dtype` is the run's: fp32, bf16 or fp16."""
     found = [
         f"{path}={_word(get(ds, path))}: write one of {', '.join(ds_defaults.BYTES)}"
         for path in ("communication_data_type", "data_types.grad_accum_dtype")
@@ -606,7 +606,7 @@ def combinations(ds: Mapping[str, Any], dtype: str) -> list[str]:
 
 
 def secrets(ds: Mapping[str, Any]) -> list[str]:
-    """DeepSpeed writes its whole config into every saved state."""
+    """Find secrets: DeepSpeed writes its whole config into every saved state."""
     return [
         f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
         for path, value in _leaves(ds)
@@ -631,6 +631,6 @@ def _leaves(ds: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _word(value: Any) -> str:
-    """A value as JSON writes it, short."""
+    """Write a value as JSON does, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -34,9 +34,8 @@ TOP_LEVEL: dict[str, Any] = {
     "disable_allgather": False,
     "disable_python_gc": False,
     "dataloader_drop_last": False,
-    "timers": {
-        "throughput": {"enabled": False, "synchronized": False}
-    },  # on, it stops the GPU every micro-step
+    # on, it stops the GPU every micro-step
+    "timers": {"throughput": {"enabled": False, "synchronized": False}},
     "torch_autocast": {"enabled": False},
     "managed_gradient_accumulation": True,
     "gradient_allreduce_op": "mean",
@@ -243,22 +242,22 @@ DTYPE: dict[Precision, str] = {Precision.fp32: "fp32", Precision.bf16: "bf16", P
 
 
 def top_level() -> set[str]:
-    """Every key allowed at the top of a file."""
+    """Return every key allowed at the top of a file."""
     return {*TOP_LEVEL, *OPTIONAL, *(name for name in OWNED if "." not in name)}
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """What `zero_optimization` must hold at `stage`, with the value written where a file is silent."""
+    """Return what `zero_optimization` must hold at `stage`, with the value written where a file is silent."""
     return {**ZERO_ALWAYS, **(ZERO_3 if stage == 3 else ZERO_BELOW_3)}
 
 
 def zero_allowed(stage: int) -> set[str]:
-    """Every key allowed in `zero_optimization` at `stage`: others would have no effect there."""
+    """Return every key allowed in `zero_optimization` at `stage`: others would have no effect there."""
     return {*zero(stage), *ZERO_OPTIONAL, *(ZERO_3_OPTIONAL if stage == 3 else ())}
 
 
 def defaults(stage: int, offloads: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key a rendered dict must have, with its value where file and overrides are silent.
+    """Return every key a rendered dict must have, with its value where file and overrides are silent.
 
     `offloads` maps the names in OFFLOADS to the section somebody wrote, or None.
     """

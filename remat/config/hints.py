@@ -443,7 +443,7 @@ def suggest_choice(group: str, value: str, choices: Sequence[str]) -> str:
 
 
 def suggest_value(option: str, value: str, expected: Sequence[str]) -> str:
-    """The same for a `value` that is none of those that `option` takes."""
+    """Suggest the nearest of the values that `option` takes for a `value` that is none of them."""
     if option == "optim.name":
         return suggest_optimizer(value)
     meant = VALUES.get(option, {}).get(value.lower())
@@ -457,7 +457,7 @@ def _switched(group: str, value: str) -> str:
 
 
 def _machine(value: str, choices: Sequence[str]) -> str:
-    """The machines with the card that `value` names, as many of them as it says if it does: rtx4090, 8xA100, h100."""
+    """Return the machines with the card that `value` names, as many as it says if it does: rtx4090, 8xA100, h100."""
     counted = re.match(r"(\d+)\s*[x*]\s*", value)
     named = value[counted.end() :] if counted else value
     card = re.sub(r"nvidia|geforce|rtx|tesla|gb\b|[^a-z0-9]", "", named)

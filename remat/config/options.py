@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from remat.config.units import MIB
+
 
 class LogLevel(StrEnum):
     info = "info"  # what a person needs
@@ -444,7 +446,7 @@ class OffloadConfig:
     """Where what a policy keeps lives between forward and backward: on the device, or in pinned host memory."""
 
     enabled: bool = False  # keep saved activations in host memory between forward and backward
-    min_bytes: int = 1 << 20  # smaller tensors stay on the device
+    min_bytes: int = MIB  # smaller tensors stay on the device
     # [layers] so many of the last stay on the device, because their backward comes first
     keep_last_layers: int = 1
     dtype: StorageDtype = StorageDtype.same  # how they are stored; fp8 and int8 change the gradients slightly
@@ -534,7 +536,7 @@ class HardwareConfig:
 
     @property
     def ranks(self) -> int:
-        """One for each GPU; a machine of which no number is known counts as one GPU a node."""
+        """Return one for each GPU; a machine of which no number is known counts as one GPU a node."""
         return (self.gpus_per_node or 1) * self.num_nodes
 
 
@@ -601,9 +603,8 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    strategy: StrategyChoice = (
-        StrategyChoice.given
-    )  # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    # whether ZeRO stage, offload, checkpointing and micro-batch are found
+    strategy: StrategyChoice = StrategyChoice.given
     compile: Compilation = Compilation.none  # what torch.compile makes kernels of
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
@@ -615,9 +616,8 @@ class RunConfig:
     # where to go on: none, auto (newest complete state of this recipe), auto_or_start, or a folder of a run or state
     resume: str = "none"
     reshard: Reshard = Reshard.auto  # what becomes of a state saved with a different number of ranks
-    on_out_of_memory: OnOutOfMemory = (
-        OnOutOfMemory.stop
-    )  # what `remat launch` does when a rank runs out of memory
+    # what `remat launch` does when a rank runs out of memory
+    on_out_of_memory: OnOutOfMemory = OnOutOfMemory.stop
     most_retreats: int = 3  # [launches] how often on_out_of_memory=retreat starts a run again
     force: bool = False  # start although preflight says it does not fit
     log_level: LogLevel = LogLevel.info  # how much the terminal shows

@@ -127,7 +127,7 @@ def output_problems(cfg: RunConfig) -> list[str]:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a path cannot be a hub name, which is NAME or OWNER/NAME."""
+    """Return whether a path cannot be a hub name, which is NAME or OWNER/NAME."""
     return (
         path.startswith((".", "/", "~"))
         or path.count("/") > 1

@@ -18,17 +18,8 @@ from urllib.parse import quote
 HIDDEN = "***"
 SHORTEST = 8  # a shorter value of a variable would hide ordinary words
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-PLACES = {
-    "prod",
-    "production",
-    "dev",
-    "test",
-    "staging",
-    "main",
-    "default",
-    "value",
-    "base",
-}  # db_password_prod
+# db_password_prod
+PLACES = {"prod", "production", "dev", "test", "staging", "main", "default", "value", "base"}
 
 STRONG = {
     *("password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"),
@@ -188,7 +179,7 @@ SPECIAL = re.compile(r"[\"']?(<.*>|\[[A-Za-z_ ]+\])[\"']?\Z")
 
 
 def is_secret(name: str, value: Any = None) -> bool:
-    """Whether an option of this (dotted) name keeps `value` to itself. None: some text whose form is not known.
+    """Return whether an option of this (dotted) name hides `value`. None: some text whose form is not known.
 
     Names that are often used for other things count unless the value is plainly no secret: a number, a flag, `<s>`.
     """
@@ -203,7 +194,7 @@ def is_secret(name: str, value: Any = None) -> bool:
 
 
 def redact(content: Any, env: Mapping[str, str] | None = None) -> Any:
-    """`content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value.
+    """Return `content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value.
 
     `env` is where secrets are known from, by default this process's environment.
     """
@@ -227,7 +218,7 @@ def redact(content: Any, env: Mapping[str, str] | None = None) -> Any:
 
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """The same for text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
+    """Replace secrets in text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
     text = redact_forms(text, env)
     text = QUERY.sub(_in_query, IN_URL.sub(rf"\1{HIDDEN}@", WEBHOOK.sub(rf"\1{HIDDEN}", text)))
     text = BEARER.sub(rf"\1{HIDDEN}", HEADER.sub(rf"\1\2\3{HIDDEN}", text))
@@ -238,7 +229,7 @@ def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_forms(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """The same for what is known by its form or from `env`: names around it say nothing, as in a vocabulary."""
+    """Replace secrets known by their form or from `env`; names around them say nothing, as in a vocabulary."""
     for value in _from_environment(tuple(env.items())):
         text = text.replace(value, HIDDEN)
     return FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
@@ -287,7 +278,7 @@ def _is_flag(word: Any) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _from_environment(variables: tuple[tuple[str, str], ...]) -> list[str]:
-    """The secrets of the environment in the ways they are written, longest first: one may be part of another.
+    """Return the secrets of the environment as they are written, longest first: one may be part of another.
 
     Kept as long as the environment stays the same: to ask whether each value is a path costs more than the rest.
     """
@@ -302,7 +293,7 @@ def _from_environment(variables: tuple[tuple[str, str], ...]) -> list[str]:
 
 
 def _by_name(pattern: re.Pattern[str], text: str) -> str:
-    """`text` without the values that follow the names that `pattern` finds."""
+    """Return `text` without the values that follow the names that `pattern` finds."""
     parts, at = [], 0
     while (found := pattern.search(text, at)) is not None:
         *_, name, between = found.groups()
@@ -328,7 +319,7 @@ def _by_name(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _hides(pattern: re.Pattern[str], name: str, around: str, value: str) -> bool:
-    """In running text only names that nothing else has: "token = tokens of all ranks" is an explanation.
+    """Return whether a name in running text hides its value: "token = tokens of all ranks" is an explanation.
 
     `around` is the mark before the name and what stands between it and the value.
     """
@@ -340,7 +331,7 @@ def _hides(pattern: re.Pattern[str], name: str, around: str, value: str) -> bool
 
 
 def _yaml(text: str) -> str:
-    """Lines `name: value` whose name is secret, with the further lines of the value, which are indented or items."""
+    """Hide lines `name: value` whose name is secret, with the value's further lines, which are indented or items."""
     lines: list[str] = []
     hidden: tuple[int, bool] | None = None  # the indent of the name, and whether items may stand below it
     for line in text.split("\n"):

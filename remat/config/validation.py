@@ -53,7 +53,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """Each entry names option, value and remedy."""
+    """Return what is wrong; each entry names option, value and remedy."""
     return [
         *_train(cfg.train),
         *_model(cfg.model),
@@ -83,7 +83,7 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_launch(cfg: RunConfig) -> None:
-    """What a plan can do without, but a run cannot. Raises ConfigError."""
+    """Raise ConfigError for what a plan can do without, but a run cannot."""
     found = [
         *paths.resume_problems(cfg.resume),
         *paths.model_problems(cfg.model),
@@ -115,7 +115,7 @@ def check_launch(cfg: RunConfig) -> None:
 
 
 def reads_weights(cfg: RunConfig) -> bool:
-    """Whether the model's files are read: a saved state has all weights but frozen ones."""
+    """Return whether the model's files are read: a saved state has all weights but frozen ones."""
     return cfg.resume in ("none", "auto_or_start") or cfg.peft.method is not PeftMethod.none
 
 
@@ -131,7 +131,7 @@ def check_environment(env: Mapping[str, str]) -> None:
 
 
 def _at_least(low: float, **options: float) -> list[str]:
-    """Options are passed as group__name; a double underscore stands for the dot."""
+    """Check lower limits. Options are passed as group__name; a double underscore stands for the dot."""
     return [
         f"{name.replace('__', '.')}={value:g} is {'too small' if math.isfinite(value) else 'no size'}: give at least "
         f"{low:g}"
@@ -352,7 +352,7 @@ def _paths(data: DataConfig) -> list[str]:
 
 
 def _rows(data: DataConfig) -> list[str]:
-    """What is said about rows: the names of their fields, and what of them is trained."""
+    """Check what is said about rows: the names of their fields, and what of them is trained."""
     found = []
     unknown = sorted(set(data.columns) - data_fields.NAMES)
     if unknown:
@@ -402,7 +402,7 @@ def _joined_files(data: DataConfig) -> list[str]:
 
 
 def _without_effect(data: DataConfig) -> list[str]:
-    """Options for rows of another format than that of the data, once it is known."""
+    """Find options for rows of another format than that of the data, once it is known."""
     default, found = DataConfig(), list[str]()
     if data.format is DataFormat.auto:
         return []
@@ -445,7 +445,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 
 def _states(optim: OptimConfig, train: TrainConfig) -> list[str]:
-    """What 16-bit states cannot be combined with, whatever the ZeRO stage (for that see model/optimizer.py)."""
+    """Find what 16-bit states cannot be combined with, whatever the ZeRO stage (for that see model/optimizer.py)."""
     if optim.states is OptimStates.fp32:
         return []
     asked, found = f"optim.states={optim.states}", []
@@ -517,7 +517,7 @@ def _peft(peft: PeftConfig, optim: OptimConfig) -> list[str]:
 
 
 def _tensor_parallel(cfg: RunConfig) -> list[str]:
-    """What a run whose layers are shared between ranks cannot do."""
+    """Find what a run whose layers are shared between ranks cannot do."""
     size = cfg.train.tensor_parallel_size
     if size <= 1:
         return _at_least(1, train__tensor_parallel_size=size)
@@ -536,7 +536,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
 
 
 def _sequence_parallel(cfg: RunConfig) -> list[str]:
-    """What a run whose sequences are shared between ranks cannot be combined with."""
+    """Find what a run whose sequences are shared between ranks cannot be combined with."""
     size = cfg.train.sequence_parallel_size
     if size <= 1:
         return _at_least(1, train__sequence_parallel_size=size)
@@ -555,7 +555,7 @@ def _sequence_parallel(cfg: RunConfig) -> list[str]:
 
 
 def _pipeline_parallel(cfg: RunConfig) -> list[str]:
-    """What a run whose layers are divided into stages cannot be combined with."""
+    """Find what a run whose layers are divided into stages cannot be combined with."""
     train, policies = cfg.train, {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}
     size = train.pipeline_parallel_size
     if size <= 1:
@@ -636,7 +636,7 @@ OPTIONS_OF = {  # what only some policies read
 
 
 def _idle_options(cfg: CheckpointingConfig) -> list[str]:
-    """Options that were set for a policy that no layer has: a promise that nothing would keep."""
+    """Find options that were set for a policy that no layer has: a promise that nothing would keep."""
     default, asked = CheckpointingConfig(), {cfg.policy, *cfg.layers.values()}
     return [
         f"checkpointing.{name} is set, but has no effect with checkpointing={cfg.policy}: it belongs to "
@@ -665,10 +665,8 @@ def _budget(cfg: CheckpointingConfig) -> list[str]:
 
 # Layers that run once, or are recomputed each by itself, to the last tensor that backward needs.
 SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block, Policy.selective_ops)
-KEPT_BESIDE_SLICES = (
-    {"attention", "communication"},
-    {"q", "k", "v", "o"},
-)  # operations and Linears outside of an MLP
+# operations and Linears outside of an MLP
+KEPT_BESIDE_SLICES = {"attention", "communication"}, {"q", "k", "v", "o"}
 
 
 def _tiles(cfg: CheckpointingConfig) -> list[str]:
@@ -805,7 +803,7 @@ def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:
 
 
 def _held_out(cfg: RunConfig) -> list[str]:
-    """What compares evaluations needs some on the way."""
+    """Check that there are evaluations on the way where something compares them."""
     wanted = {
         "save.best=true": cfg.save.best,
         f"train.early_stopping_evals={cfg.train.early_stopping_evals}": cfg.train.early_stopping_evals > 0,

@@ -310,7 +310,7 @@ class ReadAhead:
 
     @property
     def position(self) -> int:
-        """Samples consumed since the start; those only read ahead do not count."""
+        """Return the samples consumed since the start; those only read ahead do not count."""
         return self._batches.position
 
     def state(self) -> dict[str, Any]:
@@ -350,9 +350,8 @@ class ReadAhead:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(
-                self._device
-            )  # a new thread starts on the first GPU, and would create a context there
+            # a new thread starts on the first GPU, and would create a context there
+            torch.cuda.set_device(self._device)
         while (position := self._asked.get()) is not None:
             try:
                 self._read.put((position, self._pinned(self._batches.read(position))))

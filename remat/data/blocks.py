@@ -55,9 +55,8 @@ def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     return sorted(sorted(block) for block in blocks)
 
 
-WINDOW_TOKENS = (
-    4 * 1024**2
-)  # of rows that are packed together: 20 MB, and the part left empty at its end is small
+# of rows that are packed together: 20 MB, and the part left empty at its end is small
+WINDOW_TOKENS = 4 * 1024**2
 WINDOW_BLOCKS = 128  # the same for long blocks
 FIRST_LONG_ROWS = 5  # kept in the cache's report
 PER_BLOCK = ("trained_tokens", "lengths", "restarts")  # parts with one number a block, which are kept in memory

@@ -1,9 +1,9 @@
 """Plan and write a cache of blocks: its sources, the key that names it, and its files.
 
 Batches of documents are encoded on all cores. What a batch becomes depends on nothing but its documents, so neither
-the number of processes nor their order changes the cache. The result of one batch is a shard, which stays on disk until
-the cache is complete. A build that follows one that was killed finds the shards, checks each by its digest, and encodes
-only what is missing.
+the number of processes nor their order changes the cache. The result of one batch is a shard, which stays on disk
+until the cache is complete. After a killed build, the next one finds the shards, checks each by its digest, and
+encodes only what is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
-from remat.config.units import format_size
+from remat.config.units import MIB, format_size
 from remat.data.blocks import (
     FIRST_LONG_ROWS,
     BlockCounts,
@@ -63,7 +63,7 @@ CACHE_VERSION = 4  # raise it when the same data and settings would give other b
 BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
-SHARDED_FROM = 16 * 1024**2  # bytes of shards: about 4 M tokens, some seconds of one core
+SHARDED_FROM = 16 * MIB  # bytes of shards: about 4 M tokens, some seconds of one core
 SHARD_BYTES_PER_TOKEN = 4.2
 TOLD_EVERY_S = 15.0
 SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are
@@ -72,7 +72,7 @@ HALVES = ("train", "held_out")
 
 
 class NoRoom(ConfigError):
-    """The disk has no room for the cache: the machine is not able, whatever the options say."""
+    """The error raised when the disk has no room for the cache, whatever the options say."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def divides(self) -> bool:
-        """Whether both halves come from `corpus`."""
+        """Return whether both halves come from `corpus`."""
         return self.corpus is not None and self.held_out is None and self.cfg.eval_fraction > 0
 
 

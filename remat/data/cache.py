@@ -55,6 +55,12 @@ class Splits(NamedTuple):
         return str(self.report["key"])
 
     @property
+    def tokens_per_block(self) -> float:
+        """Return the mean number of tokens in a block of training; the rest of a block is padding."""
+        counts = self.report["train"]
+        return float(counts["tokens"] / counts["blocks"])
+
+    @property
     def context(self) -> int:
         """Return the tokens that attention is computed over, as a mean over the tokens of training: what FLOPs need.
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from remat.config.options import ConfigError, DataConfig, FileType
+from remat.config.units import MIB
 
 HEAD_BYTES = 64 * 1024
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -153,7 +154,7 @@ def tell_damaged(path: Path, option: str, error: BaseException) -> str:
 
 FOLDER = "hashes"  # in the cache
 VERSION = 1
-READ_BYTES = 8 * 1024**2
+READ_BYTES = 8 * MIB
 READERS = 4
 SKETCHED_BYTES = 64 * 1024  # of the beginning and of the end of a file
 SETTLED_S = (
@@ -163,12 +164,8 @@ Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
 TEXT = Kind(FileType.text, "")
 ONE = "data"  # name of a single file that the user named, so that a copy under another name is the same data
-ABOUT_DATA = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-)  # as datasets writes
+# as datasets writes
+ABOUT_DATA = "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

@@ -35,7 +35,7 @@ def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callab
 
 @dataclass(frozen=True)
 class Bound:
-    """What is held out at most: a share of the documents, and about as many characters of them."""
+    """The most that is held out: a share of the documents, and of their characters."""
 
     fraction: float
     characters: float

@@ -1,9 +1,9 @@
-"""Several sources as one: in which shares, and in which order their blocks come.
+"""Mix several sources: how much of each is in an epoch, and in which order their blocks come.
 
-An epoch of a mixture ends when the first of its sources has been seen once; of the others it has as many blocks as
-their weights say, counted in tokens. The next epoch goes on in each source where this one stopped, so in the end no
-block is seen twice as often as another of its source. Each source has an order of its own, which does not depend on
-the others.
+An epoch of a mixture ends when one of its sources has been seen once. It has as many blocks of the other sources as
+their weights say, counted in tokens. The next epoch continues in each source where this one stopped, so over a run all
+blocks of a source are seen about equally often. Each source has an order of its own, which does not depend on the
+others.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ import numpy as np
 
 from remat.data.blocks import Blocks, epoch_order
 
-OF_AN_EPOCH = (
-    "blocks",
-    "tokens",
-    "trained_tokens",
-    "restarts",
-    "squared_lengths",
-)  # counts that weights change
+# counts that weights change
+OF_AN_EPOCH = "blocks", "tokens", "trained_tokens", "restarts", "squared_lengths"
 
 
 class Joined(Blocks):

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from remat.config.options import ConfigError, FileType
+from remat.config.units import MIB
 from remat.data.files import SourceFile, is_damage, open_stream, tell_damaged
 
 ROWS_PER_BATCH = 1024
-CHUNK_BYTES = 1024**2
-LARGEST_ROW = 256 * 1024**2  # bytes or characters: an open quote must not pull the rest of a file into memory
+CHUNK_BYTES = MIB
+LARGEST_ROW = 256 * MIB  # bytes or characters: an open quote must not pull the rest of a file into memory
 BLANK = " \t\r\n"
 
 
@@ -74,7 +75,7 @@ def count_rows(file: SourceFile) -> int:
 
 
 def _lines(file: SourceFile, *_: Any) -> Iterator[Row]:
-    """JSONL: a line that cannot be used leaves the others as they are."""
+    """Read JSONL: a line that cannot be used leaves the others as they are."""
     compressed = bool(file.kind.compression)
     with open_stream(file.path, file.kind.compression) as stream:
         for line, raw in enumerate(stream, 1):

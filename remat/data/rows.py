@@ -149,7 +149,7 @@ def _from_text(value: Any) -> Any:
 
 
 def _weightless(message: Any) -> bool:
-    """Whether it has OpenAI's `weight` of 0."""
+    """Return whether a message has OpenAI's `weight` of 0."""
     return message.get("weight") == 0
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from remat.config.data_fields import REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
+from remat.config.units import MIB
 from remat.data.files import (
     ONE,
     ROWS,
@@ -78,9 +79,9 @@ def synthetic_blocks(
 # near to data.eval_fraction.
 MANY_FILES = 100
 LARGEST_WHOLE_SHARE = 0.1
-LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = 1024**2, 16 * 1024
+LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = MIB, 16 * 1024
 PIECES, FEWEST_PIECES = 512, 64  # of all files together: wanted if pieces stay of customary size, and at least
-LONGEST_LINE_BYTES = 1024**2
+LONGEST_LINE_BYTES = MIB
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%+-]+)?")
 
 

@@ -133,9 +133,8 @@ class Stream:
         self._add_batch(writer, batch, begun, bad_rows)
         bad_rows.check()
         blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [(following, document)]
-        if (
-            counts.dropped_tokens and following.epoch == place.epoch
-        ):  # less than a block: the next begins with it
+        # less than a block: the next begins with it
+        if counts.dropped_tokens and following.epoch == place.epoch:
             left = writer.added - counts.dropped_tokens
             index = max(index for index, (_, _, before) in enumerate(begun) if before <= left)
             here, _, before = begun[index]

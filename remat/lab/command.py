@@ -65,7 +65,7 @@ def run(args: Sequence[str], options: Options) -> int:
 
 
 def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
-    """The experiment that the words ask for. Raises ConfigError."""
+    """Return the experiment that the words ask for. Raises ConfigError."""
     found = experiment.choose(args, device, options.baseline)
     return replace(found, repeats=options.repeats or found.repeats, ranks=options.ranks or found.ranks)
 

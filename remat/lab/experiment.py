@@ -32,12 +32,8 @@ LEAN = (  # first arguments of each launch: a row per step, a short evaluation, 
     "tracking=wandb_disabled",
 )
 MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
-OWN_WORDS = (
-    "name",
-    "run_id",
-    "output_dir",
-    "resume",
-)  # set by the laboratory: where a run lands, and that it is fresh
+# set by the laboratory: where a run lands, and that it is fresh
+OWN_WORDS = "name", "run_id", "output_dir", "resume"
 AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # names that YAML does not read as text
 
 
@@ -158,7 +154,7 @@ def check(args: Sequence[str], baseline: str = "") -> None:
 
 
 def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
-    """The experiment that the words of a command line ask for. Raises ConfigError."""
+    """Return the experiment that the words of a command line ask for. Raises ConfigError."""
     asked = command_line.parse(list(args), compose.option_names())
     labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
     rest = [word for word in asked.overrides if not word.startswith("lab=")]
@@ -202,7 +198,7 @@ def named(
 
 
 def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = "") -> Experiment:
-    """The experiment of a command line: words with commas are axes, the rest holds for all points."""
+    """Return the experiment of a command line: words with commas are axes, the rest holds for all points."""
     fixed, swept = split_points(args, asker="remat compare")
     expanded = [(_label(words), list(words), list[str]()) for words in swept]
     options = list(dict.fromkeys(word.partition("=")[0] for words in swept for word in words))

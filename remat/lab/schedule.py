@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from remat.config.options import ConfigError
+from remat.config.units import MIB
 from remat.lab import cache_key, launch
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment, Point
@@ -42,7 +43,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether Ctrl-C ended it. Points that were not launched then say so."""
+        """Return whether Ctrl-C ended it. Points that were not launched then say so."""
         return any(result.status == NOT_LAUNCHED for result in self.results)
 
 
@@ -193,7 +194,7 @@ def in_a_line(result: Result) -> str:
     steps = result.measured.steps.get("step", [])
     timed = f"{statistics.median(steps):.3g} s per step" if steps else "no steady step"
     peak = result.measured.peak_bytes
-    return f"{name}: {timed}" + ("" if peak is None else f", peak {peak / 2**20:,.1f} MiB")
+    return f"{name}: {timed}" + ("" if peak is None else f", peak {peak / MIB:,.1f} MiB")
 
 
 def clock(seconds: float) -> str:

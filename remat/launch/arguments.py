@@ -20,13 +20,8 @@ RUNNER_VALUES = {
 }  # fmt: skip
 KINDS = {"--module": "module", "--no_python": "program"}
 OWN = {"--log-dir", "--grace-s"}
-OF_TRAINING = {
-    "--config-dir",
-    "-cd",
-    "--cfg",
-    "-c",
-    "--version",
-}  # what the words of remat.train may begin with
+# what the words of remat.train may begin with
+OF_TRAINING = {"--config-dir", "-cd", "--cfg", "-c", "--version"}
 REFUSED = {
     "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
     "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",
@@ -52,30 +47,30 @@ class LaunchWords:
 
     @property
     def over_ssh(self) -> bool:
-        """Whether the runner starts ranks through pdsh or MPI: they are not ours to keep."""
+        """Return whether the runner starts ranks through pdsh or MPI: they are not ours to keep."""
         return self.runner_has("--force_multi", "--launcher")
 
     @property
     def of_all_nodes(self) -> bool:
-        """Whether this launch starts one on each node of a hostfile."""
+        """Return whether this launch starts one on each node of a hostfile."""
         return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh") and not self.over_ssh
 
     @property
     def on_one_node(self) -> bool:
-        """Whether all ranks are on this node, which this launch alone looks after."""
+        """Return whether all ranks are on this node, which this launch alone looks after."""
         elsewhere = self.runner_has("-H", "--hostfile", "--num_nodes", "--node_rank", "--force_multi")
         return not elsewhere and not USUAL_HOSTFILE.exists()
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks run this package's own training."""
+        """Return whether the ranks run this package's own training."""
         if self.kind == "module":
             return self.target == OWN_MODULE
         return self.kind == "script" and Path(self.target).resolve() == OWN_SCRIPT
 
     @property
     def ranks(self) -> int | None:
-        """How many there will be; None where only the runner finds out."""
+        """Return how many ranks there will be; None where only the runner finds out."""
         if not self.on_one_node or self.runner_has("-i", "--include") or "--num_gpus" not in self.runner:
             return None
         count = self.runner[self.runner.index("--num_gpus") + 1]
@@ -87,7 +82,7 @@ class LaunchWords:
 
 
 def parse(argv: list[str]) -> LaunchWords:
-    """Options stand before the script; without one it is remat.train. ConfigError for an option nobody knows."""
+    """Read a command line. Options stand before the script; without one it is remat.train. Raises ConfigError."""
     runner: list[str] = []
     own: dict[str, str] = {}
     kind = "script"

@@ -159,7 +159,7 @@ class _Head:
         return self._end()
 
     def _start(self, number: int, host: str, master: str, port: str) -> _Node:
-        """An agent on `host`. Its connection ends with this process."""
+        """Start an agent on `host`. Its connection ends with this process."""
         path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         settings = [f"{name}={value}" for name, value in path.items()]
         agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
@@ -182,7 +182,7 @@ class _Head:
         return node
 
     def _words_of(self, number: int, master: str, port: str) -> list[str]:
-        """The command line of `remat launch` on one node; its agent adds the hostfile."""
+        """Return the command line of `remat launch` on one node; its agent adds the hostfile."""
         words, runner = self.words, list(self.words.runner)
         for name in OF_THE_HEAD:
             while name in runner:
@@ -205,9 +205,8 @@ class _Head:
         for told in TOLD.findall(text):
             self._told(node, json.loads(told))
         text = TOLD.sub(b"", text)
-        ready = (
-            text[: text.rfind(b"\n") + 1] if data else text
-        )  # whole lines, so that those of nodes do not mix
+        # whole lines, so that those of nodes do not mix
+        ready = text[: text.rfind(b"\n") + 1] if data else text
         node.rest[shown] = text[len(ready) :]
         prefix = f"{node.host}: ".encode() * (node.number > 0)
         for line in ready.splitlines(keepends=True):
@@ -221,7 +220,7 @@ class _Head:
             node.began = True
 
     def _failed(self, node: _Node, text: str, code: int) -> None:
-        """The first failure is the cause: what other nodes say after it follows from it."""
+        """Return the first failure, which is the cause: what other nodes say after it follows from it."""
         if self.cause is None:
             self.cause = _Cause(node.host, text, code)
             self.kill_at = min(self.kill_at, time.monotonic() + OTHERS_S)

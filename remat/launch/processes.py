@@ -18,13 +18,13 @@ LAST_S = 5.0  # between SIGTERM and SIGKILL for processes that are left over
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent dies becomes this process's child, not init's."""
+    """Become the parent of descendants whose own parent dies, in the place of init."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def reap() -> dict[int, int]:
-    """Every child that has ended: its exit code, negative for a signal."""
+    """Return every child that has ended with its exit code, negative for a signal."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -36,7 +36,7 @@ def reap() -> dict[int, int]:
 
 
 def end_descendants(*, at_once: bool) -> None:
-    """SIGTERM (unless `at_once`), then SIGKILL, to every descendant of this process that still lives; reap them."""
+    """Send SIGTERM (unless `at_once`), then SIGKILL, to every living descendant of this process; reap them."""
     for signum in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
         left = [p for p in psutil.Process().children(recursive=True) if _alive(p)]
         for process in left:
@@ -53,13 +53,13 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def send(pid: int, signum: int) -> None:
-    """A signal to a process that may be gone."""
+    """Send a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """The kernel's high-water mark of a living process; 0 when it is gone."""
+    """Return the most resident memory of a living process so far, as the kernel counts it; 0 when it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -68,7 +68,7 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, of those that the kernel gives to no connection: one of them would take it."""
+    """Return a port that nobody listens on and that the kernel gives to no connection, which would take it."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -77,6 +77,6 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int, folder: Path = Path("/dev/shm")) -> None:
-    """DeepSpeed's all-reduce on CPUs leaves 66 MiB a rank in /dev/shm, named after the run's port, for ever."""
+    """Remove what DeepSpeed's all-reduce on CPUs leaves in /dev/shm under the run's port: 66 MiB a rank."""
     for path in folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         path.unlink(missing_ok=True)

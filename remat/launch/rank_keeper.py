@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def command(argv: list[str]) -> list[str]:
-    """The rank's own command, from the words of this one; `--local_rank=N` comes before its arguments, if at all."""
+    """Return the rank's own command, from the words of this one; `--local_rank=N` comes before its arguments."""
     local_rank = [word for word in argv[:1] if word.startswith("--local_rank")]
     kind, name, *words = argv[len(local_rank) :]
     start = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "program": []}[kind]
@@ -66,7 +66,7 @@ def command(argv: list[str]) -> list[str]:
 
 
 def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
-    """The rank. It dies with this process, and takes the signals that the launchers above it do not."""
+    """Start the rank. It dies with this process, and takes the signals that the launchers above it do not."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -77,7 +77,7 @@ def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
 
 
 def _watch(child: int, link: socket.socket, streams: _Streams, woken: int) -> tuple[int, int]:
-    """(exit code or -signal, peak RSS in bytes) of the rank once it ended.
+    """Return the exit code or -signal of the rank once it ended, and its peak resident memory in bytes.
 
     If the supervisor is gone the rank is asked to stop, and killed when its grace is over.
     """
@@ -150,7 +150,7 @@ class _Streams:
         return end
 
     def fit_terminal(self) -> None:
-        """The rank's terminal is as large as the real one, whenever that changes."""
+        """Make the rank's terminal as large as the real one, whenever that changes."""
         for copy in self.copies:
             if copy.lines:
                 with contextlib.suppress(OSError):
@@ -190,7 +190,7 @@ class _Copy:
         return bool(data)
 
     def show(self, data: bytes) -> None:
-        """Nobody listening any more is no reason to end a run."""
+        """Show text; that nobody listens any more is no reason to end a run."""
         while self._shown and data:
             try:
                 data = data[os.write(self.target, data) :]
@@ -206,9 +206,8 @@ class _Lines:
 
     def plain(self, data: bytes) -> bytes:
         *whole, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[
-            max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :
-        ]  # a newline may follow the last
+        # a newline may follow the last
+        self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
         found = [CONTROL.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2].rstrip() for line in whole]
         return b"".join(line + b"\n" for line in found)
 

@@ -57,9 +57,9 @@ def check(cfg: RunConfig, environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def number(environment: Mapping[str, str] = os.environ) -> int:
-    """How many times this run was started again so far."""
-    return int(environment.get(NUMBER, "0"))
+def count_so_far() -> int:
+    """Return how many times this run was started again so far."""
+    return int(os.environ.get(NUMBER, "0"))
 
 
 def leave(asked: Retreat, environment: Mapping[str, str] = os.environ) -> None:
@@ -142,7 +142,7 @@ def _if_killed(file: Path) -> Path:
 
 
 def words_again(words: Sequence[str], asked: Retreat) -> list[str]:
-    """The words of the next launch: those of the last one, in the same run, with less memory."""
+    """Return the words of the next launch: those of the last one, in the same run, with less memory."""
     resume = next((word for word in reversed(words) if word.startswith("resume=")), "resume=none")
     kept = [word for word in words if not word.startswith(("resume=", "run_id=", "strategy=auto"))]
     if resume.partition("=")[2] not in NOT_FOLDERS:

@@ -51,13 +51,13 @@ def short(path: Path) -> str:
 
 
 def failure(rank: int, code: int) -> str:
-    """How a rank ended that was not killed; `code` is negative for a signal."""
+    """Say how a rank ended that was not killed; `code` is negative for a signal."""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     return f"rank {rank} {how}"
 
 
 def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int, oom_kills: int | None) -> str:
-    """A SIGKILL nobody here sent: likely the kernel, out of memory. Says what speaks for it.
+    """Say that a rank was killed by a SIGKILL of others, likely the kernel's for memory, and what speaks for it.
 
     `peak_bytes` is the rank's peak RSS (0: unknown), `together_bytes` that of all ranks of the node, `oom_kills`
     how many processes the kernel killed for memory since launch, where the control group tells.
@@ -76,12 +76,12 @@ def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int,
 
 
 def killed_for_memory(oom_kills: int | None, *, together_bytes: int, limit_bytes: int) -> bool:
-    """Whether the kernel killed a rank for memory: its count, or where that is not known, how full memory was."""
+    """Return whether the kernel killed a rank for memory: by its count or, without one, by how full memory was."""
     return together_bytes >= NEARLY_ALL * limit_bytes if oom_kills is None else oom_kills > 0
 
 
 def show_tail(rank: int, log: Path) -> None:
-    """The end of a log that was not shown live."""
+    """Show the end of a log that was not shown live."""
     if log.exists():
         say(f"the last lines of rank {rank}, which failed first:")
         lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -228,7 +228,7 @@ class _Supervisor:
         return self._end()
 
     def _start_runner(self) -> subprocess.Popen:
-        """`deepspeed`, in a session of its own, with words that start a keeper for each rank."""
+        """Start `deepspeed`, in a session of its own, with words that start a keeper for each rank."""
         words, asked = self.words, list(self.words.runner)
         env = os.environ | self.environment
         if not words.runner_has("-q", "--quiet", "--log_level"):
@@ -287,7 +287,7 @@ class _Supervisor:
         self.events.register(link, selectors.EVENT_READ, self.ranks[-1])
 
     def _read_message(self, rank: _Rank) -> None:
-        """A keeper's line: its rank has begun, or has ended. Silence for ever: the keeper was killed."""
+        """Read what a keeper says: its rank has begun, or has ended. End of file: the keeper was killed."""
         try:
             text = rank.link.recv(4096)
         except OSError:
@@ -376,16 +376,14 @@ class _Supervisor:
             processes.remove_shared_buffers(self.port)
         code = self._code()
         first = self.failed_first
-        if first and first.rank != min(
-            (r.rank for r in self.ranks if r.rank >= 0), default=-1
-        ):  # that one was seen live
+        # that one was seen live
+        if first and first.rank != min((r.rank for r in self.ranks if r.rank >= 0), default=-1):
             show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
         if code and not self.words.asks_help and self.tell is None:
             say(f"exit code {code}; logs in {short(self.words.log_dir)}")
         for signum in rank_keeper.STOP_SIGNALS:
-            signal.signal(
-                signum, signal.SIG_IGN
-            )  # one that comes while Python leaves would replace the exit code
+            # one that comes while Python leaves would replace the exit code
+            signal.signal(signum, signal.SIG_IGN)
         return code
 
     def _code(self) -> int:

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from remat.config.options import ConfigError
-from remat.config.units import GB, GIB, format_size
+from remat.config.units import GB, GIB, MIB, format_size
 from remat.machine import ops
 from remat.machine.gpus import GPU_RATES
 from remat.machine.memory import host_memory
@@ -33,8 +33,8 @@ class Sizes:
     """Sizes of the measurements; `seconds` is how long each GPU measurement repeats."""
 
     adam_params: int = 50_000_000
-    copy_bytes: int = 1 << 30
-    file_bytes: int = 1 << 30
+    copy_bytes: int = GIB
+    file_bytes: int = GIB
     seconds: float = 0.5
 
 
@@ -166,7 +166,7 @@ def _nvme(found: Calibration, folder: Path, size: int, say: Callable[[str], None
         raise ConfigError(
             f"--nvme-path {folder} has {format_size(free)} free, {format_size(2 * size)} are needed: free some"
         )
-    handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
+    handle = AsyncIOBuilder().load(verbose=False).aio_handle(MIB, 8, False, True, 1)
     buffer = torch.ones(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     path = folder / f"remat-calibrate-{os.getpid()}.bin"
     how = f"DeepSpeed async_io, one file of {format_size(size)}"

@@ -62,13 +62,13 @@ def _gpu() -> Finding:
     )
 
 
-def _cuda(proc: Path = Path("/proc")) -> list[Finding]:
+def _cuda() -> list[Finding]:
     """Return findings on the driver and the toolkit that compiles ops; none on a machine without a GPU."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
     from torch.utils.cpp_extension import CUDA_HOME
 
-    driver = proc / "driver/nvidia/version"
+    driver = Path("/proc/driver/nvidia/version")
     version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
     return [
         Finding("driver", version.group(1) if version else "unknown"),

@@ -172,9 +172,9 @@ def machine(cfg: HardwareConfig) -> Machine:
     )
 
 
-def outside_torch_bytes(ranks: int, version: str | None = None) -> int:
-    """Return the bytes on each GPU of a run of `ranks` ranks, under this NCCL; None: the one that is installed."""
-    return CONTEXT_BYTES + nccl_bytes(ranks, version or nccl_version())
+def outside_torch_bytes(ranks: int) -> int:
+    """Return what a run of `ranks` ranks takes on each GPU outside torch's allocator: CUDA's context and NCCL."""
+    return CONTEXT_BYTES + nccl_bytes(ranks, nccl_version())
 
 
 def nccl_bytes(ranks: int, version: str) -> int:

@@ -13,9 +13,8 @@ import psutil
 from remat.config.units import GIB
 from remat.machine.memory import host_memory
 
-CONTEXT_BYTES = int(
-    0.6 * GIB
-)  # CUDA context and loaded kernels, outside torch's allocator; 0.3-0.6 GiB is usual
+# CUDA context and loaded kernels, outside torch's allocator; 0.3-0.6 GiB is usual
+CONTEXT_BYTES = int(0.6 * GIB)
 
 ALL_USERS = "4294967295"  # mapped to themselves: in the first user namespace
 CAP_IPC_LOCK = 14  # linux/capability.h: a process with this capability locks memory without limit

@@ -30,6 +30,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from remat.config.options import OptimName
+from remat.config.units import MIB
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -229,10 +230,10 @@ def _file_time(folder: Path) -> float:
         return time.time()
 
 
-def lock_holder(lock: Path, proc: Path = Path("/proc")) -> int | None:
+def lock_holder(lock: Path) -> int | None:
     """Return the id of a process that has `lock` open, as torch does while it builds; None when none is visible."""
     target = lock.resolve()
-    for link in proc.glob("[0-9]*/fd/*"):
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # closed meanwhile, or another user's
             if link.readlink() == target:
                 return int(link.parent.parent.name)
@@ -384,7 +385,7 @@ def try_op(name: str, folder: Path) -> str:
 def _try_async_io(folder: Path) -> str:
     import torch
 
-    handle = _builder("async_io").load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
+    handle = _builder("async_io").load(verbose=False).aio_handle(MIB, 8, False, True, 1)
     path = folder / f"remat-aio-{os.getpid()}.bin"
     data = torch.randint(0, 255, (4 << 20,), dtype=torch.uint8)
     back = torch.zeros_like(data)

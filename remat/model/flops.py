@@ -131,7 +131,7 @@ class ModelFlops:
 
     @property
     def model_flops_per_token(self) -> float:
-        """Forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B).
+        """Count forward and backward without recomputation: 6 N + 12 L h s (Chowdhery et al. 2022, appendix B).
 
         Of the 6, forward takes 2, the gradient of the input 2 and the gradient of the weight 2 (Kaplan et al. 2020,
         section 2.1). A frozen weight has no gradient, so its last 2 are left out. The first layer's frozen projections
@@ -143,7 +143,7 @@ class ModelFlops:
 
     @property
     def layers_forward_flops_per_token(self) -> float:
-        """One forward without the output layer: what recomputing all layers would add.
+        """Count one forward without the output layer: what recomputing all layers would add.
 
         How much of it a policy really recomputes is counted in a run's first step.
         """

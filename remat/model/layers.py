@@ -1,7 +1,7 @@
 """Find the decoder layers of a Hugging Face model, and the parts of a layer by what they do. Works on meta tensors.
 
-The layers are where every policy is applied. Parts have roles (attention, mlp, norm, q, down, ...), whatever a model
-calls them.
+Every policy is applied to these layers. Parts have roles (attention, mlp, norm, q, down, ...), whatever names a model
+has for them.
 """
 
 from __future__ import annotations

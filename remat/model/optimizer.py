@@ -236,13 +236,14 @@ def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cpu_vendor_at_once(cpuinfo_file: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
+def _cpu_vendor_at_once() -> Iterator[None]:
     """Answer DeepSpeedCPUAdam's question for the CPU vendor from /proc/cpuinfo.
 
     The vendor is all that it asks py-cpuinfo for, which takes a second per rank.
     """
     import cpuinfo
 
+    cpuinfo_file = Path("/proc/cpuinfo")
     lines = cpuinfo_file.read_text().splitlines() if cpuinfo_file.exists() else []
     vendors = [line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")]
     if not vendors:

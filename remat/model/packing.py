@@ -3,7 +3,7 @@
 transformers keeps packed documents apart by their position ids, which restart with each document. Without an attention
 mask it finds the restarts and makes attention block-diagonal (sdpa, eager, flex); flash's varlen kernel is told the
 documents' ends. A model that builds its masks in another way, or carries a state from token to token, would silently
-let them see each other. So a small copy of the model is tried: are the logits of a document the same after another
+let them see each other. So a small copy of the model is tested: are the logits of a document the same after another
 document, after a changed one, and alone?
 """
 

@@ -1,7 +1,7 @@
 """Plan a launch on rank 0 for the machine that is really there, before any weight is read.
 
-A run that cannot fit by its plan is refused. A model that cannot be planned goes on without a plan; the memory
-of its model states alone is still compared with the machine.
+A run whose plan does not fit is refused. A model that cannot be planned is trained without a plan; then the memory
+of its model states alone is compared with the machine.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LaunchPlan:
     """The plan of this launch; the same on every rank.
 
     `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
-    `command` is the `remat plan` command for this run on this machine. `strategy` is what is carried out: where tables
-    are chosen for a budget, with these.
+    `command` is the `remat plan` command for this run on this machine. `strategy` is what the run does; with
+    checkpointing=budget it has the tables that were chosen.
     """
 
     device: str  # cuda or cpu: where the model computes
@@ -125,7 +125,7 @@ def plan_launch(
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
-        lines = preflight.rows(needs, machine, _memory_rows(planned, needs, machine))
+        lines = preflight.compare(needs, machine, _memory_rows(planned, needs, machine))
         plan = LaunchPlan(world.device.type, planned, reason, items, command, strategy)
         loading = plan_loading(
             replace(cfg, hardware=_hardware(cfg.hardware, world)),
@@ -193,7 +193,7 @@ def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[
     if before := _chosen_before(cfg):
         overrides = json.loads(before.read_text())
         return overrides, f"{_told(overrides)}, as {before} has it", None
-    if reason := search.why_not(here):
+    if reason := search.explain_no_search(here):
         return None, f"{reason}. The settings of the recipe stay", None
     best, *others = search.choose(args, compose.from_command_line(list(args)).run, BEST_SHOWN, Recordings())
     tokens = [f"{found.planned.time.tokens_per_s or 0:,.0f} tokens/s planned" for found in (best, *others)]
@@ -238,7 +238,7 @@ def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | No
     """Return why this node cannot hold the model states and files of the run, or None. Makes no plan."""
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
     machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
-    text = preflight.refusal(preflight.rows(needs, machine, []))
+    text = preflight.describe_lack(preflight.compare(needs, machine, []))
     return None if text is None else f"{text}\n\n{preflight.LOWER_BOUND}"
 
 
@@ -250,7 +250,7 @@ def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[l
     needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
     machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     planned, reason = _planned(cfg, strategy, machine, world)
-    return preflight.rows(needs, machine, _memory_rows(planned, needs, machine)), reason
+    return preflight.compare(needs, machine, _memory_rows(planned, needs, machine)), reason
 
 
 def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
@@ -283,7 +283,7 @@ def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
 
 def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: World) -> Needs:
     facts = strategy.facts
-    return preflight.required(
+    return preflight.count_needs(
         items,
         num_params=strategy.num_saved_params,
         ds=strategy.ds,
@@ -382,7 +382,7 @@ def _refused_above(resource: Resource) -> int:
 
 
 def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
-    text = preflight.refusal(lines)
+    text = preflight.describe_lack(lines)
     if text is None:
         return None
     if plan.planned is None:
@@ -427,4 +427,4 @@ def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple
         for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
     ]
     note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
-    return found, preflight.table(lines) + note
+    return found, preflight.draw_table(lines) + note

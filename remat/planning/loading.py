@@ -1,4 +1,4 @@
-"""Plan how a run reads its weights: which rank reads how much, in what time, holding what meanwhile.
+"""Plan how a run reads its weights: which rank reads how much, in what time, and how much memory it needs for that.
 
 At ZeRO-3 ranks read their own slices, or their rows of each matrix where it is quantised (peft=qlora). Below it every
 rank reads the whole model, and ZeRO-1 and 2 then copy what is trained into one flat buffer.
@@ -14,7 +14,7 @@ from typing import Any
 
 from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
-from remat.config.units import format_size
+from remat.config.units import GB, format_size
 from remat.model import adapters, hf_model, own_slices
 from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
@@ -24,7 +24,6 @@ from remat.planning.preflight import flattens_on_gpu
 from remat.planning.step_time import RANGES
 from remat.planning.strategy import Strategy, plain_model
 
-GB = 1e9
 WHOLE_MODEL = "below ZeRO-3 every rank has the whole model"
 KNOWN_DISK_GBS = RANGES["nvme_read_gbs"][1]  # the fastest of the shipped machines
 ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
@@ -32,7 +31,7 @@ ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
 
 @dataclass(frozen=True)
 class Loading:
-    """How weights are read, and the least that takes. Bytes are of the rank that reads or holds the most.
+    """How weights are read, and what that takes at best. Bytes are of the rank that reads or holds the most.
 
     `because` says why `way` is not own_slices. `time_s` is for reading alone, from the disks of a node; None where
     their rate is not known. The peaks count beyond what a process holds before it loads, and up to where the engine has
@@ -75,9 +74,9 @@ class Loading:
 
 
 def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
-    """Return how the pretrained weights of a run are read; None where nothing is.
+    """Return how the pretrained weights of a run are read; None where none are.
 
-    Looks at the headers of the files where model.path is a folder; a plan needs no file to be there, or whole.
+    Reads the headers of the files where model.path is a folder. A plan is made also where files are missing or cut off.
     """
     if cfg.model.init is not ModelInit.pretrained:
         return None
@@ -122,8 +121,8 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
 def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading:
     """Return how every rank reads the whole model, and copies what is trained into the flat buffer of ZeRO-1 and 2.
 
-    That is done on the host where the GPU has no room for the buffer beside the model. A GPU's rank hands on one weight
-    after another, unless ranks share layers or have stages: those are cut out on the host.
+    The copy is made on the host where the GPU has no room for the buffer beside the model. A rank moves one weight
+    after another to its GPU, except where ranks share layers or have stages: then its part is cut out on the host.
     """
     skeleton = plain_model(cfg)
     layout, _ = _layout(cfg, decided, skeleton)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from remat.config import ds_config, ds_defaults
 from remat.config.options import OptimName, OptimStates
+from remat.config.units import MIB
 from remat.machine.allocator import TORCH_DEFAULT, Allocators
 from remat.model import optimizer_state
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, flat_bytes
@@ -31,7 +32,7 @@ WEIGHTS = (  # the names of items that are the model's weights
     "tables of 4-bit values",
     "tables of 8-bit values",
 )
-MIN_SWAPPED_BYTES = 1024**2  # runtime/swap_tensor/utils.py:14
+MIN_SWAPPED_BYTES = MIB  # runtime/swap_tensor/utils.py:14
 S12 = "runtime/zero/stage_1_and_2.py"
 S3 = "runtime/zero/stage3.py"
 PARTITION = "runtime/zero/partition_parameters.py"
@@ -162,7 +163,7 @@ class _Sizes:
 
     @property
     def on_host(self) -> str:
-        """The line of DeepSpeed's kernel on the host. Its Lion has a second moment too, which it never reads."""
+        """Return the line of DeepSpeed's kernel on the host. Its Lion has a second moment, which it never reads."""
         return CPU_LION if self.optimizer is OptimName.lion else CPU_ADAM
 
     def item(self, name: str, place: Place, size: int, source: str) -> Item:
@@ -290,9 +291,8 @@ def _gradients_1_2(s: _Sizes) -> list[Item]:
     offloaded, separate = s.optimizer_device is not None, s.grad_width > s.width
     bucket_width, full = s.width, s.gas > 1
     items: list[Item] = []
-    if (
-        s.stage == 1 and separate and s.dtype == "bf16" and not offloaded
-    ):  # DeepSpeed's BF16_Optimizer: no bucket
+    # DeepSpeed's BF16_Optimizer: no bucket
+    if s.stage == 1 and separate and s.dtype == "bf16" and not offloaded:
         return [
             s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
             s.item("accumulated gradients", "gpu", s.grad_width * s.params, "runtime/bf16_optimizer.py:191"),

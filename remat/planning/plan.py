@@ -67,7 +67,7 @@ CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/mode
 
 
 class Verdict(StrEnum):
-    """Whether a run fits: surely, only if the terms that a plan cannot know turn out small, or not at all."""
+    """Whether a run fits: surely, perhaps (if the terms that a plan cannot know turn out small), or not."""
 
     fits = "fits"
     tight = "tight"
@@ -78,7 +78,7 @@ class Verdict(StrEnum):
 class Resource:
     """A limited resource of a machine: bytes needed and bytes found (None if unknown).
 
-    `needed_bytes` has every term at its largest. `least_bytes` is what the run cannot do without; None: as much.
+    `needed_bytes` has every term at its largest. `least_bytes` has every term at its smallest; None: the same.
     """
 
     name: str
@@ -411,9 +411,8 @@ def _record_layers(
     owners = Owners.of(net, marked)
     made = None
     if cfg.compile is Compilation.layers:
-        made = (
-            compiled.CompiledLayers()
-        )  # which runs layers as they are where operations are looked at, as here
+        # which runs layers as they are where operations are looked at, as here
+        made = compiled.CompiledLayers()
         compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
         given = undo.enter_context(sequence_parallel.planned(cfg.train, cfg.model, decided.packed, net))

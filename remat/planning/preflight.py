@@ -13,14 +13,14 @@ from typing import Any
 
 from remat.config import ds_config, ds_defaults
 from remat.config.options import ModelConfig, ModelInit, RunConfig, SaveConfig
-from remat.config.units import GIB
+from remat.config.units import GIB, MIB
 from remat.machine.gpus import outside_torch_bytes
 from remat.machine.node import Disk, Machine
 from remat.planning.model_states import WEIGHTS, Item
 from remat.saving import disk_space
 
 REHEARSED_FROM = 1e9  # parameters: a failed save of so large a model would be found late and cost hours
-SHM_PER_RANK = 32 * 1024**2  # a rule of thumb, not measured
+SHM_PER_RANK = 32 * MIB  # a rule of thumb, not measured
 LOWER_BOUND = (
     "This is a lower bound: model states and saved files. Activations, gathered weights and workspaces come on "
     "top of it."
@@ -111,7 +111,7 @@ def too_few_gpus(*, needed: int, found: int) -> str | None:
     )
 
 
-def required(
+def count_needs(
     items: Sequence[Item],
     *,
     num_params: int,
@@ -203,7 +203,7 @@ def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
     return 2 * num_params
 
 
-def rows(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
+def compare(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
     """Return needed against found for each resource the run uses.
 
     `memory` are the rows of a plan. Without them the model states are compared.
@@ -275,16 +275,16 @@ def problems(lines: Sequence[Row]) -> list[str]:
     ]
 
 
-def refusal(lines: Sequence[Row]) -> str | None:
+def describe_lack(lines: Sequence[Row]) -> str | None:
     """Return the whole table and every problem when anything is too small; else None."""
     found = problems(lines)
     if not found:
         return None
     text = "\n".join(f"- {line}" for line in found)
-    return f"this machine cannot hold the run\n\n{table(lines)}\n\n{text}"
+    return f"this machine cannot hold the run\n\n{draw_table(lines)}\n\n{text}"
 
 
-def table(lines: Sequence[Row]) -> str:
+def draw_table(lines: Sequence[Row]) -> str:
     """Return the rows in aligned columns, in GiB."""
     width = max(len(row.name) for row in lines)
     head = f"{'GiB':<{width}}  {'needed':>10}  {'found':>10}"

@@ -59,11 +59,11 @@ AFTER = (
 
 @dataclass(frozen=True)
 class LinkRoom:
-    """What activations may take of the link to the host, beside all that ZeRO moves.
+    """How much activations may use the link to the host, beside all that ZeRO moves over it.
 
-    `free_bytes` of a micro-batch leave and return while it computes, without any recomputation. `s_per_byte` is what
-    each byte beyond costs. `forward_s` is the micro-batch's forward. A rate of compute that is not known makes
-    `free_bytes` less than it is.
+    `free_bytes` can leave and return while a micro-batch computes, recomputation not counted. Each byte more costs
+    `s_per_byte`. `forward_s` is the time of the micro-batch's forward. Where a rate of compute is not known,
+    `free_bytes` is underestimated.
     """
 
     free_bytes: int
@@ -292,7 +292,8 @@ def price(op: OpCost, machine: Machine, *, on_gpu: bool) -> float:
 def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tuple[float, float]]:
     """Return, for forward and for backward of a micro-batch, the seconds of arithmetic, and of traffic and launches.
 
-    An operation is of the kind that bounds it; its launch is always of the second. Rates are those of `price`.
+    An operation counts for the kind that bounds it; its launch always counts for the second. Rates are those of
+    `price`.
     """
     found = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     no_arithmetic = replace(machine, matmul_tflops=math.inf, attention_tflops=math.inf)
@@ -317,7 +318,7 @@ class _Ring:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends, and what each node sends where there are several."""
+        """Return what each rank sends, and what each node sends where there are several."""
         return self.size_bytes * (self.ranks - 1) / self.ranks
 
 
@@ -339,9 +340,8 @@ class _Terms:
         self.precision = precision
         self.width = 4 if precision is Precision.fp32 else 2
         self.ranks = zero.world_size
-        self.sharing = (
-            zero.tensor_ranks
-        )  # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        self.sharing = zero.tensor_ranks
         self.ranks_per_node = min(machine.gpus_per_node, self.ranks * self.sharing)
         self.per_node = max(1, self.ranks_per_node // self.sharing)
         self.nodes = math.ceil(self.ranks * self.sharing / self.ranks_per_node)
@@ -381,9 +381,8 @@ class _Terms:
             return _Collectives((_Ring(gathered_bytes + gradients, self.ranks),))
         if self.zero.stage == 2:
             return _Collectives((_Ring(gradients, self.ranks),), _Ring(gradients, self.ranks))
-        return _Collectives(
-            (), _Ring(2 * gradients, self.ranks)
-        )  # an all-reduce is a reduce-scatter and an all-gather
+        # an all-reduce is a reduce-scatter and an all-gather
+        return _Collectives((), _Ring(2 * gradients, self.ranks))
 
     def traffic(self, collectives: _Collectives, accumulation: int, summed_bytes: int) -> dict[str, int]:
         """Return the bytes of a step through the link of each GPU and the network of each node, where there are any."""
@@ -435,9 +434,9 @@ class _Terms:
         return weights, self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
 
     def link_room(self, gathered_bytes: int, early: float, forward: float, backward: float) -> LinkRoom | None:
-        """Return the most that `copies` finds time for at no cost: as long as forward and backward take anyway.
+        """Return how much can be copied at no cost while forward and backward compute.
 
-        They leave in forward, against the direction of the weights, and return in backward, after those.
+        Activations leave in forward, against the direction of the weights, and return in backward, after the weights.
         """
         if self.machine.pcie_d2h_gbs is None or self.machine.pcie_h2d_gbs is None:
             return None

@@ -1,4 +1,4 @@
-"""Resolve a run before any weight is read: its size, its DeepSpeed config, and what becomes of each layer."""
+"""Resolve a run before any weight is read: its size, its DeepSpeed config, and what each layer keeps or recomputes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Strategy:
 
     @property
     def warnings(self) -> list[str]:
-        """What a person must know before the run, and need not change."""
+        """Return what a person must know before the run, and need not change."""
         states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
         return [text for text in (self.length_warning, self.head_warning, states) if text]
 
@@ -104,11 +104,11 @@ class Strategy:
         return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
 
     def flat_bytes(self, width: int) -> int:
-        """Return the buffer of ZeRO-1 and 2 that what a rank trains is copied into, at `width` bytes a parameter."""
+        """Return the bytes of the buffer into which ZeRO-1 and 2 copy a rank's trained weights, `width` of each."""
         return width * self.held.num_trainable_params * (self.zero_stage in (1, 2))
 
     def of_stage(self, stage: int) -> Strategy:
-        """Return the strategy of the ranks of one stage, which holds its layers alone."""
+        """Return the strategy of the ranks of one stage, which hold only its layers."""
         own = self.decisions_of(stage)
         return replace(self, decisions=own, held=self.facts_of_stages[stage], stage=stage)
 
@@ -300,7 +300,7 @@ class Shortened:
 
 
 def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> Shortened | None:
-    """Return the layers of the model of `cfg` that do what all its layers do; None where no few do.
+    """Return a few layers of the model of `cfg` that stand for all of them; None where no few do.
 
     `reach` is how far layers may act on their neighbours, see planning/simulation/repeat.py.
 
@@ -345,22 +345,22 @@ class _Shape:
 
     @functools.cached_property
     def plain(self) -> Any:
-        """The model as its library makes it."""
+        """Return the model as its library makes it."""
         return hf_model.skeleton(self.config, self.cfg.model)
 
     @functools.cached_property
     def adapted(self) -> Any:
-        """The model with the run's adapters in it."""
+        """Return the model with the run's adapters in it."""
         return self._adapted_and_facts[0]
 
     @functools.cached_property
     def facts(self) -> hf_model.ModelFacts:
-        """The sizes of the model, adapters included."""
+        """Return the sizes of the model, adapters included."""
         return self._adapted_and_facts[1]
 
     @functools.cached_property
     def likes(self) -> list[str]:
-        """What each layer consists of, in words that layers share that differ in their number alone."""
+        """Return what each layer consists of, in words that layers share that differ in their number alone."""
         try:
             return [
                 _consists_of(layer, number) for number, layer in enumerate(layers.decoder_layers(self.adapted))

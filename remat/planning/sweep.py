@@ -42,7 +42,7 @@ class Point:
 
     @property
     def may_run(self) -> bool:
-        """Whether it fits or is tight."""
+        """Return whether it fits or is tight."""
         return self.planned is not None and self.planned.plan.verdict is not plan.Verdict.too_large
 
 

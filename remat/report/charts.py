@@ -208,12 +208,12 @@ def _legend(axes: Axes) -> None:
         )
 
 
-def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str, style: str = "-") -> None:
+def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str) -> None:
     """Draw a line; mark each row where there are few."""
     steps, values = series(rows, name)
     if values:
         marker = "o" if len(values) <= 25 else ""
-        axes.plot(steps, values, style, color=color, label=label, marker=marker, markersize=3.5)
+        axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3.5)
 
 
 def _band(axes: Axes, rows: Rows, name: str, color: str) -> None:

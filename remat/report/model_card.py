@@ -70,7 +70,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _is_hub_name(path: Any) -> bool:
-    """Whether `path` reads as NAME or OWNER/NAME and is no folder here."""
+    """Return whether `path` reads as NAME or OWNER/NAME and is no folder here."""
     text = str(path or "")
     return (
         bool(text) and not text.startswith((".", "/", "~")) and text.count("/") < 2 and not Path(text).exists()

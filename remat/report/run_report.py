@@ -41,6 +41,7 @@ from remat.config.metrics import (
 )
 from remat.config.options import ConfigError
 from remat.config.redact import redact
+from remat.config.units import GIB
 from remat.report.charts import DARK, LIGHT, PHASES, SNAPSHOT_ALT, Rows, charts, draw_snapshots, series
 from remat.report.page import Page, Picture, Table, render
 from remat.report.run_dir import retreats
@@ -471,7 +472,7 @@ def _saved_table(run_dir: Path) -> Table:
     cells = []
     for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
         files = [path for path in manifest.parent.rglob("*") if path.is_file()]
-        size_gib = sum(path.stat().st_size for path in files) / 1024**3
+        size_gib = sum(path.stat().st_size for path in files) / GIB
         ranks = read_record(manifest).get("world_size", "")
         cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)

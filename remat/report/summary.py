@@ -30,22 +30,23 @@ class Described(Protocol):
     folder: Path
     splits: Splits
     padding_share: float
-    resumed: dict[str, Any] | None
     loaded: list[hf_model.Loaded]
 
+    @property
+    def resumed_step(self) -> int | None: ...
 
-def rows(run: Described) -> dict[str, str]:
+
+def describe(run: Described) -> dict[str, str]:
     """Return labels and values, in reading order."""
     cfg, train = run.cfg, run.cfg.train
     decided, splits = run.strategy, run.splits
     facts, ds = decided.facts, decided.ds
     accumulation = ds["gradient_accumulation_steps"]
     steps = train.steps or 0
-    counts = splits.report["train"]
     streamed = splits.train.epoch_length == 0
     epochs = 0.0 if streamed else steps * train.global_batch_size / splits.train.epoch_length
     count = "streamed," if streamed else f"{splits.train.epoch_length}"
-    seen = steps * train.global_batch_size * counts["tokens"] / counts["blocks"]
+    seen = steps * train.global_batch_size * splits.tokens_per_block
     held_out = f", {len(splits.held_out)} held out" if splits.held_out else ""
     notes = f"; {text}" if (text := cache.summary(splits.report)) else ""
     found = {
@@ -89,8 +90,8 @@ def rows(run: Described) -> dict[str, str]:
         found["rehearsal"] = "a save, an export and their reload after the first step (save.rehearse)"
     if run.loaded:
         found["weights"] = hf_model.describe_loaded(run.loaded)
-    if run.resumed is not None:
-        found["resumed"] = f"at step {run.resumed['step']}"
+    if run.resumed_step is not None:
+        found["resumed"] = f"at step {run.resumed_step}"
     return found
 
 

@@ -80,7 +80,7 @@ class Tracker:
 
     @property
     def wandb_run_id(self) -> str | None:
-        """The W&B run to continue after a resume; None when W&B is disabled or on ranks other than 0."""
+        """Return the W&B run to continue after a resume; None when W&B is disabled or on ranks other than 0."""
         return self._wandb.run_id if self._wandb else None
 
     def begin(self) -> None:

@@ -2,8 +2,8 @@
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
 moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
-separate master: 12.0. 16-bit states take half of it (optim.states). Another optimizer's state is counted in its
-tensors.
+separate master: 12.0. 16-bit states take half of it (optim.states). For another optimizer the
+bytes of its tensors are counted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 from remat.config import ds_config
 from remat.config.options import OptimStates
+from remat.config.units import GIB, MIB
 from remat.model import optimizer
 from remat.saving import manifest, shares
 from remat.saving.manifest import SaveError
 
 MASTER = {OptimStates.fp32: 4, OptimStates.bf16_master: 2, OptimStates.bf16: 2}
 MOMENTS = {OptimStates.fp32: 8, OptimStates.bf16_master: 8, OptimStates.bf16: 4}
-PROBE_BYTES = 1024**2
+PROBE_BYTES = MIB
 
 
 def bytes_per_parameter(*, zero_stage: int, half: bool, states: OptimStates) -> int:
@@ -72,7 +73,7 @@ def refuse_too_little(folder: Path, needed: int) -> None:
         )
 
 
-def cause(error: Exception, folder: Path) -> Exception:
+def find_cause(error: Exception, folder: Path) -> Exception:
     """Return the disk's own error if a small write to it fails, else `error`.
 
     On a full disk torch only says "unexpected pos 640 vs 598".
@@ -91,4 +92,4 @@ def cause(error: Exception, folder: Path) -> Exception:
 
 
 def describe_size(size: int) -> str:
-    return f"{size / 1024**3:.2f} GiB ({size:,} bytes)"
+    return f"{size / GIB:.2f} GiB ({size:,} bytes)"

@@ -83,9 +83,9 @@ def resolve_resume(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Progress = lambda done, total: None,
 ) -> ResumePoint | None:
-    """Find what `resume` names, the newest complete state. Collective, before the model exists.
+    """Decide a resume: find the newest complete state that `resume` names. Collective, before the model exists.
 
-    None for "none", and for "auto_or_start" where nothing was saved yet.
+    Returns None for "none", and for "auto_or_start" where nothing was saved yet.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first. A path
     names a run, its `saved` folder or one state. `own` is called for each run before its states are read: until then
@@ -174,8 +174,8 @@ def refuse_code(state: SavedState) -> None:
         raise safe_load.UnsafeFile(f"resume: {problems[0]}")
 
 
-def load(engine: Any, state: SavedState) -> dict[str, Any]:
-    """Load `state` into a freshly built engine, random states last; return the client state. Collective.
+def load(engine: Any, state: SavedState) -> None:
+    """Load `state` into a freshly built engine, random states last. Collective.
 
     Raises ConfigError when the parameters or frozen weights are not those of the saved run, or a file is not data
     alone. Raises SaveError when DeepSpeed loads nothing.
@@ -199,7 +199,8 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
             "the optimizer's groups and zero_optimization (sub_group_size, round_robin_gradients) must be as saved"
         )
     if not same_ranks:
-        return reshard.load(engine, state)
+        reshard.load(engine, state)
+        return
     own = safe_load.load(rng_file(state.path))
     if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
         raise ConfigError(
@@ -219,7 +220,6 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
     rng.put(own["rng"])
     distributed.barrier()
-    return state.client_state
 
 
 def _run_dir(place: Path) -> Path:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from remat.config.options import ConfigError
+from remat.config.units import MIB
 from remat.machine import distributed
 from remat.machine.start_up import available_cores
 
@@ -40,10 +41,9 @@ FORMAT = 1
 OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
 MAX_THREADS = 8  # threads that hash
-READ_BYTES = 8 * 1024**2
-PIECE_BYTES = (
-    256 * 1024**2
-)  # of a larger file the pieces are hashed at the same time: a rank has few large files
+READ_BYTES = 8 * MIB
+# of a larger file the pieces are hashed at the same time: a rank has few large files
+PIECE_BYTES = 256 * MIB
 
 
 class SaveError(RuntimeError):
@@ -77,9 +77,8 @@ class Manifest:
     optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
     states: str = "fp32"  # number format of that state, a value of optim.states
     tensor_parallel_size: int = 1  # consecutive ranks that shared the layers
-    cuts: dict[str, int] = field(
-        default_factory=dict
-    )  # weight that they shared -> dimension along which it is cut
+    # weight that they shared -> dimension along which it is cut
+    cuts: dict[str, int] = field(default_factory=dict)
     pipeline_parallel_size: int = 1  # stages, each of consecutive ranks, that the layers were divided into
 
     @property
@@ -176,9 +175,8 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
         name: rank_of(name, shared_by, per_stage) if parts == info.world_size else None for name in info.files
     }
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
-    for name in sorted(
-        largest_first, key=lambda name: own[name] is None
-    ):  # owned ones first; sorting is stable
+    # owned ones first; sorting is stable
+    for name in sorted(largest_first, key=lambda name: own[name] is None):
         rank = own[name]
         if rank is None or rank >= parts:
             rank = load.index(min(load))
@@ -345,7 +343,7 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def agree(error: Exception | None, what: str) -> None:
+def raise_together(error: Exception | None, what: str) -> None:
     """Raise SaveError on every rank when any rank passes an `error`. Collective."""
     texts = distributed.gather(None if error is None else _text(error))
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
@@ -353,7 +351,7 @@ def agree(error: Exception | None, what: str) -> None:
         raise SaveError(f"{what} failed on {'; '.join(failed)}") from error
 
 
-def on_main(action: Callable[[], T], what: str) -> T:
+def run_on_main(action: Callable[[], T], what: str) -> T:
     """Run `action` on rank 0, and return its result on every rank. Collective.
 
     When it fails, every rank raises: a ConfigError as it is, anything else as SaveError.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remat.config.options import ConfigError, OptimStates, Reshard
+from remat.config.units import MIB
 from remat.machine import distributed, rng
 from remat.saving import disk_space, frozen, manifest, safe_load, shares, state_files
 from remat.saving.manifest import ENGINE, TMP, SavedState, SaveError
@@ -25,7 +26,7 @@ from remat.saving.state_files import MASTER, MOMENTS, MOMENTS_OF, SavedWeights
 
 UNIVERSAL = f"{TMP}universal"
 BYTES_PER_PARAMETER = 12  # master and two moments, written in fp32 whatever they were saved in
-SMALL_BYTES = 1024**2 + 4096 * 8  # files other than tensors, and a folder's own block
+SMALL_BYTES = MIB + 4096 * 8  # files other than tensors, and a folder's own block
 SHARDED = (
     "fp32_flat_groups",
     "single_partition_of_fp32_groups",
@@ -41,7 +42,7 @@ def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int =
     return saved == (world_size, shared_by, stages)
 
 
-def refusals(
+def find_refusals(
     state: SavedState,
     wanted: Reshard,
     *,
@@ -50,9 +51,9 @@ def refusals(
     stages: int = 1,
     rendered: Mapping[str, Any],
 ) -> list[str]:
-    """Return why `world_size` ranks, `shared_by` of which share layers, in `stages` cannot resume from `state`.
+    """Return why `world_size` ranks cannot resume from `state`; an empty list when they can.
 
-    Judged by its manifest and DeepSpeed's config. The list is empty when they can.
+    `shared_by` of them share layers, and they form `stages`. Judged by its manifest and DeepSpeed's config.
     """
     info = state.info
     if same_ranks(state, world_size, shared_by, stages):
@@ -97,17 +98,16 @@ def refusals(
     return found
 
 
-def room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
+def measure_room(state: SavedState, world_size: int, shared_by: int = 1) -> tuple[int, int]:
     """Return (bytes needed, bytes free) on the disk to reshard for `world_size` ranks. Collective; reads no weight.
 
-    `shared_by` of them share layers.
-
-    What a killed launch left is removed first. Raises ConfigError when the state cannot be resharded for so many ranks.
+    `shared_by` of them share layers. What a killed launch left is removed first. Raises ConfigError when the state
+    cannot be resharded for so many ranks.
     """
-    return manifest.on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
+    return manifest.run_on_main(lambda: _room(state, world_size, shared_by), f"looking at {state.path}")
 
 
-def load(engine: Any, state: SavedState) -> dict[str, Any]:
+def load(engine: Any, state: SavedState) -> None:
     """Load `state` as `load.load` does, for another world size. Collective.
 
     Random states are new, so dropout differs from that of the saved run.
@@ -117,13 +117,13 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
     folder = state.path.parent / UNIVERSAL
     what = f"resharding {state.path} for {size} ranks in {folder}"
     frozen_now = frozen.fingerprint_of_first(engine.module, state.info)
-    manifest.on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
+    manifest.run_on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
     try:
         if state.info.zero_stage == 0:
             loaded = _load_engine(engine, state.path, state.info.frozen_excluded)
         else:
-            manifest.on_main(lambda: manifest.remove(folder), what)
-            manifest.agree(convert(state, folder / ENGINE), what)
+            manifest.run_on_main(lambda: manifest.remove(folder), what)
+            manifest.raise_together(convert(state, folder / ENGINE), what)
             with _universal(engine):
                 loaded = _load_engine(engine, folder, state.info.frozen_excluded)
             _restore(engine, state)
@@ -134,7 +134,6 @@ def load(engine: Any, state: SavedState) -> dict[str, Any]:
         if rank == 0:
             manifest.remove(folder)
     rng.start_anew(own["rng"], step=state.step, rank=rank // shares.group_size(engine))
-    return state.client_state
 
 
 def _room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]:
@@ -200,7 +199,7 @@ def convert(state: SavedState, target: Path) -> Exception | None:
         if rank == 0:
             _write_rest(source, target, stage, step)
     except Exception as error:
-        return disk_space.cause(error, target.parent.parent)
+        return disk_space.find_cause(error, target.parent.parent)
     return None
 
 

@@ -88,7 +88,7 @@ class PendingSave:
 
     @property
     def flushed(self) -> bool:
-        """Whether this rank's thread is done, with or without an error; `complete` then waits for other ranks only."""
+        """Return whether this rank's thread is done, even with an error; `complete` then waits for other ranks only."""
         return self._thread is None or not self._thread.is_alive()
 
     def complete(self) -> SaveResult:
@@ -105,9 +105,9 @@ class PendingSave:
         try:
             if self._files is None and self._error is None:
                 self._error = SaveError("the thread that flushes and hashes ended without a result")
-            manifest.agree(self._error, self._what)
+            manifest.raise_together(self._error, self._what)
             every = {name: entry for part in distributed.gather(self._files) for name, entry in part.items()}
-            size = manifest.on_main(lambda: self._publish(every), self._what)
+            size = manifest.run_on_main(lambda: self._publish(every), self._what)
         except SaveError:
             if is_main:
                 manifest.remove(self._tmp)
@@ -129,7 +129,7 @@ class PendingSave:
             own = [name for name in names if (manifest.rank_of(name, *places) or 0) == rank]
             self._files = manifest.describe(self._tmp, own)
         except Exception as error:
-            self._error = disk_space.cause(error, self._tmp)
+            self._error = disk_space.find_cause(error, self._tmp)
 
     def _publish(self, files: dict[str, manifest.FileEntry]) -> int:
         unseen = [name for name in files if not (self._tmp / name).exists()]
@@ -182,10 +182,10 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
     final = run_dir / SAVED / f"{STEP}{step:06d}"
     tmp = final.with_name(manifest.TMP + final.name)
     what, needed = f"saving {final}", disk_space.needed_bytes(engine)
-    free = manifest.on_main(lambda: _prepare(tmp, needed), what)
+    free = manifest.run_on_main(lambda: _prepare(tmp, needed), what)
     what += f" ({disk_space.describe_size(needed)} needed, {disk_space.describe_size(free)} free at its start)"
     try:
-        manifest.agree(_write_engine(engine, tmp), what)
+        manifest.raise_together(_write_engine(engine, tmp), what)
     except SaveError:
         if manifest.place()[0] == 0:
             manifest.remove(tmp)
@@ -215,7 +215,7 @@ def _write_engine(engine: Any, tmp: Path) -> Exception | None:
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
         distributed.barrier()
-        return disk_space.cause(error, tmp)
+        return disk_space.find_cause(error, tmp)
     return None
 
 
@@ -224,7 +224,7 @@ def _write_rng(module: nn.Module, tmp: Path) -> Exception | None:
     try:
         torch.save({"rng": rng.get(), "frozen": frozen.fingerprint(module)}, rng_file(tmp))
     except Exception as error:
-        return disk_space.cause(error, tmp)
+        return disk_space.find_cause(error, tmp)
     return None
 
 
@@ -259,7 +259,7 @@ def engine_precision(engine: Any) -> Precision:
 def engine_layout(engine: Any) -> str:
     """Return a digest of the optimizer's groups: DeepSpeed restores flat buffers by position and checks no names.
 
-    Of all stages, where there are several: collective then.
+    The digest covers all stages; with several stages the call is collective.
     """
     if engine.zero_optimization_stage() == 0:
         groups = [[["", list(p.shape)] for p in group["params"]] for group in engine.optimizer.param_groups]

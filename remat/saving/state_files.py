@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat.config.units import MIB
 from remat.model.optimizer import WRAPPED
 from remat.saving import safe_load, shares
 from remat.saving.manifest import SaveError
 
 T = TypeVar("T")
-WINDOW_BYTES = 512 * 1024**2  # after so many bytes the files are mapped anew, which frees the pages read so far
+WINDOW_BYTES = 512 * MIB  # after so many bytes the files are mapped anew, which frees the pages read so far
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")  # DeepSpeed's and torch's names
 MOMENTS_OF = {  # of the optimizers whose state is one number per weight, cut as DeepSpeed cuts weights
     "adamw": MOMENTS,
@@ -66,7 +67,7 @@ class SavedWeights:
 
     @property
     def group_numels(self) -> list[int]:
-        """How many numbers each group of the optimizer has, below stage 3; one figure for all groups at stage 3."""
+        """Return how many numbers each group of the optimizer has, below stage 3; at stage 3 their sum."""
         trained = self.trained
         return [sum(trained[name].numel() for name in group) for group in self._shares[0].groups]
 
@@ -122,7 +123,7 @@ class SavedShare:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names in each group of the optimizer, below stage 3; all in one at stage 3."""
+        """Return the names in each group of the optimizer, below stage 3; all in one at stage 3."""
         found: dict[int, list[str]] = {}
         for name, (index, _, _) in self._places.items():
             found.setdefault(index, []).append(name)

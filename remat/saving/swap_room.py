@@ -1,8 +1,8 @@
-"""Room on the disk for swap files: what killed launches left counts as free, and each file gets its bytes beforehand.
+"""Make sure that the disk has room for swap files. What killed launches left counts as free; files are allocated first.
 
-DeepSpeed (0.19) does not look at the result of a write: on a full disk a file would be cut short in silence, and the
-process aborted where it is read. So each file is allocated whole before it is written first. Writing it again needs no
-more room, unless the file system copies on write.
+DeepSpeed (0.19) does not look at the result of a write: on a full disk a file would be cut off without an error, and
+the process would be aborted when it reads it. So each file is allocated whole before it is written first. Writing it
+again needs no more room, unless the file system copies on write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def too_little(folder: Path, needed_bytes: int) -> str | None:
+def describe_lack(folder: Path, needed_bytes: int) -> str | None:
     """Return why the disk of `folder` cannot take `needed_bytes` more, None if it can."""
     free = shutil.disk_usage(folder).free
     if needed_bytes <= free:

@@ -66,7 +66,7 @@ from remat.saving.exports import export, hf_files
 from remat.saving.manifest import FILE, SAVED, STEP, SavedState
 from remat.training import lost_peer, out_of_memory, profiling, same_launch
 from remat.training.profiling import Snapshots
-from remat.training.run import Run, record_folder
+from remat.training.run import Run, RunState
 from remat.training.stopping import StopVote
 from remat.training.throughput import FORMULAS, PhaseTimer, Window
 from remat.training.watchdog import Watchdog
@@ -92,7 +92,7 @@ def find_resume_point(
     )
     if found is not None:
         shared_by = cfg.train.tensor_parallel_size
-        also = reshard.refusals(
+        also = reshard.find_refusals(
             found.state,
             cfg.reshard,
             world_size=world.size,
@@ -133,14 +133,14 @@ def _check_shared(cfg: RunConfig) -> None:
         shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
 
 
-def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatches, resume: str) -> None:
+def check_same_data(saved: RunState, splits: Splits, batches: GlobalBatches, resume: str) -> None:
     """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
     now = splits.key
-    found = check_same_order(saved["data"], batches)
-    if saved["data_key"] != now:
+    found = check_same_order(saved.data, batches)
+    if saved.data_key != now:
         found.append(
             "the data, its packing, the tokenizer or train.seq_len changed "
-            f"(now {now[:12]}, was {saved['data_key'][:12]})"
+            f"(now {now[:12]}, was {saved.data_key[:12]})"
         )
     if found:
         raise ConfigError(
@@ -149,9 +149,18 @@ def check_same_data(saved: dict[str, Any], splits: Splits, batches: GlobalBatche
         )
 
 
+def _tell_changes(
+    state: SavedState, asked: RunConfig, cfg: RunConfig, splits: Splits, world: World, console: Console
+) -> None:
+    """Say what this launch asks for that the saved run did not."""
+    if world.is_main:
+        for line in same_launch.describe_changes(state, asked, cfg, splits.train.epoch_length):
+            console.note(line)
+
+
 def _check_reshard(state: SavedState, world: World, console: Console) -> None:
     """Raise DoesNotFit if the disk has no room for the resharded copy; else say that it will be made."""
-    needed, free = reshard.room(state, world.size, world.tensor_parallel_size)
+    needed, free = reshard.measure_room(state, world.size, world.tensor_parallel_size)
     place, ranks = state.path.parent, f"{state.info.world_size} ranks for {world.size}"
     size = disk_space.describe_size(needed)
     if needed > free:
@@ -185,7 +194,8 @@ def _swap_folder(
 ) -> Path | None:
     """Return this node's new folder of swap files, None without NVMe; `undo` removes it. Collective.
 
-    Raises DoesNotFit on every rank when a node's disk has no room; what killed launches of the run left is gone by now.
+    Raises DoesNotFit on every rank when a node's disk has no room. What killed launches of the run left is deleted
+    before.
     """
     folder = nvme.own_folder(strategy.ds, run_dir, world)
     if folder is None:
@@ -194,7 +204,7 @@ def _swap_folder(
     if world.local_rank == 0:
         left_behind.name(folder)
     needed = sum(item.bytes_per_node for item in plan.states if item.place == "nvme")
-    problem = None if force or world.local_rank else swap_room.too_little(folder, needed)
+    problem = None if force or world.local_rank else swap_room.describe_lack(folder, needed)
     if found := [text for text in distributed.gather(problem) if text]:
         raise DoesNotFit("\n".join(found))
     ops.ensure("async_io", say)
@@ -205,7 +215,7 @@ def _swap_folder(
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Build everything up to the first step. Collective.
 
-    `words` are those that asked for the run, for advice to repeat. Raises ConfigError (exit 2) or DoesNotFit
+    `words` are the command line that asked for the run; advice repeats it. Raises ConfigError (exit 2) or DoesNotFit
     (exit 3) before any weight is read, OutOfMemory after that.
     """
     console = Console(is_main=distributed.rank_from_env() == 0)
@@ -260,16 +270,12 @@ def _build(
     cfg = with_steps(cfg, splits.train.epoch_length)
     if lost := cache.loss_of_tokens(splits.report):
         console.warning(lost)
-    batches = _batches(cfg, splits.train, world, point)
+    saved = None if point is None else RunState.read(point.state.client_state)
+    batches = _batches(cfg, splits.train, world, saved)
     padding_share = batches.padding_share()
-    if point is not None:
-        check_same_data(point.state.client_state, splits, batches, cfg.resume)
-        for line in (
-            same_launch.describe_changes(point.state, asked.run, cfg, splits.train.epoch_length)
-            if world.is_main
-            else ()
-        ):
-            console.note(line)
+    if point is not None and saved is not None:
+        check_same_data(saved, splits, batches, cfg.resume)
+        _tell_changes(point.state, asked.run, cfg, splits, world, console)
     folder = _run_folder(cfg, point, watchdog, ownership)
     swap_folder = _swap_folder(folder, strategy, plan, world, undo, force=cfg.force, say=console.note)
     with out_of_memory.named("build", plan := _in_folder(cfg, plan, folder, world)):
@@ -278,14 +284,11 @@ def _build(
             group=group, sequence_group=sequence_group, resuming=point is not None,
         )  # fmt: skip
     watchdog.enter("load")
-    with out_of_memory.named("load", plan):
-        resumed = load.load(engine, point.state) if point else None
+    if point is not None:
+        with out_of_memory.named("load", plan):
+            load.load(engine, point.state)
     watchdog.enter("build")
     optim.set_options(engine.optimizer, cfg.optim)
-    if world.is_main:
-        _write_records(folder, record_folder(folder, resumed), asked.yaml, strategy.ds, world, plan, chosen)
-        _write_data(record_folder(folder, resumed), cfg, strategy, splits, padding_share)
-        _write_config_and_tokenizer(folder, hf_config, tokenizer, hf_model.model_of(engine.module))
     snapshots.take("engine")
     run = Run(
         cfg=cfg,
@@ -301,19 +304,21 @@ def _build(
         splits=splits,
         padding_share=padding_share,
         applied=applied,
-        tracker=_tracker(cfg, folder, world, console, resumed),
+        tracker=_tracker(cfg, folder, world, console, saved),
         stop=StopVote(world, folder, max_minutes=cfg.train.max_minutes, age_s=summary.seconds_since_launch()),
         watchdog=watchdog,
         snapshots=snapshots,
         **_instruments(cfg, splits, folder, world, console),
         tokenizer=tokenizer,
-        resumed=resumed,
+        resumed=saved,
         swap_folder=swap_folder,
         sequence=sequence,
         pipeline=pipeline,
         loaded=loaded,
     )
-    console.header(f"remat {cfg.name}", summary.rows(run))
+    if world.is_main:
+        _write_records(run, asked.yaml, chosen, hf_config)
+    console.header(f"remat {cfg.name}", summary.describe(run))
     return run
 
 
@@ -343,8 +348,8 @@ def _decide(
 ) -> Strategy:
     """Return the strategy, after checking that this machine can run it.
 
-    With `problems` of the data, what is wrong with options and machine is told beside them in one ConfigError. Where
-    ranks of other nodes wait, this comes when they have joined: alone, this rank would leave them waiting.
+    `problems` of the data are raised in one ConfigError with what is wrong with options and machine. With several nodes
+    they are raised later, when all ranks have joined: else the ranks of other nodes would wait for this one.
     """
     found = list(problems)
     try:
@@ -428,7 +433,7 @@ def _begun_before(cfg: RunConfig) -> Path | None:
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None, RankGroup | None]:
     """Join the ranks, after checking that they were started alike. Collective.
 
-    A collective may wait longer than any deadline, because the watchdog's report says more.
+    Collectives get a longer timeout than any deadline of the watchdog, because the watchdog's report says more.
     """
     watchdog.enter("join")  # it has a limit of its own, and says who is missing
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
@@ -478,7 +483,7 @@ def _data(
 
 
 def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
-    """Return `cfg` with the steps that train.epochs are for so many blocks. Raises ConfigError for a bad schedule."""
+    """Return `cfg` with train.epochs converted to steps for `blocks` blocks. Raises ConfigError for a bad schedule."""
     train = cfg.train
     if train.epochs is None:
         return cfg
@@ -487,8 +492,9 @@ def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
     return replace(cfg, train=train)
 
 
-def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoint | None) -> GlobalBatches:
-    saved = point.state.client_state["data"] if point else {}
+def _batches(cfg: RunConfig, blocks: Blocks, world: World, saved: RunState | None) -> GlobalBatches:
+    """Return the stream of batches, at its beginning or where a `saved` run goes on."""
+    data = saved.data if saved else {}
     options: dict[str, Any] = {
         "global_batch_size": cfg.train.global_batch_size,
         "micro_batch_size": cfg.train.micro_batch_size,
@@ -496,11 +502,11 @@ def _batches(cfg: RunConfig, blocks: Blocks, world: World, point: load.ResumePoi
         "world_size": world.data_size,
         "seed": cfg.train.seed,
         "shuffle": cfg.data.shuffle,
-        "position": saved.get("position", 0),
+        "position": data.get("position", 0),
         "part": Part(world.sequence_rank, world.sequence_parallel_size),
     }
     if isinstance(blocks, FirstWindow):
-        return StreamedBatches(blocks, place=saved.get("place"), **options)
+        return StreamedBatches(blocks, place=data.get("place"), **options)
     return GlobalBatches(blocks, **options)
 
 
@@ -687,69 +693,59 @@ def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[
     return found
 
 
-def _write_config_and_tokenizer(
-    folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, module: Any
-) -> None:
-    adapter = hf_files.find_adapter_config(module)
-    export.write_config_and_tokenizer(folder, hf_config, tokenizer, module.generation_config, adapter)
-
-
-def _tracker(
-    cfg: RunConfig, folder: Path, world: World, console: Console, resumed: dict[str, Any] | None
-) -> Tracker:
+def _tracker(cfg: RunConfig, folder: Path, world: World, console: Console, resumed: RunState | None) -> Tracker:
     return Tracker(
         folder,
         cfg.tracking,
         run_config=asdict(cfg),
         name=cfg.name,
         run_id=folder.name,
-        wandb_run_id=resumed["wandb_run_id"] if resumed else None,
+        wandb_run_id=resumed.wandb_run_id if resumed else None,
         is_main=world.is_main,
         warn=console.warning,
     )
 
 
-def _write_records(
-    run_folder: Path,
-    folder: Path,
-    yaml: str,
-    rendered: dict[str, Any],
-    world: World,
-    plan: LaunchPlan,
-    chosen: list[str] | None,
-) -> None:
-    """Write what runs and its plan. What strategy=auto chose holds for the whole run, not for this launch alone."""
+def _write_records(run: Run, yaml: str, chosen: list[str] | None, hf_config: PretrainedConfig) -> None:
+    """Write what runs: options, DeepSpeed's config, plan, environment, data, and the model's config and tokenizer.
+
+    What strategy=auto chose holds for the whole run, and so do the model's files; the rest is of this launch.
+    """
+    folder, planned = run.record_folder, run.plan.planned
     folder.mkdir(exist_ok=True)
     if chosen is not None:
-        run_dir.write_json(run_folder / launch_plan.CHOSEN, chosen)
+        run_dir.write_json(run.folder / launch_plan.CHOSEN, chosen)
     (folder / "config.yaml").write_text(yaml)
-    run_dir.write_json(folder / "ds_config.json", rendered)
-    run_dir.write_json(folder / "plan.json", plan.record())
-    if plan.planned is not None and plan.planned.table is not None:
-        run_dir.write_json(folder / TABLE_FILE, plan.planned.table)
-    run_dir.write_json(folder / "env.json", run_dir.environment(world, f"{flops.formula_text()}\n{FORMULAS}"))
+    run_dir.write_json(folder / "ds_config.json", run.strategy.ds)
+    run_dir.write_json(folder / "plan.json", run.plan.record())
+    if planned is not None and planned.table is not None:
+        run_dir.write_json(folder / TABLE_FILE, planned.table)
+    formulas = f"{flops.formula_text()}\n{FORMULAS}"
+    run_dir.write_json(folder / "env.json", run_dir.environment(run.world, formulas))
+    run_dir.write_json(folder / "data.json", _describe_data(run))
+    module = hf_model.model_of(run.engine.module)
+    adapter = hf_files.find_adapter_config(module)
+    export.write_config_and_tokenizer(run.folder, hf_config, run.tokenizer, module.generation_config, adapter)
 
 
-def _write_data(folder: Path, cfg: RunConfig, strategy: Strategy, splits: Splits, padding_share: float) -> None:
-    """Write data.json: what became of the data's rows, and how full the batches are."""
-    found = {
-        "steps": cfg.train.steps,
-        "blocks": splits.train.epoch_length or None,
-        "epochs": cfg.train.steps * cfg.train.global_batch_size / splits.train.epoch_length
-        if cfg.train.steps and splits.train.epoch_length
-        else None,
-        "packing": strategy.packed.line(),
-        "padding_share": padding_share,
-        "cache": splits.report,
+def _describe_data(run: Run) -> dict[str, Any]:
+    """Return the content of data.json: what became of the data's rows, and how full the batches are."""
+    train, blocks = run.cfg.train, run.splits.train.epoch_length
+    return {
+        "steps": train.steps,
+        "blocks": blocks or None,
+        "epochs": train.steps * train.global_batch_size / blocks if train.steps and blocks else None,
+        "packing": run.strategy.packed.line(),
+        "padding_share": run.padding_share,
+        "cache": run.splits.report,
     }
-    run_dir.write_json(folder / "data.json", found)
 
 
 def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None]) -> None:
     """Raise DoesNotFit for old libraries and for fewer GPUs than ranks (with `force` the latter is a warning).
 
-    Raises ConfigError for a precision that the machine does not support. Memory and disks are checked with the
-    plan, when the ranks can speak to each other.
+    Raises ConfigError for a precision that the machine does not support. Memory and disks are checked
+    later, with the plan, when the ranks can communicate.
     """
     if old := versions.too_old():
         raise preflight.DoesNotFit("\n".join(old))

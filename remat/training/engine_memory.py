@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,35 @@ MASTER, MASTER_GRADIENTS, MOMENTS = "master weights", "master gradients", "momen
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DEPTH = 4  # of lists and dicts inside the optimizer's attributes
 RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on their way back to the GPU
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The weights that a rank holds. `sharded` counts those of which it holds a part only."""
+
+    count: int
+    elements: int
+    trained_elements: int
+    sharded: int
+    bytes_on: dict[str, int]  # by kind of device: cpu, cuda, nvme
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The optimizer state that a rank holds. Bytes on NVMe are those of the swapped tensors."""
+
+    elements: int
+    bytes_on: dict[str, int]  # by kind of device: cpu, cuda, nvme, paged
+    pinned_bytes: int
+    bytes_in: dict[str, dict[str, int]]  # kind of state -> number format -> bytes, of what is in memory
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank holds its part of the model states; an entry of proof.json."""
+
+    parameters: Parameters
+    optimizer_state: OptimizerState
 
 
 def measure_after_backward(engine: Any) -> Held:
@@ -127,62 +157,55 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
         yield from _tensors(value.buffer, depth - 1)
 
 
-def shard_placement(engine: Any) -> dict[str, Any]:
-    """Return this rank's bytes by device kind (cpu, cuda, nvme, paged). Call it after a step was applied.
-
-    `sharded` counts parameters of which this rank holds a part only. Bytes on NVMe are those of the swapped
-    tensors. `bytes_in` are bytes by number format, of what is in memory.
-    """
+def find_placement(engine: Any) -> Placement:
+    """Return where this rank holds weights and optimizer state. Call it after a step was applied."""
     parameters = list(engine.module.parameters())
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     held = [p.ds_tensor if hasattr(p, "ds_id") else p for p in parameters]
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     moments = [t for state in base.state.values() for name, t in state.items() if _is_moment(name, t)]
     swapped = _swapped_numel(engine)
-    return {
-        "parameters": {
-            "count": len(parameters),
-            "elements": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-            "trained_elements": sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
-            "sharded": len(sharded),
-            "bytes_on": _bytes_by_device(held),
-        },
-        "optimizer_state": {
-            "elements": sum(t.numel() for t in moments) + 2 * swapped,
-            "bytes_on": _bytes_by_device(moments) | ({NVME: 2 * 4 * swapped} if swapped else {}),
-            "pinned_bytes": sum(t.nbytes for t in moments if t.device.type == "cpu" and t.is_pinned()),
-            "bytes_in": {name: _bytes_by_format(tensors) for name, tensors in _states(engine, moments).items()},
-        },
-    }
+    return Placement(
+        Parameters(
+            count=len(parameters),
+            elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+            trained_elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
+            sharded=len(sharded),
+            bytes_on=_bytes_by_device(held),
+        ),
+        OptimizerState(
+            elements=sum(t.numel() for t in moments) + 2 * swapped,
+            bytes_on=_bytes_by_device(moments) | ({NVME: 2 * 4 * swapped} if swapped else {}),
+            pinned_bytes=sum(t.nbytes for t in moments if t.device.type == "cpu" and t.is_pinned()),
+            bytes_in={name: _bytes_by_format(tensors) for name, tensors in _states(engine, moments).items()},
+        ),
+    )
 
 
-def unmet_expectations(
-    found: Mapping[str, Any], ds: Mapping[str, Any], *, ranks: int, device_type: str
-) -> list[str]:
+def unmet_expectations(found: Placement, ds: Mapping[str, Any], *, ranks: int, device_type: str) -> list[str]:
     """Return what the DeepSpeed config promised and the engine does not do.
 
     `ranks` share the optimizer state; `device_type` is where the model computes.
     """
-    parameters, state = found["parameters"], found["optimizer_state"]
+    parameters, state = found.parameters, found.optimizer_state
     stage = ds_config.zero_stage(ds)
     problems = []
-    if stage == 3 and parameters["sharded"] < parameters["count"]:
+    if stage == 3 and parameters.sharded < parameters.count:
         problems.append(
-            f"zero_optimization.stage=3 is not in effect: {parameters['count'] - parameters['sharded']} of "
-            f"{parameters['count']} parameters are whole on every rank"
+            f"zero_optimization.stage=3 is not in effect: {parameters.count - parameters.sharded} of "
+            f"{parameters.count} parameters are whole on every rank"
         )
-    share = (
-        2 * parameters["trained_elements"] / (ranks if stage else 1)
-    )  # no optimizer keeps more than AdamW's two moments
-    padding = 2 * 2 * ranks * max(1, parameters["count"])
-    if not 0 < state["elements"] <= share + padding:
+    # no optimizer keeps more than AdamW's two moments
+    share = 2 * parameters.trained_elements / (ranks if stage else 1)
+    padding = 2 * 2 * ranks * max(1, parameters.count)
+    if not 0 < state.elements <= share + padding:
         problems.append(
-            f"zero_optimization.stage={stage} is not in effect: this rank holds {state['elements']} elements of "
+            f"zero_optimization.stage={stage} is not in effect: this rank holds {state.elements} elements of "
             f"optimizer state, its share is {share:.0f}"
         )
     places = {
-        "offload_optimizer": (ds_config.optimizer_offload_device(ds), state["bytes_on"]),
-        "offload_param": (ds_config.param_offload_device(ds) if stage == 3 else None, parameters["bytes_on"]),
+        "offload_optimizer": (ds_config.optimizer_offload_device(ds), state.bytes_on),
+        "offload_param": (ds_config.param_offload_device(ds) if stage == 3 else None, parameters.bytes_on),
     }
     for section, (wanted, bytes_on) in places.items():
         # with NVMe offload, what is too small to be swapped stays in host memory
@@ -197,7 +220,7 @@ def unmet_expectations(
                 f"zero_optimization.{section}.device={wanted or 'none'} is not in effect: bytes are on "
                 f"{dict(bytes_on)}"
             )
-    return problems + _other_formats(state["bytes_in"], ds_config.optimizer_states(ds))
+    return problems + _other_formats(state.bytes_in, ds_config.optimizer_states(ds))
 
 
 def _other_formats(bytes_in: Mapping[str, Mapping[str, int]], states: OptimStates) -> list[str]:
@@ -217,17 +240,17 @@ def _other_formats(bytes_in: Mapping[str, Mapping[str, int]], states: OptimState
     ]
 
 
-def describe_placement(found: Mapping[str, Any]) -> str:
+def describe_placement(found: Placement) -> str:
     """Return the placement in words, and the number formats of the states where they are not all fp32.
 
     Example: `12 of 12 parameters sharded, this rank holds 1.2 GiB on cuda; optimizer state 4.8 GiB on cpu`.
     """
-    parameters, state = found["parameters"], found["optimizer_state"]
-    forms = [f"{name} in {form}" for name, sizes in state["bytes_in"].items() for form in sorted(sizes)]
+    parameters, state = found.parameters, found.optimizer_state
+    forms = [f"{name} in {form}" for name, sizes in state.bytes_in.items() for form in sorted(sizes)]
     return (
-        f"{parameters['sharded']} of {parameters['count']} parameters sharded, this rank holds "
-        f"{_places(parameters['bytes_on'])}; optimizer state {_places(state['bytes_on'])}"
-    ) + f" ({', '.join(forms)})" * any("bf16" in sizes for sizes in state["bytes_in"].values())
+        f"{parameters.sharded} of {parameters.count} parameters sharded, this rank holds "
+        f"{_places(parameters.bytes_on)}; optimizer state {_places(state.bytes_on)}"
+    ) + f" ({', '.join(forms)})" * any("bf16" in sizes for sizes in state.bytes_in.values())
 
 
 def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:

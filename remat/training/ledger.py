@@ -1,7 +1,6 @@
 """Write ledger.json: planned against measured, by category, with how each figure was measured, or why it was not.
 
-Everything was counted in the run's first step or is a mean that is logged anyway: the ledger costs no step
-anything.
+Every figure was counted in the run's first step or is a mean that is logged anyway, so the ledger costs no time.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Row:
     planned_is: str = ""  # AT_MOST, AT_LEAST or ABOUT where batches are smaller than the planned ones
 
 
-def rows(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
+def compare(run: Run, first: FirstStep, summary: Mapping[str, float]) -> list[Row]:
     """Return every row; `summary` are the run's means by metric name, {} when it failed before its end."""
     found = [
         *_peaks(run, first),
@@ -114,7 +113,7 @@ def _name(line: Row) -> str:
     return "_".join(re.findall(r"[a-z0-9]+", f"{line.category} {line.unit}".lower()))
 
 
-def in_words(lines: list[Row]) -> dict[str, str]:
+def describe(lines: list[Row]) -> dict[str, str]:
     """Return the few rows that the final table shows, each only where it has both figures."""
     return {
         f"{SHORT[line.category]}": f"planned {line.planned_is}{' ' * bool(line.planned_is)}{line.planned:,.4g} "
@@ -179,7 +178,7 @@ def _peaks(run: Run, first: FirstStep) -> list[Row]:
 def _states(run: Run, first: FirstStep) -> list[Row]:
     """Return the rows of the model states by place.
 
-    Ranks on CPUs have one kind of memory for what would be on a GPU and off it.
+    Ranks on CPUs hold everything in host memory, also what would be on a GPU.
     """
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:
@@ -211,12 +210,11 @@ def _states(run: Run, first: FirstStep) -> list[Row]:
 
 def _activations(run: Run, first: FirstStep) -> list[Row]:
     planned, watch = run.plan.planned, first.trace
-    names = ("kept", "moved", "gathered", "recomputed")
-    ahead = dict.fromkeys(names, None) if planned is None else _planned_counts(run)
+    ahead = planned and planned.simulation_of(run.world.stage)
     found = [
         Row(
             KEPT,
-            ahead["kept"],
+            sum(ahead.kept_bytes) if ahead else None,
             sum(size for layer, size in watch.kept_bytes.items() if layer >= 0) if watch else None,
             "bytes",
             WATCHED,
@@ -224,7 +222,7 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
         ),
         Row(
             "recomputed FLOPs, of forward",
-            ahead["recomputed"],
+            _share(ahead.flops[Phase.recompute], ahead.flops[Phase.forward]) if ahead else None,
             _share(watch.total_flops("recompute"), watch.total_flops("forward")) if watch else None,
             "%",
             WATCHED,
@@ -233,12 +231,14 @@ def _activations(run: Run, first: FirstStep) -> list[Row]:
     ]
     if any(decision.offload for decision in run.applied.decisions):
         how = "counted as tensors left in the first micro-batch, on rank 0"
-        found.append(Row(MOVED, ahead["moved"], first.moved_bytes, "bytes", how, _at_most(run, first.shape)))
+        moved = ahead.moved_bytes if ahead else None
+        found.append(Row(MOVED, moved, first.moved_bytes, "bytes", how, _at_most(run, first.shape)))
     if run.strategy.zero_stage == 3:
         settled = first.steady_trace
+        stated = ahead.gathered_bytes if ahead else None
         gathered = sum(settled.gathered_bytes.values()) if settled else None
         how = _how_steady(run, first)
-        found.append(Row("gathered by ZeRO-3 per micro-batch", ahead["gathered"], gathered, "bytes", how))
+        found.append(Row("gathered by ZeRO-3 per micro-batch", stated, gathered, "bytes", how))
     return found
 
 
@@ -256,19 +256,6 @@ def _how_steady(run: Run, first: FirstStep) -> str:
     return (
         f"{SETTLED}; the plan knows no evaluations, after which more is gathered" if run.held_out else SETTLED
     )
-
-
-def _planned_counts(run: Run) -> dict[str, Any]:
-    planned = run.plan.planned
-    assert planned is not None
-    simulation = planned.simulation_of(run.world.stage)
-    flops = simulation.flops
-    return {
-        "kept": sum(simulation.kept_bytes),
-        "moved": simulation.moved_bytes,
-        "gathered": simulation.gathered_bytes,
-        "recomputed": _share(flops[Phase.recompute], flops[Phase.forward]),
-    }
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -362,8 +349,7 @@ def _times(run: Run, summary: Mapping[str, float]) -> list[Row]:
     shorter = step is not None and run.splits.train.one_each
     most, least = AT_MOST * shorter, AT_LEAST * shorter
     if tokens is not None:  # the plan counts full blocks
-        counts = run.splits.report["train"]
-        tokens *= counts["tokens"] / (counts["blocks"] * run.cfg.train.seq_len)
+        tokens *= run.splits.tokens_per_block / run.cfg.train.seq_len
     return [
         Row(STEP, step.total_s if step else None, summary.get(STEP_S), "s", lacking, most),
         *(

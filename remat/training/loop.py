@@ -1,15 +1,16 @@
 """Train: read `train` first, it is the table of contents. Also here: evaluation, skipped steps, the end of a run.
 
-A step whose loss or gradient is not finite on any rank is applied by no rank. Its samples are recorded, and the
-number of such steps in a row is limited.
+When the loss or gradient of a step is not finite on any rank, all ranks skip the step. Its samples are recorded, and
+the number of skipped steps in a row is limited.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -63,11 +64,11 @@ def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], 
     how = "finished" if finished else f"stopped at step {step}, resumable with resume=auto"
     run.console.final_table(
         f"{run.cfg.name} {how}",
-        final_rows(whole, dict(metrics) | run.peaks, ledger.in_words(lines) | summary.files(run.folder)),
+        final_rows(whole, dict(metrics) | run.peaks, ledger.describe(lines) | summary.files(run.folder)),
     )
 
 
-def failed(run: Run, first: FirstStep, error: BaseException) -> None:
+def record_failure(run: Run, first: FirstStep, error: BaseException) -> None:
     """Write what is known when a run fails. No collectives; raises nothing.
 
     That is the allocator's history if memory ran out and `profile.memory` is on, and the ledger once there was
@@ -99,7 +100,7 @@ def _write_ledger(
 ) -> list[ledger.Row]:
     if not run.world.is_main:
         return []
-    lines = ledger.rows(run, first, whole)
+    lines = ledger.compare(run, first, whole)
     content = ledger.record(run, first, lines, finished=finished)
     run_dir.write_json(run.record_folder / "ledger.json", content)
     return lines
@@ -173,7 +174,9 @@ def poison_gradients(loss: torch.Tensor) -> torch.Tensor:
     return 1 + 0 * loss.detach()
 
 
-def skipped(run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None) -> None:
+def record_skipped_step(
+    run: Run, batch: StepBatch, step: int, losses: torch.Tensor, grad_norm: float | None
+) -> None:
     """Write a row to `nonfinite.jsonl`. Collective.
 
     `losses` [micro-batches] are this rank's of step `step`, counted from 0.
@@ -217,7 +220,7 @@ def raise_if_nonfinite(run: Run, batch: StepBatch, step: int, losses: torch.Tens
     norm = torch.nn.utils.get_total_norm(grads)
     run.engine._global_grad_norm = norm
     if not torch.isfinite(norm):
-        skipped(run, batch, step, losses, float(norm))
+        record_skipped_step(run, batch, step, losses, float(norm))
         raise TrainingFailed(
             f"step {step + 1}: the gradient is not finite, and ZeRO stage 0 cannot skip a step; "
             f"batch ids are in {run.folder / 'nonfinite.jsonl'}"
@@ -238,13 +241,8 @@ def loss_scale(run: Run) -> float:
     return float(getattr(run.engine.optimizer, "cur_scale", 1.0))
 
 
-FAILURES = (
-    TrainingFailed,
-    PolicyNotApplied,
-    SaveError,
-    SwapError,
-    LostPeer,
-)  # what ends a run with exit 70, beside memory
+# what ends a run with exit 70, beside memory
+FAILURES = TrainingFailed, PolicyNotApplied, SaveError, SwapError, LostPeer
 
 
 @dataclass
@@ -270,7 +268,7 @@ def train(run: Run) -> Outcome:
         # all ranks raise it, so the pending save can still be completed
         if isinstance(error, TrainingFailed):
             _complete_last(run)
-        failed(run, first, error)
+        record_failure(run, first, error)
         run.console.close()
         run.tracker.finish(1)
         raise
@@ -324,7 +322,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     saves.wait_for_save(run, progress.step)
     over = saves.is_over(run, progress) and stop.reason is None
     if over:
-        run.console.note(saves.why_over(run, progress))
+        run.console.note(saves.explain_end(run, progress))
     finished = over or (progress.step >= run.steps and stop.reason is None)
     finish(run, first, progress.step, metrics, finished=finished)
     return Outcome(finished=finished, progress=progress, metrics=metrics)
@@ -359,11 +357,9 @@ def start(run: Run) -> Progress:
     """Return fresh or resumed progress. On resume, cut the record back to the saved step."""
     progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # before its first step
     if run.resumed is not None:
-        known = {item.name for item in fields(Progress)}
-        progress = Progress(**{name: value for name, value in run.resumed.items() if name in known})
-        progress.positions = progress.positions or progress.tokens_seen  # older states had text alone, unpadded
-        if "losses" in run.resumed:  # not in older states
-            run.losses.restore(run.resumed["losses"])
+        progress = copy.deepcopy(run.resumed.progress)
+        if run.resumed.losses is not None:
+            run.losses.restore(run.resumed.losses)
         run.tracker.rewind(progress.step)
     elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
         run.tracker.rewind(-1)
@@ -416,9 +412,9 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
 def _through_stages(
     run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, step: int
 ) -> torch.Tensor:
-    """Do as `_forward_backward_update` with stages. The last ones return losses, the others zeros.
+    """Do what `_forward_backward_update` does, with stages. Ranks of the last stage return losses, the others zeros.
 
-    The first micro-batch of a launch goes through all stages alone: what each keeps of it is counted.
+    The first micro-batch of a launch goes through all stages by itself, so that what each keeps of it can be counted.
     """
     engine, count = run.engine, len(batch.micro_batches)
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
@@ -446,7 +442,7 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     else:
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
-        skipped(run, batch, step, losses, _grad_norm(run))
+        record_skipped_step(run, batch, step, losses, _grad_norm(run))
     progress.step += 1
     progress.tokens_seen += batch.seen_tokens
     progress.tokens_trained += batch.trained_tokens

@@ -1,4 +1,4 @@
-"""Find the rank that is lost while others wait for it, by the errors of their collectives, and name it in one sentence.
+"""When collectives fail because a rank is gone, find out which one, and name it in one sentence.
 
 A roll call over the ranks' store (remat/machine/peers.py) finds which one it is: every live rank answers there,
 from its watchdog's thread or when its own collective has failed.
@@ -46,7 +46,7 @@ def named(watchdog: Watchdog | None = None) -> Iterator[None]:
 
 
 def leave_together() -> None:
-    """End a launch: no rank leaves before all have come here. Collective."""
+    """End a launch: no rank leaves before all have come to this point. Collective."""
     with named():
         distributed.shut_down()
 

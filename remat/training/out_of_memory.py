@@ -1,7 +1,7 @@
 """Explain that memory ran out: in which phase, on which rank, planned against measured, and the cheapest remedies.
 
-The remedies are `remat plan`'s own advice for a machine that is smaller by what was missing. It is asked for in
-a process of its own after the run has failed.
+The remedies are the advice of `remat plan` for a machine with less memory, by as much as was missing. A process of its
+own asks for it after the run has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from remat.activation_checkpointing.mechanisms.counters import PLACE
 from remat.config.options import OnOutOfMemory, RunConfig
-from remat.config.units import GIB, format_size
+from remat.config.units import GIB, MIB, format_size
 from remat.launch import retreat
 from remat.launch.retreat import Smaller
 from remat.machine import distributed
@@ -41,7 +41,7 @@ ROOM_BYTES = 1 << 28  # a GPU with more than this free has not run out
 MARGIN = 0.05  # share of the plan that advice must save at least: more may be missing later on
 KEY = "remat/out_of_memory"  # in the process group's store: how many ranks ran out of memory
 PHASES = {"optimizer": "optimizer step"}  # phases that are told under another name than the timer's
-UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB}
+UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|B|KiB|MiB|GiB|TiB)\b")
 WORDS = re.compile(
     r"out of memory|_ALLOC_FAILED|not enough memory|can't allocate memory|Cannot allocate memory|Unable to allocate"
@@ -87,9 +87,8 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
     except OutOfMemory:
         raise
     except Exception as error:
-        cause = find(error) or (
-            error if _told() else None
-        )  # another rank ran out, and this one broke when it left
+        # another rank ran out, and this one broke when it left
+        cause = find(error) or (error if _told() else None)
         if cause is None:
             raise
         layer, recomputing = getattr(cause, PLACE, (None, False))
@@ -136,22 +135,21 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
     Of several ranks only the first to come here prints; the others wait for the end.
     """
     if not _is_first():
-        time.sleep(
-            ADVICE_S + retreat.PLANNED_IN_S + 30
-        )  # the launcher ends all ranks when the printing one has left
+        # the launcher ends all ranks when the printing one has left
+        time.sleep(ADVICE_S + retreat.PLANNED_IN_S + 30)
         return exit_code
     _let_go(error)
     goes_on, said = _ask_for_retreat(error)
     # what goes on needs no advice, which is another search
-    advice, command = ([], asking(error)) if goes_on else ask(error)
-    print(f"\nremat: {message(error, advice, command)}\n", file=sys.stderr, flush=True)
+    advice, command = ([], build_command(error)) if goes_on else ask(error)
+    print(f"\nremat: {compose_message(error, advice, command)}\n", file=sys.stderr, flush=True)
     if said:
         print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
 
 
 def prepare_for_kill(cfg: RunConfig, plan: LaunchPlan) -> None:
-    """Tell `remat launch` what to plan should the kernel kill a rank for memory, which cannot ask itself."""
+    """Tell `remat launch` what to plan if the kernel kills a rank for memory: a killed rank cannot ask for it."""
     if cfg.on_out_of_memory is OnOutOfMemory.retreat and plan.planned is not None:
         retreat.prepare(_on_smaller(plan, "host", 0, cfg.most_retreats))
 
@@ -164,7 +162,7 @@ def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
     planned = error.plan.planned
     if planned is None or planned.cfg.on_out_of_memory is not OnOutOfMemory.retreat:
         return False, ""
-    most, done = planned.cfg.most_retreats, retreat.number()
+    most, done = planned.cfg.most_retreats, retreat.count_so_far()
     if said := retreat.too_many(most, done):
         return False, said
     asked = retreat.choose(_on_smaller(error.plan, error.place, _missing_bytes(error), most), str(error))
@@ -186,7 +184,7 @@ def _chosen_by_plan(folder: Path | None) -> list[str]:
     return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
 
 
-def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
+def compose_message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
     """Return the whole text; `advice` is as in `remat plan --json`, `command` is what asked for it."""
     lines = [str(error), "", *_table(error), ""]
     if error.plan.planned is not None:
@@ -204,11 +202,11 @@ def message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]
 
 
 def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return `remat plan`'s advice for a machine without what was missing, and the command that gives it.
+    """Return `remat plan`'s advice for a machine that lacks what was missing, and the command that gives it.
 
     The advice is [] when the command fails.
     """
-    command = asking(error)
+    command = build_command(error)
     if error.plan.planned is None:
         return [], command
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
@@ -228,8 +226,8 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
         return [], command
 
 
-def asking(error: OutOfMemory) -> list[str]:
-    """Return the `remat plan` command for a machine without what was missing."""
+def build_command(error: OutOfMemory) -> list[str]:
+    """Return the `remat plan` command for a machine that lacks what was missing."""
     return _smaller(error.plan, error.place, _missing_bytes(error))
 
 
@@ -254,7 +252,7 @@ def _smaller(plan: LaunchPlan, place: str, missing_bytes: int) -> list[str]:
 def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
     """Return the option of the capacity that was too small, and what the plan needs of it.
 
-    Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, as if it were a GPU's.
+    Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, and calls it GPU memory.
     """
     planned = plan.planned
     assert planned is not None

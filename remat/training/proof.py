@@ -25,7 +25,7 @@ from remat.model.loss import IGNORED
 from remat.parallel.sequence_parallel import SequenceParallel
 from remat.report import run_dir, summary
 from remat.training import engine_memory
-from remat.training.engine_memory import Held
+from remat.training.engine_memory import Held, Placement
 from remat.training.run import Run
 
 LONGEST = 4096  # tokens of a row whose loss one rank computes by itself
@@ -40,21 +40,26 @@ LEARNT = 3  # micro-batches in a row until ZeRO-3 knows its prefetch order; an e
 class FirstStep:
     """The results of a launch's first step. `watching` and `verify_first_step` fill it; the ledger reads it."""
 
-    trace: OpTracer | None = None  # trace of the first micro-batch, operation by operation
-    steady_trace: OpTracer | None = (
-        None  # trace of the first micro-batch after ZeRO-3's prefetch order is fixed
-    )
-    shape: tuple[int, int] = (
-        0,
-        0,
-    )  # rows and positions of the first micro-batch; the width may differ from others'
-    steady_shape: tuple[int, int] = (0, 0)  # the same of the micro-batch of `steady_trace`
+    trace: OpTracer | None = None  # of the first micro-batch, operation by operation
+    steady_trace: OpTracer | None = None  # of the first micro-batch after ZeRO-3's prefetch order is fixed
+    shape: tuple[int, int] = (0, 0)  # rows and positions of the micro-batch of `trace`; widths may differ
+    steady_shape: tuple[int, int] = (0, 0)  # the same of `steady_trace`
     moved_bytes: int | None = None  # that activations took to host memory in the first micro-batch
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
     verified: bool = False
     micro_batches: int = 0  # in a row, since the launch or its last evaluation
+
+
+@dataclass(frozen=True)
+class RankProof:
+    """The part of proof.json that a rank found in its first step."""
+
+    layers: list[dict[str, Any]]  # `verification.rows`, by the layer's number in the whole model
+    placement: Placement
+    flops: dict[str, float]  # of the first micro-batch, by phase
+    gathered_bytes: dict[str, int]  # by ZeRO-3 in the first micro-batch, by phase
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def watching(
 
 
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
-    """Compare a layer of each kind with the pass that keeps everything, before anything is updated. Collective.
+    """Run a layer of each kind again with everything kept, and compare, before anything is updated. Collective.
 
     Raises PolicyNotApplied on all ranks when something differs on any; proof.json is written then too.
     """
@@ -140,24 +145,24 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
     if problems:
         raise PolicyNotApplied("\n".join(problems))
     run.window.recomputes(first.trace.recomputed_share() if first.trace else 0.0)
-    run.console.note(f"proven: {line(run, first, mine)}")
+    run.console.note(f"proven: {describe(run, first, mine)}")
     if first.replayed is not None:
         run.console.note(f"proven: {first.replayed.line()}")
     run.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
 
 
-def collect(run: Run, first: FirstStep) -> tuple[dict[str, Any], list[str]]:
+def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
     """Return what this rank found, and every promise that was not kept on it. No collectives."""
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
-    where = engine_memory.shard_placement(run.engine)
+    where = engine_memory.find_placement(run.engine)
     before = run.pipeline.first_layer if run.pipeline else 0
-    found = {
-        "layers": [_renumbered(row, before) for row in verification.rows(run.applied, watch)],
-        "placement": where,
-        "flops": {phase: watch.total_flops(phase) for phase in watch.flops},
-        "zero3_gathered_bytes": dict(watch.gathered_bytes),
-    }
+    found = RankProof(
+        layers=[_renumbered(row, before) for row in verification.rows(run.applied, watch)],
+        placement=where,
+        flops={phase: watch.total_flops(phase) for phase in watch.flops},
+        gathered_bytes=dict(watch.gathered_bytes),
+    )
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
     broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
@@ -173,11 +178,11 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
 
 
-def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str, Any]:
+def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]:
     """Return the content of proof.json.
 
-    Layers, FLOPs and gathers are as rank 0 saw them in the first micro-batch, with stages the first rank of each; the
-    placement is of every rank.
+    Layers, FLOPs and gathers are those that rank 0 counted in the first micro-batch (with stages the first rank of each
+    stage); the placement is of every rank.
     """
     stages = found[:: run.world.size // run.world.pipeline_parallel_size]
     return {
@@ -185,36 +190,33 @@ def record(run: Run, first: FirstStep, found: list[dict[str, Any]]) -> dict[str,
         "in_words": policy.describe(run.strategy.decisions),
         "stacks": run.strategy.stacks,
         "zero_stage": run.strategy.zero_stage,
-        "compile": str(
-            run.cfg.compile
-        ),  # from the second micro-batch on: what is proven are the layers as they are
+        "compile": str(run.cfg.compile),  # from the second micro-batch on: proven are layers as they are
         "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
-        "layers": [row for stage in stages for row in stage["layers"]],
+        "layers": [row for stage in stages for row in stage.layers],
         "first_micro_batch_flops": {
-            phase: sum(stage["flops"].get(phase, 0) for stage in stages) for phase in found[0]["flops"]
+            phase: sum(stage.flops.get(phase, 0) for stage in stages) for phase in found[0].flops
         },
-        "first_micro_batch_zero3_gathered_bytes": found[0]["zero3_gathered_bytes"],
+        "first_micro_batch_zero3_gathered_bytes": found[0].gathered_bytes,
         "run_again": asdict(first.replayed) if first.replayed else None,
-        "placement_by_rank": [rank["placement"] for rank in found],
+        "placement_by_rank": [asdict(rank.placement) for rank in found],
         "shared_sequences": first.shared_sequences,
     }
 
 
-def line(run: Run, first: FirstStep, found: dict[str, Any]) -> str:
+def describe(run: Run, first: FirstStep, found: RankProof) -> str:
     """Return the line for the terminal: layers, bytes, placement."""
     assert first.trace is not None
-    return (
-        f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found['placement'])}"
-    )
+    return f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found.placement)}"
 
 
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
     """Return what proof.json says of shared sequences, from the first step's batch. Collective.
 
-    The first tokens of a row are gathered. They are computed by the group, and whole by each rank of it, without
-    dropout: the summed losses must agree. So must, for fewer tokens, the norm of the loss's gradient for what the
-    embedding returns: it comes back through every exchange. Labels of all ranks' parts are counted: none may be lost or
-    seen twice.
+    The first tokens of a row are gathered. The group computes their loss together, and each rank computes it by itself,
+    without dropout: the two must agree. For fewer tokens the norms of the loss's gradient for the embedding's output
+    must agree too, because that gradient passes through every exchange. Labels of all ranks' parts are counted: none
+    may be lost or counted twice.
+
     Raises PolicyNotApplied on all ranks otherwise; proof.json is written then too.
     """
     sequence = run.sequence
@@ -273,7 +275,7 @@ def compare_shared(found: dict[str, Any]) -> list[str]:
 
 
 def _same(one: float, other: float, within: float) -> bool:
-    """Values that are not finite are left to the guard of steps."""
+    """Return whether two values agree; those that are not finite are left to the guard of steps."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= within * abs(other)
@@ -290,7 +292,7 @@ def _losses(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> t
 
 
 def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the norms of the loss's gradient for what the embedding returns, by the group and by this rank alone.
+    """Return the norms of the loss's gradient for the embedding's output, by the group and by this rank alone.
 
     Everything is kept, whatever the policy is, and no weight gets a gradient.
     """
@@ -304,11 +306,11 @@ def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tenso
 
 @contextmanager
 def _unlearnt(run: Run) -> Iterator[None]:
-    """Keep ZeRO-3 from learning the order of a pass that is no step.
+    """Keep ZeRO-3 from learning the order of modules in a pass that is not part of a step.
 
-    It caches what it releases after each module of an order it has learnt, and does not forget that with the order
-    (runtime/zero/partitioned_param_coordinator.py:637, DeepSpeed 0.19.8): a forward alone, in which no weight is used
-    twice, would make every later micro-batch gather each weight twice.
+    ZeRO-3 caches which weights it may release after each module, and keeps that cache when it forgets the order
+    (runtime/zero/partitioned_param_coordinator.py:637, DeepSpeed 0.19.8). After a forward alone, in which no weight is
+    used twice, every later micro-batch would gather each weight twice.
     """
     yield
     if run.strategy.zero_stage == 3:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,36 @@ class Progress:
     to_evaluate: bool = False  # a stop came before or during the evaluation of this step
 
 
+@dataclass(frozen=True)
+class RunState:
+    """What a saved state holds of a run beside the engine's tensors: counters, data position, names of records."""
+
+    progress: Progress
+    losses: dict[str, Any] | None  # `LossWindow.state()`; None: saved before it was kept
+    data: dict[str, Any]  # `GlobalBatches.state()`
+    data_key: str  # `Splits.key` of the data that the position is in
+    wandb_run_id: str | None
+
+    def record(self) -> dict[str, Any]:
+        """Return plain JSON data, the manifest's `client_state`."""
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "progress"}
+        return asdict(self.progress) | own
+
+    @classmethod
+    def read(cls, client_state: Mapping[str, Any]) -> RunState:
+        """Return the state that `record` wrote, or an older version of it."""
+        counters = {item.name for item in fields(Progress)}
+        progress = Progress(**{name: value for name, value in client_state.items() if name in counters})
+        progress.positions = progress.positions or progress.tokens_seen  # older states had text alone, unpadded
+        return cls(
+            progress,
+            client_state.get("losses"),
+            client_state["data"],
+            client_state["data_key"],
+            client_state["wandb_run_id"],
+        )
+
+
 @dataclass
 class Run:
     """A run ready to train. Its counters are in `Progress`, its data position in `batches`."""
@@ -93,7 +124,7 @@ class Run:
     timer: PhaseTimer
     window: Window
     tokenizer: PreTrainedTokenizerBase
-    resumed: dict[str, Any] | None
+    resumed: RunState | None
     swap_folder: Path | None
     sequence: SequenceParallel | None  # what divides each sequence over ranks; None: nothing does
     pipeline: PipelineParallel | None  # the stage of this rank; None: it has all layers
@@ -104,7 +135,13 @@ class Run:
     @property
     def record_folder(self) -> Path:
         """Return the folder of this launch's own records. A resume does not overwrite those of the first launch."""
-        return record_folder(self.folder, self.resumed)
+        step = self.resumed_step
+        return self.folder if step is None else self.folder / f"resumed-at-{step:06d}"
+
+    @property
+    def resumed_step(self) -> int | None:
+        """Return the step of the saved state that this launch went on from; None: it began the run."""
+        return None if self.resumed is None else self.resumed.progress.step
 
     @property
     def steps(self) -> int:
@@ -143,8 +180,3 @@ class Run:
             self.peaks[name] = max(value, self.peaks.get(name, value))
         self.memory.reset_peak()
         return metrics
-
-
-def record_folder(folder: Path, resumed: dict[str, Any] | None) -> Path:
-    """Return the run's folder, or that of one resume in it."""
-    return folder / f"resumed-at-{resumed['step']:06d}" if resumed else folder

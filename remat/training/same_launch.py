@@ -1,4 +1,4 @@
-"""Compare a launch: all ranks must be started alike, and a resumed one says what it changes in its run.
+"""Check that all ranks of a launch were started alike; say what a resume changes in its run.
 
 Checked before any data is read are the options, the code and the library versions.
 
@@ -73,7 +73,7 @@ def join(
     found = peers.connect(wait)
     if found is None:
         return None
-    mine = facts(cfg, rendered, fields)
+    mine = collect_facts(cfg, rendered, fields)
     verdict = Verdict(**found.agree("facts", mine, lambda everyone: asdict(judge(everyone)), wait))
     found.hosts = verdict.hosts
     if verdict.problem is None:
@@ -87,8 +87,8 @@ def join(
     return found
 
 
-def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank was started with; values are (digest, what may be shown of them) by name."""
+def collect_facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what this rank was started with: by name a digest of the value, and what may be shown of it."""
     options = _shown(asdict(cfg))
     # contents of files beside the options; nvme_path may differ here as in MAY_DIFFER
     options |= {f"deepspeed.config: {k}": v for k, v in _shown(rendered).items() if "nvme_path" not in k}
@@ -98,7 +98,7 @@ def facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]
         "host": socket.gethostname(),
         "address": distributed.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         "options": {name: told for name, told in options.items() if name not in MAY_DIFFER},
-        "code": {key: (value, value) for key, value in code().items()},
+        "code": {key: (value, value) for key, value in digest_code().items()},
         "commit": run_dir.commit(),
         "versions": {key: (value, value) for key, value in _versions().items()},
         "ranks": {
@@ -157,7 +157,7 @@ def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]
     return asdict(Verdict(verdict.hosts, verdict.addresses, "\n".join(problems[:MOST_LINES]) or None))
 
 
-def code(folder: Path = PACKAGE) -> dict[str, str]:
+def digest_code(folder: Path = PACKAGE) -> dict[str, str]:
     """Return a digest of each source file of the package by its name.
 
     The commit alone is not enough: it may be missing, or its checkout changed.
@@ -218,8 +218,9 @@ EFFECTS = {  # the beginning of an option, and what changing it does
 def describe_changes(state: SavedState, asked: RunConfig, cfg: RunConfig, blocks: int) -> list[str]:
     """Return a line for each option that differs from the launch which wrote `state`, and one for the learning rate.
 
-    `asked` is the run as its options say, as that launch's record is; `cfg` the same with what was found out, for
-    `blocks` blocks of data. Empty where nothing differs, or where the run has no configuration to compare with.
+    `asked` is the run as its options say, like the record of that launch. `cfg` is the same with what was found out
+    since, such as steps, for `blocks` blocks of data. Empty where nothing differs, or where the run has no
+    configuration to compare with.
     """
     try:
         before = resumed.read_config(resumed.find_config(state.path))

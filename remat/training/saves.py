@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from remat.saving.exports.export import ExportResult, Form
 from remat.saving.manifest import SaveError
 from remat.saving.save import SaveResult
 from remat.training import out_of_memory
-from remat.training.run import Progress, Run
+from remat.training.run import Progress, Run, RunState
 
 
 def save_state(run: Run, progress: Progress, *, must: bool) -> None:
-    """Save the training state, out of the step time. A pending background save is finished first. Collective.
+    """Save the training state; step times do not include it. A pending background save is finished first. Collective.
 
     With save.in_background only the first part is done here, unless the state `must` be saved. Raises SaveError
     on a failure if it must be saved or save.on_error says so.
@@ -46,7 +45,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
     with run.window.excluded(), out_of_memory.named("save", run.plan):
         settings: dict[str, Any] = {
             "step": step,
-            "client_state": client_state(run, progress),
+            "client_state": collect_state(run, progress).record(),
             "keep": cfg.keep,
         }
         try:
@@ -66,7 +65,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 
 def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
-    """Export the model, or its adapters, or with `merged` the model that adapters make of their base. Collective."""
+    """Export the model, or its adapters, or with `merged` the base with the adapters merged into it. Collective."""
     from remat.report import model_card  # it brings matplotlib, a second of every rank's start
 
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
@@ -114,15 +113,9 @@ def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) 
     _tell(run, unfinished.step if step is None else step, result)
 
 
-def client_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return what is saved of a run beside the engine's state; plain JSON data. Collective."""
-    return {
-        **asdict(progress),
-        "losses": run.losses.state(),
-        "data": run.batches.state(),
-        "data_key": run.data_key,
-        "wandb_run_id": run.tracker.wandb_run_id,
-    }
+def collect_state(run: Run, progress: Progress) -> RunState:
+    """Return what is saved of a run beside the engine's tensors. Collective."""
+    return RunState(progress, run.losses.state(), run.batches.state(), run.data_key, run.tracker.wandb_run_id)
 
 
 def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
@@ -146,7 +139,7 @@ FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, outside the folder 
 
 
 def prepare(run: Run, step: int) -> None:
-    """Prepare for the first step: note the state that a run resumed at `step` goes on from, and plan the trial save.
+    """Prepare for the first step: note the state that a run was resumed from at `step`, and schedule the trial save.
 
     What a killed launch left of its own trial is removed.
     """
@@ -156,9 +149,9 @@ def prepare(run: Run, step: int) -> None:
 
 
 def make_trial_save(run: Run, progress: Progress) -> None:
-    """Save, export, read both back, remove them: out of the step time, and without a trace in training. Collective.
+    """Save, export, read both back, and remove them. Neither step times nor training are affected. Collective.
 
-    Raises SaveError on every rank with what did not come back.
+    Raises SaveError on every rank, which says what could not be read back.
     """
     run.saves.trial_due = False
     started = time.monotonic()
@@ -189,7 +182,7 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
     folder, size, step = run.folder / FOLDER, run.cfg.save.max_shard_size, progress.step
     run.watchdog.enter("save", step)
     with out_of_memory.named("save", run.plan):
-        state = client_state(run, progress)
+        state = collect_state(run, progress).record()
         saved = save.save(run.engine, folder, step=step, client_state=state, keep=1)
     run.watchdog.enter("export", step)
     with out_of_memory.named("export", run.plan):
@@ -212,7 +205,9 @@ def _save_and_read_back(run: Run, progress: Progress) -> str:
         )
     except Exception as caught:
         error = caught
-    manifest.agree(SaveError(problem) if problem else error, "reading back what was saved and exported")
+    manifest.raise_together(
+        SaveError(problem) if problem else error, "reading back what was saved and exported"
+    )
     return f"{format_size(saved.bytes)} saved, {format_size(exported.bytes)} exported"
 
 
@@ -241,7 +236,7 @@ def is_over(run: Run, progress: Progress) -> bool:
     return 0 < patience <= progress.evals_since_best
 
 
-def why_over(run: Run, progress: Progress) -> str:
+def explain_end(run: Run, progress: Progress) -> str:
     """Say why training ends early and where the best model is."""
     where = f"{run.folder / BEST}" if run.cfg.save.best else "not kept (save.best=true keeps it)"
     return (

@@ -1,8 +1,8 @@
 """End a run that makes no progress, with a report of every live rank: phase, step and stack (exit 70).
 
-A thread of each rank looks once a second. It works while the main thread is blocked in a collective, because
-that releases the interpreter lock. A rank that was stopped, or that holds the lock, cannot report: that makes
-it the suspect.
+A thread of each rank checks once a second. It also runs while the main thread is blocked in a collective, because
+that releases the interpreter lock. A rank that was stopped, or that holds the lock, cannot report, and is then the
+suspect.
 
 Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where
 the store does not answer, they report in the run directory, which a network file system may show a minute late.
@@ -10,8 +10,8 @@ the store does not answer, they report in the run directory, which a network fil
 A node that no longer answers is found by a connection of each node to that of rank 0 (remat/launch/node_link.py),
 within train.deadlines.link_s.
 
-A rank past its own deadline waits for another rank that is behind it, is alive, and has time left. Nothing here
-waits for a disk or the store for ever: one that no longer answers is a common cause of a hang.
+A rank past its own deadline is given more time while another rank is behind it, is alive, and has time left. Nothing
+here waits for ever for a disk or the store: one that no longer answers is a common cause of a hang.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class _Told(threading.Thread):
     def speaks(self) -> bool:
         """Return whether this rank prints the report.
 
-        Where the store does not answer, every rank prints: none knows whether another does.
+        Where the store does not answer, every rank prints, because none knows whether another one does.
         """
         return self._elected or not self.answered
 

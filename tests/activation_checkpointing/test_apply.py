@@ -11,7 +11,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, policy, verification
 from remat.activation_checkpointing.mechanisms import recompute
-from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
+from remat.config.options import (
+    CheckpointingConfig,
+    ConfigError,
+    DeterminismCheck,
+    OffloadConfig,
+    Policy,
+)
 from remat.model import layers
 from tests.support import small_models, watched
 
@@ -84,6 +91,32 @@ def test_recomputed_flops_are_counted() -> None:
     none = watched.run(net, CheckpointingConfig(policy=Policy.none)).watch
     assert none.total_flops("recompute") == none.recomputed_share() == 0
     assert none.flops["forward"][0] == attention + projections + last
+
+
+class Longer(torch.autograd.Function):
+    """Return `x`, and save a tensor that is longer each time."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Longer.runs += 1
+        ctx.save_for_backward(torch.zeros(Longer.runs))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return gradients[0]
+
+
+def test_a_recomputation_of_other_shapes_is_refused_unless_nothing_is_compared() -> None:
+    net = llama()
+    layers.decoder_layers(net)[1].mlp.register_forward_hook(lambda module, args, found: Longer.apply(found))
+    with pytest.raises(PolicyNotApplied, match="different"):
+        watched.run(net, CheckpointingConfig())
+    result = watched.run(net, CheckpointingConfig(determinism_check=DeterminismCheck.none))
+    assert [counts.recomputations for counts in result.applied.counts] == [1] * LAYERS
 
 
 def test_the_model_is_left_as_it_was() -> None:

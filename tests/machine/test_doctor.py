@@ -55,7 +55,7 @@ def test_shared_memory_of_a_container_is_too_small_for_gpus() -> None:
     assert "--shm-size" in line
     (line,) = checked(needs_70b(), machine(shm_bytes=0))
     assert "found 0.00 GiB" in line
-    rows = preflight.rows(needs_70b(), machine(shm_bytes=0, gpu_bytes=None))
+    rows = preflight.compare(needs_70b(), machine(shm_bytes=0, gpu_bytes=None))
     assert "/dev/shm" not in [row.name for row in rows]  # CPU ranks use none
 
 

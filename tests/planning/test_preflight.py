@@ -71,7 +71,7 @@ def states_70b(name: str, *, can_pin: bool = True) -> list[Item]:
 
 
 def needs_70b(name: str = "zero3_offload", *, save: SaveConfig | None = None, can_pin: bool = True) -> Needs:
-    return preflight.required(
+    return preflight.count_needs(
         states_70b(name, can_pin=can_pin),
         num_params=LLAMA_70B,
         ds=rendered(name),
@@ -100,7 +100,7 @@ def test_ranks_that_share_layers_read_the_whole_model_each() -> None:
     assert not preflight.reads_onto_device(shared, "cuda") and not preflight.reads_onto_device(alone, "cpu")
     needs = dataclasses.replace(needs_70b(), reading_bytes=reading)
     small = machine(host_available_bytes=reading - 1)
-    (row,) = [row for row in preflight.rows(needs, small) if "read the whole model" in row.name]
+    (row,) = [row for row in preflight.compare(needs, small) if "read the whole model" in row.name]
     assert not row.fits and row.needed_bytes == reading and "tensor_parallel_size=1" in row.remedy
 
 
@@ -115,7 +115,7 @@ def test_a_gpu_without_room_for_the_flat_buffer_makes_it_on_the_host() -> None:
         ranks_per_node=2,
         gas=1,
     )
-    needs = preflight.required(
+    needs = preflight.count_needs(
         states, num_params=count, ds=rendered("zero2_offload"), ranks_per_node=ranks, save=SaveConfig(at_end=False),
         steps=10, flat_bytes=2 * count,
     )  # fmt: skip
@@ -123,27 +123,27 @@ def test_a_gpu_without_room_for_the_flat_buffer_makes_it_on_the_host() -> None:
 
     def found(gpu_gib: int, host_bytes: int) -> list[Row]:
         here = machine(gpu_bytes=gpu_gib * GIB, host_available_bytes=host_bytes)
-        return [row for row in preflight.rows(needs, here) if "flat buffer" in row.name]
+        return [row for row in preflight.compare(needs, here) if "flat buffer" in row.name]
 
     assert found(32, 0) == [] and found(80, 0) == [], "32 GiB hold both, with the CUDA context"
     ((too_small,), (enough,)) = (found(24, ranks * 4 * count - 1), found(24, ranks * 4 * count))
     assert not too_small.fits and enough.fits and "deepspeed.config=zero3" in too_small.remedy
     on_cpu = dataclasses.replace(machine(host_available_bytes=0), gpu_bytes=None)
-    assert not [row for row in preflight.rows(needs, on_cpu) if "flat buffer" in row.name]
+    assert not [row for row in preflight.compare(needs, on_cpu) if "flat buffer" in row.name]
 
 
 def test_a_rehearsal_needs_room_for_a_state_and_an_export() -> None:
     more = {"num_params": LLAMA_70B, "ds": rendered("zero3_offload"), "ranks_per_node": 8, "steps": 500}
     unsaved = SaveConfig(at_end=False)
     states = states_70b("zero3_offload")
-    without = preflight.required(states, save=unsaved, **more)
-    needs = preflight.required(states, save=unsaved, rehearse=True, **more)
+    without = preflight.count_needs(states, save=unsaved, **more)
+    needs = preflight.count_needs(states, save=unsaved, rehearse=True, **more)
     assert (without.rehearsal_bytes, needs.rehearsal_bytes) == (0, 14 * LLAMA_70B)
-    assert not [row for row in preflight.rows(without, machine()) if row.name.startswith("disk")]
-    (disk,) = [row for row in preflight.rows(needs, machine()) if row.name.startswith("disk")]
+    assert not [row for row in preflight.compare(without, machine()) if row.name.startswith("disk")]
+    (disk,) = [row for row in preflight.compare(needs, machine()) if row.name.startswith("disk")]
     assert disk.needed_bytes == 14 * LLAMA_70B and "save.rehearse=false" in disk.remedy
-    kept = preflight.required(states, save=SaveConfig(every=100), rehearse=True, **more)
-    (disk,) = [row for row in preflight.rows(kept, machine()) if row.name.startswith("disk")]
+    kept = preflight.count_needs(states, save=SaveConfig(every=100), rehearse=True, **more)
+    (disk,) = [row for row in preflight.compare(kept, machine()) if row.name.startswith("disk")]
     assert disk.needed_bytes == 36 * LLAMA_70B  # it is gone before the states come
 
 
@@ -163,7 +163,7 @@ def test_large_models_that_are_saved_rehearse(save: SaveConfig, num_params: floa
 
 
 def checked(needs: Needs, found: Machine) -> list[str]:
-    return preflight.problems(preflight.rows(needs, found))
+    return preflight.problems(preflight.compare(needs, found))
 
 
 def test_70b_needs_of_one_node() -> None:
@@ -184,7 +184,7 @@ def test_70b_fits_two_terabytes_and_not_one() -> None:
     assert "found 1,007.0 GiB" in line
     assert "zero3_nvme" in line
     assert "pin_memory=false" in line
-    text = preflight.refusal(preflight.rows(needs_70b(), small))
+    text = preflight.describe_lack(preflight.compare(needs_70b(), small))
     assert text is not None
     assert "too small" in text
     aligned = [
@@ -234,7 +234,7 @@ def test_the_next_strategy_is_named(name: str, word: str) -> None:
 def test_without_a_gpu_its_bytes_are_host_bytes() -> None:
     needs = needs_70b("zero3")
     without = machine(gpu_bytes=None, host_available_bytes=1000 * GIB)
-    rows = preflight.rows(needs, without)
+    rows = preflight.compare(needs, without)
     assert rows[0].needed_bytes == needs.host_bytes + 8 * needs.gpu_bytes
     assert not any(row.name.startswith("GPU") for row in rows)
     assert len(checked(needs, without)) == 1
@@ -252,7 +252,7 @@ def test_fewer_gpus_than_ranks() -> None:
 def test_the_memory_of_a_plan_takes_the_place_of_the_lower_bound() -> None:
     needs = needs_70b("zero3_offload")
     host = preflight.host_row(needs, MACHINE, 1900 * GIB, 2000 * GIB)
-    rows = preflight.rows(needs, MACHINE, [host, preflight.gpu_row(needs, MACHINE, 80 * GIB)])
+    rows = preflight.compare(needs, MACHINE, [host, preflight.gpu_row(needs, MACHINE, 80 * GIB)])
     assert [row.needed_bytes for row in rows[:2]] == [1900 * GIB, 80 * GIB]
     assert rows[2].name == "/dev/shm"
     assert rows[3].name.startswith("disk")
@@ -291,7 +291,7 @@ def test_one_filesystem_is_counted_once() -> None:
     needs = needs_70b("zero3_nvme")
     shared = Disk("/scratch", 3000 * GIB, 1)
     same = machine(output=shared, nvme=shared, download=shared)
-    row = preflight.rows(needs, same)[-1]
+    row = preflight.compare(needs, same)[-1]
     assert row.needed_bytes == needs.saved_bytes + needs.export_bytes + needs.nvme_bytes
     assert "output_dir" in row.name
     assert "hardware.nvme_path" in row.name

@@ -50,7 +50,7 @@ def test_every_recipe_fits_the_machine_it_names(name: str) -> None:
     per_node = run.hardware.gpus_per_node
     assert per_node and run.hardware.host_memory_gib and run.hardware.gpu_memory_gib
     items = decided.model_states(data_ranks=ranks, ranks_per_node=per_node, can_pin=True)
-    needs = preflight.required(
+    needs = preflight.count_needs(
         items, num_params=decided.facts.num_params, ds=decided.ds, ranks_per_node=per_node, save=run.save,
         steps=run.train.steps,
     )  # fmt: skip

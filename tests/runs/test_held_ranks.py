@@ -66,7 +66,7 @@ def both(
         found = engine_memory.measure_after_backward(engine)
         engine.step()
     found |= engine_memory.measure_after_step(engine)
-    placed = engine_memory.shard_placement(engine)
+    placed = engine_memory.find_placement(engine)
     unmet = engine_memory.unmet_expectations(placed, ds, ranks=2, device_type="cpu")
     engine.destroy()
     items = model_states.model_states(

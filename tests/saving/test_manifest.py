@@ -116,13 +116,13 @@ def test_errors_keep_their_kind(tmp_path: Path) -> None:
         raise error
 
     with pytest.raises(SaveError, match=r"saving x failed on rank 0: OSError: disk"):
-        manifest.on_main(lambda: fail(OSError("disk")), "saving x")
+        manifest.run_on_main(lambda: fail(OSError("disk")), "saving x")
     with pytest.raises(ConfigError, match=r"^save.keep=0$"):
-        manifest.on_main(lambda: fail(ConfigError("save.keep=0")), "saving x")
+        manifest.run_on_main(lambda: fail(ConfigError("save.keep=0")), "saving x")
     with pytest.raises(SaveError, match=r"saving x failed on rank 0: ValueError: bad"):
-        manifest.agree(ValueError("bad"), "saving x")
-    manifest.agree(None, "saving x")
-    assert manifest.on_main(lambda: 5, "counting") == 5
+        manifest.raise_together(ValueError("bad"), "saving x")
+    manifest.raise_together(None, "saving x")
+    assert manifest.run_on_main(lambda: 5, "counting") == 5
 
 
 def test_ranks_hash_what_they_read_next(tmp_path: Path) -> None:

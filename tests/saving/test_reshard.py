@@ -101,22 +101,22 @@ def save(
 
 def test_as_many_ranks_are_never_refused(tmp_path: Path) -> None:
     state = save(tmp_path, 3, more="engine/offloaded_tensors/rank00/x")
-    assert reshard.refusals(state, Reshard.refuse, world_size=2, rendered=CPU) == []
+    assert reshard.find_refusals(state, Reshard.refuse, world_size=2, rendered=CPU) == []
 
 
 def test_the_option_refuses_or_allows(tmp_path: Path) -> None:
     state = save(tmp_path, 3)
-    assert reshard.refusals(state, Reshard.auto, world_size=1, rendered=CPU) == []
-    (line,) = reshard.refusals(state, Reshard.refuse, world_size=1, rendered=CPU)
+    assert reshard.find_refusals(state, Reshard.auto, world_size=1, rendered=CPU) == []
+    (line,) = reshard.find_refusals(state, Reshard.refuse, world_size=1, rendered=CPU)
     assert line == "it was saved by 2 ranks and this launch has 1: start 2 ranks, or set reshard=auto"
 
 
 def test_nvme_and_loading_in_turn_are_refused_by_name(tmp_path: Path) -> None:
     swapped = save(tmp_path / "nvme", 3, more="engine/offloaded_tensors/rank00/x")
-    (line,) = reshard.refusals(swapped, Reshard.auto, world_size=1, rendered=CPU)
+    (line,) = reshard.find_refusals(swapped, Reshard.auto, world_size=1, rendered=CPU)
     assert "NVMe files, one set per rank: start 2 ranks" in line
     rendered = {"zero_optimization": {"offload_param": {"device": "nvme"}, "pipeline_loading_checkpoint": True}}
-    lines = reshard.refusals(save(tmp_path / "cpu", 3), Reshard.auto, world_size=1, rendered=rendered)
+    lines = reshard.find_refusals(save(tmp_path / "cpu", 3), Reshard.auto, world_size=1, rendered=rendered)
     assert len(lines) == 2
     assert "choose a config without NVMe" in lines[0] and "pipeline_loading_checkpoint" in lines[1]
 
@@ -127,12 +127,12 @@ def test_nvme_and_loading_in_turn_are_refused_by_name(tmp_path: Path) -> None:
 def test_only_a_state_of_one_number_per_weight_is_cut_anew(tmp_path: Path, optimizer: str) -> None:
     state = save(tmp_path, 3)
     other = SavedState(state.path, dataclasses.replace(state.info, optimizer=optimizer))
-    (line,) = reshard.refusals(other, Reshard.auto, world_size=1, rendered=CPU)
+    (line,) = reshard.find_refusals(other, Reshard.auto, world_size=1, rendered=CPU)
     assert f"only the state of adamw and lion can be cut anew, not that of {optimizer}" in line
     assert line.endswith(": start 2 ranks")
-    assert reshard.refusals(other, Reshard.auto, world_size=2, rendered=CPU) == []
+    assert reshard.find_refusals(other, Reshard.auto, world_size=2, rendered=CPU) == []
     lion = SavedState(state.path, dataclasses.replace(state.info, optimizer="lion"))
-    assert reshard.refusals(lion, Reshard.auto, world_size=1, rendered=CPU) == []
+    assert reshard.find_refusals(lion, Reshard.auto, world_size=1, rendered=CPU) == []
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["bitsandbytes", "deepspeed"])
@@ -168,11 +168,11 @@ def test_another_optimizer_is_refused_with_the_one_that_saved(tmp_path: Path) ->
 def test_fp32_moments_beside_bf16_masters_are_not_cut_anew(tmp_path: Path) -> None:
     state = save(tmp_path, 3)
     mixed = SavedState(state.path, dataclasses.replace(state.info, states="bf16_master"))
-    (line,) = reshard.refusals(mixed, Reshard.auto, world_size=1, rendered=CPU)
+    (line,) = reshard.find_refusals(mixed, Reshard.auto, world_size=1, rendered=CPU)
     assert "would round its fp32 moments" in line and line.endswith(": start 2 ranks")
-    assert reshard.refusals(mixed, Reshard.auto, world_size=2, rendered=CPU) == []
+    assert reshard.find_refusals(mixed, Reshard.auto, world_size=2, rendered=CPU) == []
     in_bf16 = SavedState(state.path, dataclasses.replace(state.info, states="bf16"))
-    assert reshard.refusals(in_bf16, Reshard.auto, world_size=1, rendered=CPU) == []
+    assert reshard.find_refusals(in_bf16, Reshard.auto, world_size=1, rendered=CPU) == []
     load.check_compatible(in_bf16, zero_stage=3, states=OptimStates.bf16)
     with pytest.raises(ConfigError, match=r"in the format bf16 and optim\.states=fp32: set optim\.states=bf16"):
         load.check_compatible(in_bf16, zero_stage=3, states=OptimStates.fp32)
@@ -203,7 +203,7 @@ def test_room_is_asked_for_what_is_written_and_leftovers_go_first(tmp_path: Path
     left = tmp_path / "saved" / reshard.UNIVERSAL
     (left / "engine").mkdir(parents=True)
     assert manifest.list_states(tmp_path)[1] == [f"{reshard.UNIVERSAL}: unfinished"]
-    needed, free = reshard.room(state, 1)
+    needed, free = reshard.measure_room(state, 1)
     assert not left.exists() and free > needed
     assert reshard.convert(state, left) is None
     written = sum(path.stat().st_blocks * 512 for path in left.rglob("*") if path.is_file())
@@ -229,11 +229,11 @@ def test_what_cannot_be_cut_is_refused_before_a_model(
     tmp_path: Path, stage: int, ranks: int, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"resume: .*step-000004 cannot be cut for {ranks} ranks.*{said}"):
-        reshard.room(save(tmp_path, stage, **settings), ranks)
+        reshard.measure_room(save(tmp_path, stage, **settings), ranks)
 
 
 def test_small_groups_do_not_matter_at_stage_3(tmp_path: Path) -> None:
-    needed, _ = reshard.room(save(tmp_path, 3), 4)
+    needed, _ = reshard.measure_room(save(tmp_path, 3), 4)
     assert needed > 0
 
 

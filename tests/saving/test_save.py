@@ -257,7 +257,7 @@ def test_bad_arguments_fail_before_anything_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_load_gives_back_weights_random_states_and_client_state(tmp_path: Path) -> None:
+def test_load_gives_back_weights_and_random_states_and_the_manifest_the_client_state(tmp_path: Path) -> None:
     engine = Engine()
     save(tmp_path, 1, engine=engine)
     expected = (torch.rand(3).tolist(), np.random.rand(), random.random())
@@ -265,7 +265,8 @@ def test_load_gives_back_weights_random_states_and_client_state(tmp_path: Path) 
     assert state is not None
     fresh = Engine()
     assert not torch.equal(fresh.module.weight, engine.module.weight)
-    assert load.load(fresh, state) == {"step": 1, "position": 10}
+    load.load(fresh, state)
+    assert state.client_state == {"step": 1, "position": 10}
     assert torch.equal(fresh.module.weight, engine.module.weight)
     assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == expected
     fresh.broken = True

@@ -60,8 +60,8 @@ def test_a_file_without_room_is_an_error_that_names_the_folder(tmp_path: Path) -
 
 
 def test_a_disk_with_less_than_is_needed_is_refused(tmp_path: Path) -> None:
-    assert swap_room.too_little(tmp_path, MIB) is None
-    text = swap_room.too_little(tmp_path, 1 << 60)
+    assert swap_room.describe_lack(tmp_path, MIB) is None
+    text = swap_room.describe_lack(tmp_path, 1 << 60)
     assert text is not None and f"hardware.nvme_path={tmp_path}: " in text
     assert f"({1 << 60:,} bytes) needed for swap files" in text and "another hardware.nvme_path" in text
 

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         composed = compose.compose_run(overrides)
         parts = build.build(composed.run, composed.yaml, composed.words)
         if parts.resumed:
-            step = parts.resumed["step"]
+            step = parts.resumed.progress.step
             folder = parts.folder / f"loaded-{parts.world.size}-{step}"
             save.save(parts.engine, folder, step=step, client_state={}, keep=1)
         ids: list[list[int]] = []

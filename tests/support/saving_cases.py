@@ -232,7 +232,7 @@ def resume_case(
     # A frozen weight is not saved: it must come from the same place as in the saved run.
     second = start("second", seed=0 if frozen else 9)
     torch.manual_seed(5)
-    client_state = load.load(second, found.state)
+    load.load(second, found.state)
     if optim is not None:
         cfg = OptimConfig(name=OptimName(optim), lr=1e-3, states=OptimStates(states))
         optimizer.set_options(second.optimizer, cfg)
@@ -242,7 +242,7 @@ def resume_case(
         "continued": continued,
         "losses": losses,
         "digests": (digest(whole), digest(first), digest(second)),
-        "client_state": client_state,
+        "client_state": found.state.client_state,
         "global_steps": second.global_steps,
         "saved": saved,
         "needed_bytes": disk_space.needed_bytes(first),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,13 @@ def bare_layers() -> None:
 def whole_parameters() -> None:
     from remat.training import engine_memory
 
-    inspect = engine_memory.shard_placement
+    find = engine_memory.find_placement
 
-    def inspected(engine: Any) -> dict[str, Any]:
-        found = inspect(engine)
-        found["parameters"]["sharded"] = 0
-        return found
+    def found(engine: Any) -> engine_memory.Placement:
+        placement = find(engine)
+        return replace(placement, parameters=replace(placement.parameters, sharded=0))
 
-    engine_memory.shard_placement = inspected
+    engine_memory.find_placement = found
 
 
 def main(argv: list[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from remat.training import engine_memory
+from remat.training.engine_memory import OptimizerState, Parameters, Placement
 
 ELEMENTS, RANKS = 1000, 2
 SHARE = 2 * ELEMENTS // RANKS  # Adam's two moments
@@ -19,25 +20,25 @@ def found(
     parameters_on: str = "cuda",
     state_on: dict[str, int] | None = None,
     forms: tuple[str, str, str] = ("fp32", "fp32", "fp32"),
-) -> dict[str, Any]:
-    return {
-        "parameters": {
-            "count": 4,
-            "elements": ELEMENTS,
-            "trained_elements": ELEMENTS,
-            "sharded": sharded,
-            "bytes_on": {parameters_on: 2 * ELEMENTS},
-        },
-        "optimizer_state": {
-            "elements": elements,
-            "bytes_on": {"cuda": 4 * elements} if state_on is None else state_on,
-            "pinned_bytes": 0,
-            "bytes_in": {
+) -> Placement:
+    return Placement(
+        Parameters(
+            count=4,
+            elements=ELEMENTS,
+            trained_elements=ELEMENTS,
+            sharded=sharded,
+            bytes_on={parameters_on: 2 * ELEMENTS},
+        ),
+        OptimizerState(
+            elements=elements,
+            bytes_on={"cuda": 4 * elements} if state_on is None else state_on,
+            pinned_bytes=0,
+            bytes_in={
                 name: {form: 4 * elements}
                 for name, form in zip(("master weights", "master gradients", "moments"), forms, strict=True)
             },
-        },
-    }
+        ),
+    )
 
 
 def ds(stage: int = 3, optimizer: Any = None, param: Any = None, states: str = "fp32") -> dict[str, Any]:
@@ -49,13 +50,13 @@ def ds(stage: int = 3, optimizer: Any = None, param: Any = None, states: str = "
     }
 
 
-def broken(report: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def broken(report: Placement, config: dict[str, Any]) -> list[str]:
     return engine_memory.unmet_expectations(report, config, ranks=RANKS, device_type="cuda")
 
 
 CPU, NVME, NONE = {"device": "cpu"}, {"device": "nvme"}, {"device": "none"}
 BOTH = {"cuda": 3000, "cpu": 1000}
-KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+KEPT: dict[str, tuple[Placement, dict[str, Any]]] = {
     "stage 3": (found(), ds()),
     "stage 3, padded": (found(elements=SHARE + 16), ds()),
     "stage 2": (found(sharded=0), ds(2)),

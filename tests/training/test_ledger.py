@@ -47,7 +47,7 @@ def test_a_figure_of_a_smaller_micro_batch_is_held_against_a_bound() -> None:
     ]
     scaled = [ledger._scaled(row) for row in rows]
     assert (scaled[0].planned, scaled[0].unit, scaled[0].planned_is) == (8.0, "MiB", "at most")
-    assert ledger.in_words(scaled) == {
+    assert ledger.describe(scaled) == {
         "activations": "planned at most 8 MiB, measured 1.5",
         "step": "planned 2 s, measured 2.5 (+25.0%)",
     }

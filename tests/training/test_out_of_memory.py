@@ -146,7 +146,9 @@ def test_without_advice_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(subprocess, "run", hangs)
     advice, command = out_of_memory.ask(gpu_error())
     assert advice == []
-    assert out_of_memory.message(gpu_error(), advice, command).endswith("hardware.gpu_memory_gib=62.0000")
+    assert out_of_memory.compose_message(gpu_error(), advice, command).endswith(
+        "hardware.gpu_memory_gib=62.0000"
+    )
 
 
 def test_the_message() -> None:
@@ -166,7 +168,7 @@ def test_the_message() -> None:
         {"overrides": ["three"], "fits": False},
         {"overrides": ["four"]},
     ]
-    text = out_of_memory.message(gpu_error(), advice, COMMAND)
+    text = out_of_memory.compose_message(gpu_error(), advice, COMMAND)
     assert text.startswith("out of GPU memory in backward, layer 17 on rank 0\n")
     for row in (
         "GPU, allocated                    60.0 GiB      75.0 GiB",
@@ -187,7 +189,7 @@ def test_the_message() -> None:
 def test_the_message_without_a_plan() -> None:
     launch = plan(planned=None, reason="ValueError: the model reads a value from its data")
     error = gpu_error(launch)
-    text = out_of_memory.message(error, *out_of_memory.ask(error))
+    text = out_of_memory.compose_message(error, *out_of_memory.ask(error))
     assert "there is no plan of this run: ValueError: the model reads a value" in text
     assert "75.0 GiB" in text
     assert text.endswith("remat plan recipe=mine hardware.host_memory_gib=500.00 hardware.gpu_memory_gib=79.10")

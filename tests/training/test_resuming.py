@@ -14,12 +14,13 @@ from remat.config import compose
 from remat.config.options import ConfigError, DataFormat
 from remat.model import optimizer
 from remat.training import build, same_launch
+from remat.training.run import Progress, RunState
 from tests.data.test_batches import make_blocks, stream
 
 
 def test_a_position_in_other_data_means_nothing() -> None:
     batches = stream(make_blocks(10))
-    saved = {"data": batches.state(), "data_key": "a" * 16}
+    saved = RunState(Progress(), None, batches.state(), "a" * 16, None)
     build.check_same_data(saved, SimpleNamespace(key="a" * 16), batches, "auto")
     with pytest.raises(
         ConfigError,
@@ -54,13 +55,12 @@ def test_the_data_goes_on_with_the_sample_after_the_last_one() -> None:
     cfg = compose.compose_run(["recipe=tiny_zero3_offload", "train.global_batch_size=4"]).run
     world: Any = SimpleNamespace(data_rank=0, data_size=1, sequence_rank=0, sequence_parallel_size=1)
 
-    def batches(point: Any) -> Any:
-        return build._batches(cfg, make_blocks(20), world, point)
+    def batches(saved: RunState | None) -> Any:
+        return build._batches(cfg, make_blocks(20), world, saved)
 
     whole = batches(None)
     before = whole.next_step()
-    point = SimpleNamespace(state=SimpleNamespace(client_state={"data": whole.state()}))
-    after = batches(point).next_step()
+    after = batches(RunState(Progress(step=1), None, whole.state(), "", None)).next_step()
     assert after.sample_ids.tolist() == whole.next_step().sample_ids.tolist()
     assert not set(before.sample_ids.tolist()) & set(after.sample_ids.tolist())
 

@@ -16,7 +16,7 @@ from remat.training import same_launch
 def mine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    return same_launch.facts(RunConfig(), {"zero_optimization": {"stage": 2}}, {"hidden_size": 64})
+    return same_launch.collect_facts(RunConfig(), {"zero_optimization": {"stage": 2}}, {"hidden_size": 64})
 
 
 def test_equal_ranks_are_not_refused(mine: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def changed(mine: dict[str, Any], **of_run: Any) -> dict[str, Any]:
     for name, value in of_run.items():
         section, _, option = name.partition("__")
         setattr(getattr(cfg, section) if option else cfg, option or section, value)
-    found = same_launch.facts(cfg, {"zero_optimization": {"stage": 2}}, {"hidden_size": 64})
+    found = same_launch.collect_facts(cfg, {"zero_optimization": {"stage": 2}}, {"hidden_size": 64})
     return found | {"host": "node-2"}
 
 
@@ -61,7 +61,7 @@ def test_what_belongs_to_a_node_may_differ(mine: dict[str, Any]) -> None:
 
 
 def test_files_that_options_name_are_compared_too(mine: dict[str, Any]) -> None:
-    found = same_launch.facts(RunConfig(), {"zero_optimization": {"stage": 3}}, {"hidden_size": 96})
+    found = same_launch.collect_facts(RunConfig(), {"zero_optimization": {"stage": 3}}, {"hidden_size": 96})
     problem = same_launch.judge([mine, found | {"host": "node-2"}]).problem
     assert problem is not None
     assert "deepspeed.config: zero_optimization.stage=3 on node-2 (rank 1), 2 on" in problem
@@ -90,7 +90,8 @@ def test_many_ranks_that_differ_alike_are_one_line(mine: dict[str, Any]) -> None
 
 def test_a_secret_that_differs_is_found_and_not_shown(mine: dict[str, Any]) -> None:
     one, other = (
-        same_launch.facts(RunConfig(), {}, {"api_key": key}) | {"host": key} for key in ("node-1", "node-2")
+        same_launch.collect_facts(RunConfig(), {}, {"api_key": key}) | {"host": key}
+        for key in ("node-1", "node-2")
     )
     problem = same_launch.judge([one, other]).problem
     assert problem is not None and "model config: api_key=***" in problem and "the same" in problem
@@ -98,7 +99,7 @@ def test_a_secret_that_differs_is_found_and_not_shown(mine: dict[str, Any]) -> N
 
 def test_a_digest_of_the_code_changes_with_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
-    before = same_launch.code(tmp_path)
+    before = same_launch.digest_code(tmp_path)
     (tmp_path / "a.py").write_text("x = 2\n")
-    assert same_launch.code(tmp_path) != before and list(before) == ["a.py"]
-    assert "model/loss.py" in same_launch.code() and "data/batches.py" in same_launch.code()
+    assert same_launch.digest_code(tmp_path) != before and list(before) == ["a.py"]
+    assert "model/loss.py" in same_launch.digest_code() and "data/batches.py" in same_launch.digest_code()

@@ -1,4 +1,4 @@
-"""What one call of a layer takes and changes: its tensors, wherever they stand, and the containers it may write to.
+"""Find what a call of a layer takes and changes: its tensors, wherever they are, and containers it may write to.
 
 A layer's call is `call(*args)`; transformers binds its keyword arguments into `call` (a functools.partial).
 """
@@ -63,12 +63,12 @@ def find_tensors(value: Any, path: str = "", depth: int = DEPTH) -> Iterator[tup
 
 
 def carry_gradient(value: Any) -> bool:
-    """Return whether backward would come to a tensor in `value`."""
+    """Return whether backward would reach a tensor in `value`."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in find_tensors(value))
 
 
 def tell_of_gradient(value: Any, tell: Callable[[], None]) -> bool:
-    """Call `tell` once when backward comes to a tensor in `value`. Returns whether it may."""
+    """Call `tell` once when backward reaches a tensor in `value`. Returns whether it can."""
     if not carry_gradient(value):
         return False
     told = False
@@ -160,7 +160,7 @@ def has_containers(value: Any) -> bool:
 
 
 class Alias(torch.autograd.Function):
-    """The same storage in a tensor that is no view: a view holds its base, and so the memory, after it is emptied."""
+    """The same storage in a tensor that is no view: an emptied view would still hold its base, and so the memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,9 +173,9 @@ class Alias(torch.autograd.Function):
 
 
 class Replayable:
-    """`call` of a layer that may run again: every later time with the containers as they were before the first.
+    """A layer's `call` that may run again, each time with its containers as they were before the first run.
 
-    Without that, a layer that runs again would read what later layers wrote, and write a second time.
+    Otherwise a layer that runs again would read what later layers wrote, and would write a second time.
     """
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
@@ -224,7 +224,7 @@ class Replayable:
 
 @contextmanager
 def refuse_what_is_lost(values: Mapping[str, Any], layer: str, *, reentrant: bool) -> Iterator[None]:
-    """Around the first pass of a layer that will run again, whose arguments are `values`: its state, then the rest.
+    """Surround the first pass of a layer that will run again with arguments `values`: its state, then the rest.
 
     Raises ConfigError, naming `layer` and the argument, for a tensor that the layer edits in place, and, where
     `reentrant`, for tensors that carry a gradient beside the state, be they there before or put into a container.

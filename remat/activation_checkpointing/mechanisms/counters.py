@@ -33,9 +33,8 @@ class LayerCounters:
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
     kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
-    in_effect: dict[str, int] = field(
-        default_factory=dict
-    )  # how often each entry of the policy's lists took effect
+    # how often each entry of the policy's lists took effect
+    in_effect: dict[str, int] = field(default_factory=dict)
     discarded_bytes: int = 0
     moved_bytes: int = 0  # to host memory
     partitioned_bytes: int = 0  # given to the other ranks of a tensor-parallel group

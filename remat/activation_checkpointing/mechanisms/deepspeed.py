@@ -1,8 +1,8 @@
 """DeepSpeed's own activation checkpointing function with all six of its switches, made safe for one run.
 
-`deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and trusts its
-caller with everything else. Here it sees one positional tensor, an alias that nobody else holds; its globals are put
-back by `close`; and what it would do wrong without a word is refused by `problems`.
+`deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and checks nothing
+else. Here it is given one positional tensor, an alias that nobody else holds; `close` restores its globals; and
+`problems` refuses what it would compute wrongly without an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def problems(
     activation_elements: int | None = None,
     one_width: bool = True,
 ) -> list[str]:
-    """Tell why DeepSpeed's function cannot run so, or which switch would do nothing: option, value, remedy.
+    """Tell why DeepSpeed's function cannot run so, or which switch has no effect: option, value, remedy.
 
     `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known; `one_width`:
     whether all micro-batches have the same shape.
@@ -239,13 +239,11 @@ class DeepSpeedCheckpointing:
     def reset(self) -> None:
         """Forget buffers of forwards that had no backward. Not between a forward and its backward."""
         offload = self._module._cpu_offload_engine
-        if (
-            offload is None or offload._tracker or offload._keep_last
-        ):  # else it would wait for copies for nothing
+        # else it would wait for copies for nothing
+        if offload is None or offload._tracker or offload._keep_last:
             self._module.reset()
-        if (
-            self._profile is not None
-        ):  # a forward that raised leaves its timer running: the next could not start it
+        # a forward that raised leaves its timer running: the next could not start it
+        if self._profile is not None:
             for timer in self._profile.get_timers().values():
                 timer.reset()
 

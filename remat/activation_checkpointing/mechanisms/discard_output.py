@@ -1,9 +1,9 @@
 """Output-discarding recomputation of norms and activation functions (Megatron-LM's CheckpointWithoutOutput).
 
-A plain recomputation of a norm saves nothing: the projection behind it keeps the norm's output. Here the output goes as
-soon as the projection has run, with everything the norm saved inside; backward runs the norm once more and hands both
-out again. Megatron resizes the storage and fills it later; here autograd's saved tensors are replaced by references to
-the call, which is bit-equal, survives a second backward, and needs no tensor to hang a hook on.
+Recomputing only a norm saves no memory, because the projection behind it keeps the norm's output. Here the output is
+freed as soon as the projection has run, with everything that the norm saved inside; backward runs the norm once more
+and provides both again. Megatron resizes the storage and fills it later. Here autograd's saved tensors are replaced by
+references to the call, which is bit-equal, survives a second backward, and needs no tensor for a hook.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Place = int | tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset from the output's own
 RANDOM = (nn.RReLU, nn.modules.dropout._DropoutNd)
-DISCARDABLE = (
-    "norm",
-    "activation",
-)  # they draw no random numbers through functions, where nothing could see it
+# they draw no random numbers through functions, where nothing could see it
+DISCARDABLE = "norm", "activation"
 
 
 def problems(asked: list[str]) -> list[str]:
@@ -157,9 +155,8 @@ class OutputDiscarding:
             with self.scope.later_run(self.index), saved_tensors_hooks(self.capture, _never):
                 return run(*args, **kwargs)
         forward = self.forward
-        if (
-            forward is None or forward.running
-        ):  # another layer's turn, a second forward, or a norm inside a norm
+        # another layer's turn, a second forward, or a norm inside a norm
+        if forward is None or forward.running:
             return run(*args, **kwargs)
         region = Region(self, name, role, module, run, args, kwargs)
         forward.regions.append(region)

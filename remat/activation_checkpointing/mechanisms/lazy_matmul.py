@@ -1,8 +1,8 @@
 """Defer the last matrix product of a recomputation. Usually nothing needs it, and it never runs.
 
 torch ends a recomputation when it has the last tensor that backward needs. ZeRO-3's Linear saves its input only after
-its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last one for nothing: a fifth of a
-Llama's forward.
+its product (deepspeed/runtime/zero/linear.py), so every layer would compute its last product, a fifth of a Llama's
+forward, although nothing uses it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
 
-OVERLOADS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-}  # whose result has the type of its left matrix
+# whose result has the type of its left matrix
+OVERLOADS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}  # position of the left matrix
 ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does not say that it is a view
 SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
 
 
 class DeferredMatmul:
-    """At most one product at a time. Its memory is there; its value comes before the next operation, whatever that is.
+    """At most one product at a time. Its memory is allocated at once; its value comes before any next operation.
 
-    Not only before one that is seen to read it: a Triton kernel's reads are not seen, its allocation is. One that
-    allocates nothing is not seen at all, so the value comes at the latest with the end of the Linear's call.
+    Waiting for an operation that reads it would be unsafe: a Triton kernel's reads are not seen, only its allocations.
+    A kernel that allocates nothing is not seen at all, so the value is computed at the latest when the Linear returns.
     """
 
     def __init__(self) -> None:

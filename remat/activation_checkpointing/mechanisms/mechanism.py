@@ -1,4 +1,4 @@
-"""Say what a mechanism is: how it treats a layer, what it refuses beforehand, what the first step must show.
+"""Define what a mechanism is: how it treats a layer, what it refuses beforehand, what the first step must show.
 
 Each mechanism is one module of this folder, which ends with its `MECHANISM`. The rows of `policy.py` name them; nothing
 else needs to know them all.
@@ -18,15 +18,16 @@ from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.tables.table import Table
 from remat.config.options import Attention, CheckpointingConfig, Policy
+from remat.config.units import MIB
 from remat.model.layers import Modules
 
-SLACK_BYTES = 1 << 20  # small things a layer may keep beside its output: masks, random states, routing indices
+SLACK_BYTES = MIB  # small things a layer may keep beside its output: masks, random states, routing indices
 LayerForward = Callable[..., Any]  # fn(call, *args) -> the layer's output
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a policy has to live with. `fields` is the transformers config as plain data."""
+    """The circumstances of a run that a policy may depend on. `fields` is the transformers config as plain data."""
 
     zero_stage: int
     tensor_parallel_size: int
@@ -54,7 +55,7 @@ class Need:
 class Mechanism:
     """How a layer is carried out. Many policies differ only in which layers they choose.
 
-    treat: makes what runs in the place of the layer's forward.
+    treat: returns the function that runs in the place of the layer's forward.
     is_reentrant(cfg, layers, segments): whether so many layers, recomputed together, are so by a reentrant function;
         `segments`: where the options leave it open, segments are. None: there is no such variant.
     refuse: tells what cannot work, before a weight is read.
@@ -213,10 +214,10 @@ class Listed:
 
 
 def find_idle_entries(lists: list[Listed], layers: Observed) -> list[str]:
-    """Tell what the lists of a mechanism name that did nothing in any of its `layers`.
+    """Tell which entries of a mechanism's lists did nothing in any of its `layers`.
 
-    Of each range in `checkpointing.layers` something on the lists must have done something. One layer of several may
-    have nothing that a gradient needs.
+    In each range of `checkpointing.layers` at least one entry must have had an effect. A single layer may have nothing
+    that a gradient needs.
     """
     found = []
     asked = list(layers)
@@ -243,7 +244,7 @@ def by_range(layers: Observed) -> list[list[int]]:
 
 
 def spans(indices: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
+    """Write indices as ranges: [0, 1, 2, 5] becomes "0-2, 5"."""
     groups: list[list[int]] = []
     for index in indices:
         if groups and index == groups[-1][-1] + 1:

@@ -1,23 +1,24 @@
 """Hold what a layer keeps in host memory from its forward to its backward.
 
-On a GPU a copy leaves on a side stream while the next layer computes, and comes back while the layer above is in
-backward. One side stream serves both directions: a buffer that was read is then never overwritten too early, and the
-last layer has to be out before it can come back anyway. The device memory of a layer that leaves is freed when the
-layer after the next begins, behind a wait of the compute stream: with `record_stream` a CPU that runs ahead would find
-nothing free and allocate the whole stack. Where a CPU computes, the same code copies at once into ordinary memory.
+On a GPU tensors are copied out on a side stream while the next layer computes, and copied back while the layer above is
+in backward. One side stream serves both directions: then a buffer is never overwritten before it was read, and the last
+layer must be out before it can come back anyway. The device memory of a layer is freed when the layer after the next
+begins, after the compute stream has waited for the copy. With `record_stream` instead, a CPU that runs ahead would find
+no free memory and allocate that of the whole stack. Where a CPU computes, the same code copies at once into ordinary
+memory.
 
-Why not an engine that exists. DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
-layers, stores what is saved twice twice, and does nothing under ZeRO-3, whose hooks replace the marked tensor. torch's
-save_on_cpu copies on the compute stream into fresh memory, one copy per save, parameters included.
+Why existing engines are not used: DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
+layers, stores a tensor that is saved twice two times, and does nothing under ZeRO-3, whose hooks replace the marked
+tensor. torch's save_on_cpu copies on the compute stream into fresh memory, one copy per save, parameters included.
 
 In 8 bits (`encode`, `decode`) a tensor has one scale per row, which is its last dimension. fp8 is float8_e4m3fn (3
 mantissa bits: an error of at most 1/16 of each value), int8 is uniform (at most 1/254 of the largest value of the row).
 It changes the gradients slightly, so it is never a default.
 
-Buffers (`HostPool`) are used again. They are cut from slabs. Where torch page-locks exact sizes, a large buffer is a
-slab of its own. Where it rounds up to a power of two, slabs are powers of two, large enough that at most an eighth is
-left. What comes back is joined with what is free beside it, and slabs that nothing uses make room for one that is
-larger: with sequences of many lengths the pool would otherwise keep the buffers of each of them.
+Buffers (`HostPool`) are reused. They are cut from slabs. Where torch page-locks exact sizes, a large buffer is a slab
+of its own. Where torch rounds up to a power of two, slabs are powers of two, so large that at most an eighth is wasted.
+A returned buffer is joined with the free space beside it. Unused slabs are freed when a larger one is needed: with
+sequences of many lengths the pool would otherwise keep buffers for each length.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class HostOffload:
         return layer
 
     def follow(self, index: int, output: Any) -> None:
-        """Begin the way back when the gradient of a layer's `output` is there, before any of its own is needed.
+        """Begin to copy back when the gradient of `output` is there, before the layer's tensors are needed.
 
-        The layer below comes back meanwhile, also while a layer is in backward that keeps all it has on the device.
+        The layer below is copied back at the same time, also below a layer that keeps everything on the device.
         """
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -101,7 +102,7 @@ class HostOffload:
             below.fetch()
 
     def backward_reaches(self, index: int) -> None:
-        """Bring layer `index` back, which is in backward now, and the next one below."""
+        """Copy back layer `index`, which is in backward now, and the next one below."""
         self.transfers.forward_is_over()
         for layer in (self._layers[index], self.below(index)):
             if layer:
@@ -126,7 +127,7 @@ class HostOffload:
                     layer.drop()
 
     def forward_is_over(self) -> None:
-        """Free all that was moved: nothing more leaves before backward."""
+        """Free the device memory of all that was moved: nothing more is copied out before backward."""
         self.transfers.forward_is_over()
 
     def moving(self) -> set[int]:
@@ -244,13 +245,13 @@ class LayerOffload:
         self._moved.clear()
 
     def backward_begins(self) -> None:
-        """Bring back what this layer and the next one below keep, unless that was done since its forward."""
+        """Copy back what this layer and the next one below keep, unless that was done since its forward."""
         if not self._in_backward:
             self._in_backward = True
             self._owner.backward_reaches(self._index)
 
     def fetch(self) -> None:
-        """Start the way back of all that is not on it."""
+        """Start to copy back everything that is not being copied back yet."""
         for moved in reversed(list(self._moved.values())):
             moved.fetch()
 
@@ -300,7 +301,7 @@ class _Moved:
             owner.transfers.send(parts, self._host)
 
     def fetch(self) -> None:
-        """Start the way back, unless it was started."""
+        """Start to copy back, unless that was started."""
         if self._values is None and not self._arriving and self._host:
             self._arriving, self._arrival = self._owner.transfers.bring(self._host, self._owner.device)
 
@@ -353,7 +354,7 @@ class _Transfers:
         )
 
     def enter(self, layer: int) -> None:
-        """Free what the layer before the last sent away, now that `layer` runs forward."""
+        """Free the device memory of the layer before the last, now that `layer` runs forward."""
         if self._copies_at_once or layer == self._layer:
             return
         self._layer = layer

@@ -47,9 +47,8 @@ class SavedTensors:
 
     def hooks(self) -> AbstractContextManager[None]:
         """Return what is entered around one forward of the layer; it does nothing where there is nothing to do."""
-        if (
-            self._weights is None
-        ):  # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
+        # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
+        if self._weights is None:
             self._weights = list(self._layer.parameters())
             views_of_weights = self._by_reference and any(_dims(weight) > 2 for weight in self._weights)
             self._needed = bool(views_of_weights or self._offload or self._discarded)
@@ -131,9 +130,8 @@ class SavedTensors:
             )
         handle.wait()
         if weight.device.type == "cuda":
-            torch.cuda.synchronize(
-                weight.device
-            )  # the copy of a group of one rank waits for its own stream only
+            # the copy of a group of one rank waits for its own stream only
+            torch.cuda.synchronize(weight.device)
 
     def _handle(self, tensor: torch.Tensor) -> Packed | None:
         if self._discarded and (discarded := self._discarded.pack(tensor)):

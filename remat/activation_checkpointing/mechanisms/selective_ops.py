@@ -76,9 +76,8 @@ class SelectiveCheckpoint:
         self.call = 0  # and which call of a Linear in this pass that is
         self._save = cfg.save
         self._half = "every_other_matmul" in cfg.save
-        self._kept_linears: dict[str, list[str]] = defaultdict(
-            list
-        )  # path: the entries of the list that mean it
+        # path: the entries of the list that mean it
+        self._kept_linears: dict[str, list[str]] = defaultdict(list)
         for name in cfg.save_linears:
             for path, _ in layers.find_linears(layer, name):
                 self._kept_linears[path].append(name)

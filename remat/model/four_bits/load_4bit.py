@@ -1,8 +1,8 @@
 """Read a pretrained base under ZeRO-3 straight into 4-bit shards: no rank ever holds the model in 16 bits, or whole.
 
-One matrix after another is read, each rank a part of its rows, quantised, put together in 4 bits and cut into shards.
-Quantising blocks of 64 weights apart and together gives the same bytes. What else the model has is read by rank 0,
-which zero.Init sends to the others.
+Matrices are read one after another. Each rank reads a part of the rows and quantises it; the parts are joined in 4 bits
+and cut into shards. Weights are quantised in blocks of 64, so the parts give the same bytes as the whole. Everything
+else in the model is read by rank 0, and zero.Init sends it to the others.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def climb(
     `progress` gets the number of rungs done, and of all. Raises ConfigError where the machine's memory is not known.
     """
     cfg = _compose(args, BASE)
-    if reason := search.why_not(cfg):
+    if reason := search.explain_no_search(cfg):
         raise ConfigError(f"--ladder: {reason}")
     rungs = list(steps(cfg))
     found: list[Rung] = []

@@ -62,7 +62,7 @@ class Setting:
         return (*_time_of(self.planned), needed_bytes(self.planned, GPU_MEMORY))
 
 
-def why_not(cfg: RunConfig) -> str | None:
+def explain_no_search(cfg: RunConfig) -> str | None:
     """Return why the settings of `cfg` cannot be compared on its machine; None where they can."""
     if gpus.machine(cfg.hardware).matmul_tflops is None:
         return "no GPU whose speed is known: name one by hardware=NAME, or measure this machine by `remat calibrate`"
@@ -82,7 +82,7 @@ def choose(
 
     Raises ConfigError where the machine is not known, DoesNotFit where nothing fits it.
     """
-    if reason := why_not(cfg):
+    if reason := explain_no_search(cfg):
         raise ConfigError(f"strategy=auto: {reason}")
     search = Search(args, cfg, recordings, progress)
     if found := search.fastest(limit, pinned=_set_by(args)):
@@ -138,12 +138,12 @@ class Search:
         return is_up
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
-        """Return up to `limit` settings that fit, the shortest step first; of each policy and strategy one.
+        """Return up to `limit` settings that fit, the shortest step first: one for each policy and strategy.
 
-        Of tables there is one in all.
+        Of settings with checkpointing=budget there is one in all.
 
         Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
-        first. Where nothing fits, MLPs are computed in slices, which rounds otherwise.
+        first. Where nothing fits, MLPs are computed in slices, which changes the rounding.
         """
         axes = self._axes | {name: [None] for name in pinned}
         found = self._best_of(list(self._look(axes)), limit)
@@ -152,7 +152,7 @@ class Search:
         return self._best_of(list(self._look(axes | {"checkpointing": self._in_slices})), limit)
 
     def with_change(self, change: Option) -> Setting | None:
-        """Return the fastest setting that fits with `change`, of the policies that save most, at micro-batch 1."""
+        """Return the fastest setting with `change` that fits, among the policies that save most, at micro-batch 1."""
         axes = choices.saving_most(self._axes)
         return next(iter(self._best_of(list(self._look(axes, (change,))), 1)), None)
 
@@ -256,7 +256,7 @@ class Search:
     def _plan_best(self, candidates: Sequence[Candidate], limit: int) -> list[Setting]:
         """Plan the candidates, best first, until `limit` fit; return the fastest of them.
 
-        Tables that may move values do not count: they were estimated at their best.
+        Tables that may move values are not counted: their estimates assume that moves cost nothing.
         """
         found: list[Setting] = []
         taken: set[tuple[str, ...]] = set()
@@ -284,7 +284,7 @@ class Search:
         return cfg.checkpointing.policy is Policy.budget
 
     def _moves(self, policy: Option | None) -> bool:
-        """Return whether they do, and may move values to the host."""
+        """Return whether layers get tables, and these may move values to the host."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
         return self._is_table(policy) and cfg.checkpointing.offload.enabled
 
@@ -388,11 +388,11 @@ def _shares(planned: Planned) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes to a run: to one that fits those that are faster, to another those that make it fit.
+    """Changes to a run: faster ones for a run that fits, or those that make it fit.
 
-    All `changes` fit. Of a run that does not fit, `closest` is the setting that lacks least on its machine, if none of
-    them keeps it, and `remedies` says of each well-known remedy what it gives. `stopped`: the time was up before all
-    settings were looked at.
+    All `changes` fit. For a run that does not fit, `remedies` says what each well-known remedy gives, and `closest` is
+    the setting that lacks least on its machine, where no change keeps the machine. `stopped`: the time was up before
+    all settings were looked at.
     """
 
     changes: list[Setting]
@@ -412,13 +412,13 @@ def advise(
 ) -> Advice:
     """Return advice for the run of `args`, whose plan is `planned`.
 
-    After `limit_s` seconds of a core nothing more is begun.
+    Nothing new is begun after `limit_s` seconds of a core.
 
-    To a run that fits the changes are up to `limit` settings that train the same in less time. To another they come in
-    this order: up to `limit` that leave alone what is trained, the fastest first; where there are
-    none, smaller states of the optimizer, which train the same weights on another trajectory; then the smallest change
-    of the sequence length and of the adapters that would do, with what else it needs; then the smallest machine of
-    conf/hardware that holds the run unchanged.
+    For a run that fits, the changes are up to `limit` settings that train the same in less time. For another run they
+    come in this order: up to `limit` that train the same, the fastest first; where there are none, smaller states of
+    the optimizer, which train the same weights on another trajectory; then the smallest change of the sequence length
+    and of the adapters that is enough, with what else it needs; then the smallest machine of conf/hardware that holds
+    the run unchanged.
     """
     began, known = time.process_time(), recordings or Recordings()
     if planned.plan.fits:
@@ -442,7 +442,7 @@ def advise(
 
 def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
     """Return settings that are faster than `planned`; none where step times are not known."""
-    if why_not(planned.cfg) or planned.time.unknown:
+    if explain_no_search(planned.cfg) or planned.time.unknown:
         return []
     most_s = (1 - FASTER) * planned.time.total_s
     return [found for found in search.fastest(limit) if found.cost < (False, most_s, 0)]

@@ -1,4 +1,4 @@
-"""Say which way to shard model states a run on several nodes should take: ZeRO-1, 2, 3, or 3 with hpZ.
+"""Compare the ways to shard the model states of a run on several nodes: ZeRO-1, 2, 3, or 3 with hpZ.
 
 Ways differ in what goes through the network. Each is an estimate (settings/screening.py) with nothing else changed.
 """
@@ -19,7 +19,7 @@ from remat.planning.settings.search import Setting
 
 @dataclass(frozen=True)
 class Way:
-    """One way to shard. Of its offloads, `setting` has the fastest that fits, or else the one that lacks least.
+    """One way to shard. `setting` has the offload that is fastest of those that fit, or else the one that lacks least.
 
     `is_taken`: it is the fastest way of all that fit.
     """
@@ -36,11 +36,11 @@ class Way:
 
 
 def compare(cfg: RunConfig, recordings: Recordings) -> list[Way]:
-    """Return the ways to shard a run, less sharded ones first.
+    """Return the ways to shard a run, the least sharded first.
 
     Empty on one node, where the speed of the machine is not known, and where layers are divided into stages.
     """
-    if cfg.hardware.num_nodes == 1 or cfg.train.pipeline_parallel_size > 1 or search.why_not(cfg):
+    if cfg.hardware.num_nodes == 1 or cfg.train.pipeline_parallel_size > 1 or search.explain_no_search(cfg):
         return []
     screen, by_name = Screen(recordings), dict[str, list[Setting]]()
     for option in choices.strategies(cfg):

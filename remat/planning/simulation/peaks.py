@@ -25,8 +25,8 @@ class Gradients:
     """The gradients and buckets on the GPU during one backward.
 
     Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends` at the end. `kept_bytes`
-    and `bucket_bytes` are what is there after a call. Each call returns the same two at the worst instant
-    within it. `ready` leaves out the gradient itself there: it is autograd's until then.
+    and `bucket_bytes` are what is there after a call. Each call returns the same two as they were at the worst instant
+    within it. `ready` does not count the gradient itself there, because until then it belongs to autograd.
     """
 
     def __init__(self, parameters: Parameters, settings: ZeroSettings, *, rank: int = 0) -> None:
@@ -140,9 +140,8 @@ class Peaks:
     backward: Moment
     gathered_bytes: int
     curve: list[Instant]
-    by_part: Mapping[
-        str, Moment
-    ]  # forward and backward inside the layers, and the loss: what is outside of them
+    # forward and backward inside the layers, and the loss: what is outside of them
+    by_part: Mapping[str, Moment]
 
 
 def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:

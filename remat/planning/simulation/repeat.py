@@ -1,10 +1,10 @@
-"""Lengthen the record of a model of a few layers to that of a model in which equal layers follow one another.
+"""Make the record of a deep model from that of a few of its layers, where equal layers follow one another.
 
-Of a run of equal layers a few periods are recorded: two in the middle, and as many on each side as layers reach. The
-record is cut where the forward of a layer begins and where its backward first shows. What lies between two cuts is a
-piece, written relative to its own layer. If the pieces of the two in the middle are the same in forward and in
-backward, the periods between them would be so too, and the piece is put in as often as the whole model has it.
-Otherwise NotRepeated is raised.
+Of a sequence of equal layers a few periods are recorded: two in the middle, and on each side as many as layers act on
+their neighbours. The record is cut where the forward of a layer begins and where its backward begins. What lies between
+two cuts is a piece, written relative to its own layer. If the pieces of the two middle periods are the same, in forward
+and in backward, then all further periods would be the same too, and the piece is inserted as often as the whole model
+has it. Otherwise NotRepeated is raised.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class NotRepeated(Exception):
 
 
 class Repeat(NamedTuple):
-    """A run in a model of a few layers: two periods of `period` layers, `reach` more on each side, from `first` on.
+    """A sequence of equal layers: two periods of `period` layers, `reach` more on each side, from layer `first` on.
 
-    `copies` lack in the middle.
+    `copies` periods are missing in the middle.
     """
 
     first: int
@@ -95,7 +95,7 @@ def lengthen_sizes(
 ) -> list[int]:
     """Return the sizes of all layers of the whole model, in order, from those of each recorded layer.
 
-    Raises NotRepeated where the two periods in the middle of a run differ.
+    Raises NotRepeated where the two middle periods of a sequence differ.
     """
     units = _units(repeats, num_recorded)
     for unit, following in pairwise(units):
@@ -162,13 +162,13 @@ class _Numbers:
         return None, number if number < self.before else number - self.starts[-1] - len(self.owners)
 
     def join(self, layer: int | None, number: int) -> int:
-        """Return the number in the whole model; `layer` is one of that."""
+        """Return the number in the whole model; `layer` is a number of the whole model too."""
         if layer is not None:
             return self.whole_starts[layer] + number
         return number if number >= 0 else number + self.whole_starts[-1] + len(self.owners)
 
     def lengthen(self, values: Sequence[Any]) -> list[tuple[Any, int]]:
-        """Return the value for each number of the whole model, with the recorded layer's shift to the whole one's."""
+        """Return the value for each number of the whole model, shifted from the recorded layer to the whole model's."""
         found = [(value, 0) for value in values[: self.before]]
         for layer, source in enumerate(self.source):
             found += [(value, layer) for value in values[self.starts[source] : self.starts[source + 1]]]
@@ -281,7 +281,7 @@ class _Lengthening:
 
     @cached_property
     def _begins(self) -> list[int]:
-        """The parts at which pieces begin.
+        """Return the parts at which pieces begin.
 
         They are the start, each unit's forward, the head, the loss' backward, each unit's backward, the embedding's.
         """
@@ -315,7 +315,7 @@ class _Lengthening:
 
     @cached_property
     def _owners(self) -> list[int | None]:
-        """The unit of each piece."""
+        """Return the unit of each piece."""
         order = range(len(self._units))
         return [None, *order, None, None, *reversed(order), None]
 

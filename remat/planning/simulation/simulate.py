@@ -28,9 +28,8 @@ class Recording:
     timeline: Record
     parameters: Parameters
     assumptions: list[str]
-    graphs: Mapping[int, Any] = field(
-        default_factory=dict
-    )  # of the layers under a table: what they compute and save
+    # of the layers under a table: what they compute and save
+    graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
 
     def under(self, zero: ZeroSettings) -> Simulation:

@@ -50,7 +50,7 @@ class Event(NamedTuple):
 class Parameters:
     """The parameters of a model, in its own order; `owned` lists for each module those that are gathered for it.
 
-    They are the module's own, and for a module that is gathered whole those of its parts too, which have none then.
+    They are the module's own. A module that is gathered whole also has those of its parts, which then have none.
     """
 
     elements: tuple[int, ...]
@@ -92,7 +92,7 @@ def _with_parts(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 @contextmanager
 def recorded(model: nn.Module, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Call `on_event` at every fetch and release while entered, over any number of micro-batches."""
+    """Call `on_event` at every fetch and release inside the context, over any number of micro-batches."""
     recorder = _Recorder(model, on_event)
     try:
         yield

@@ -2,9 +2,9 @@
 
 A model trained through adapters is written as an adapter folder, which peft loads on the base model.
 
-Weights are streamed: one parameter is gathered at a time, on all ranks, and each rank writes its share of the files and
-holds one of them. It is one decoder layer at a time where transformers keeps weights fused in the model and separate in
-the files, as in mixtures of experts. The folder appears complete or not at all.
+Weights are streamed: all ranks gather one parameter at a time. Each rank writes its share of the files and holds one
+file in memory. Where transformers keeps weights fused in the model and separate in the files, as in mixtures of
+experts, one decoder layer is gathered at a time. The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
 README = "README.md"
-Read = Callable[
-    [str, bool], torch.Tensor | None
-]  # weight by name, None where the rank does not keep it; collective
+# weight by name, None where the rank does not keep it; collective
+Read = Callable[[str, bool], torch.Tensor | None]
 DTYPES = {
     str(Precision.fp32): torch.float32,
     str(Precision.bf16): torch.bfloat16,
@@ -90,7 +89,7 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
 
 @contextlib.contextmanager
 def gathering(optimizer: Any) -> Iterator[None]:
-    """Let ZeRO-3's small, persistent parameters be shards meanwhile, as DeepSpeed does while it saves."""
+    """Turn ZeRO-3's small, persistent parameters into shards inside the context, as DeepSpeed does while it saves."""
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     try:
@@ -317,11 +316,11 @@ def write(
     """
     started, folder = time.monotonic(), folder.absolute()
     what = f"exporting to {folder}"
-    tmp = manifest.on_main(lambda: _prepare(folder), what)
+    tmp = manifest.run_on_main(lambda: _prepare(folder), what)
     shards = hf_files.Shards(tmp, plan, plan.files_of(*manifest.place()))
     try:
-        manifest.agree(_write_files(shards, read), what)
-        manifest.on_main(lambda: _finish(plan, tmp, folder, describe), what)
+        manifest.raise_together(_write_files(shards, read), what)
+        manifest.run_on_main(lambda: _finish(plan, tmp, folder, describe), what)
     except SaveError:
         if manifest.place()[0] == 0:
             manifest.remove(tmp)

@@ -146,7 +146,7 @@ class Shards:
         self._writing: Future[None] | None = None
 
     def takes(self, written: Sequence[str]) -> bool:
-        """Return whether any of the weights `written` is for these files, once the file before is on disk.
+        """Return whether any of the weights `written` is for these files; waits until the file before is on disk.
 
         Raises what writing it raised.
         """

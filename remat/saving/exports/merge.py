@@ -1,7 +1,7 @@
-"""Write adapters merged into the weights beside which they were trained: a plain model, for plain transformers.
+"""Write a plain model for plain transformers: adapters merged into the base that they were trained on.
 
-peft merges one layer at a time and in fp32, so that beside the base there are one weight and one shard in memory. What
-was trained on a base in 4 bits is merged into what those 4 bits stand for.
+peft merges one layer at a time and in fp32, so that memory holds the base, one more weight and one shard. Adapters that
+were trained on a base in 4 bits are merged into the dequantised base.
 """
 
 from __future__ import annotations

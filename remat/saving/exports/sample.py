@@ -1,4 +1,4 @@
-"""Ask a model that a run wrote: in its chat template where it has one, the answer shown as it comes.
+"""Ask a model that a run wrote, in its chat template where it has one, and show the answer while it is generated.
 
 Adapters are put on the base that their folder names. Weights are loaded in the precision of their files, on a GPU if
 there is one.
@@ -148,7 +148,7 @@ def _base(folder: Path) -> str | None:
 
 
 def converse(speaker: Speaker, lines: Iterable[str], show: Callable[[str], None]) -> None:
-    """Answer each line, in a chat as one conversation; what does not fit into the context is said, and forgotten."""
+    """Answer each line, in a chat as one conversation. A line too long for the context is refused and dropped."""
     for line in lines:
         if not line.strip():
             continue

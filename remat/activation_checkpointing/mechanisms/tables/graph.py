@@ -99,7 +99,7 @@ class Op:
 
     @property
     def label(self) -> str:
-        """`mm`, `add_`; every fused attention is `attention`, whichever kernel it was."""
+        """Return a short name: `mm`, `add_`; every fused attention is `attention`, whichever kernel it was."""
         name = str(operators.describe(self.func).name)
         return "attention" if operators.FUSED_ATTENTION.fullmatch(name) else name.rpartition("::")[2]
 
@@ -215,9 +215,8 @@ class Recorder(TorchDispatchMode):
                     stack.callback(module.register_forward_hook(leave).remove)
             with self, saved_tensors_hooks(save, unpack):
                 output = forward()
-        self.graph.outputs = {
-            self._now[key] for key in operators.storages(output) if key in self._now
-        }  # a weight or a constant is no output of its own
+        # a weight or a constant is no output of its own
+        self.graph.outputs = {self._now[key] for key in operators.storages(output) if key in self._now}
         return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,9 +262,10 @@ class Recorder(TorchDispatchMode):
     ) -> str:
         """Tell why an operation cannot run again with the same result; empty: it can."""
         name, tags = described.name, getattr(op.func, "tags", ())
+        # tagged for masks; positions give a size that is known
         indexed = op.func is torch.ops.aten.index.Tensor and not any(
             leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:] if isinstance(leaf, torch.Tensor)
-        )  # tagged for masks; positions give a size that is known
+        )
         if (DATA_SIZED.intersection(tags) and not indexed) or self._sized_by_data.intersection(op.ins):
             self._sized_by_data.update(op.made)
             return "its size depends on data"

@@ -83,9 +83,8 @@ class _Program:
         for (kind, number), place in self._column.items():
             self._bytes[place] = graph.values[number].nbytes if kind == "device" else 0
             self._cost[place] = {"device": 0, "host": 1, "op": costs[number] + 1 if kind == "op" else 0}[kind]
-        self._unit = max(
-            1.0, sum(link.host_bytes.values()) / UNITS
-        )  # bytes: the solver wants numbers of one size
+        # bytes: the solver wants numbers of one size
+        self._unit = max(1.0, sum(link.host_bytes.values()) / UNITS)
         self._cost[self._beyond] = link.cost_per_byte * self._unit
         self._solver = self._build()
 

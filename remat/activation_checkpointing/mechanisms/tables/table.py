@@ -121,7 +121,7 @@ class Program:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes on the device of kept values that the layer makes itself; what it is given belongs to others."""
+        """Return the bytes on the device of kept values that the layer makes itself, without what it is given."""
         on_device = map(self.graph.values.__getitem__, self.kept - self.moved)
         return sum(value.nbytes for value in on_device if value.kind == "op")
 
