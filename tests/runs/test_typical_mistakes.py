@@ -75,6 +75,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "train.steps=1e3": "give a whole number, train.steps=1000",
     "train.steps=-1": "train.steps=-1 is too small: give at least 1",
     "optim.lr=nan": "optim.lr=nan is no size: give at least 0",
+    "optim.lr=2e5": "(did you mean 2e-5?)",
     "optim.warmup_steps=0.03": "0.03 is not a whole number: give one",
     "train.micro_batch_size=auto": "strategy=auto chooses it by the plan",
     "train.precision=bfloat16": "(did you mean bf16?)",
@@ -100,6 +101,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "train.tensor_parallel_size=3": "cannot be divided into groups of 3",
 }
 FILES = {  # the same with what a workshop holds, {} of its folder
+    "data.path={}/dta.jsonl": "/dta.jsonl does not exist (there is ",
     "model.path={}/none": "does not exist: give a folder with config.json, or a hub name",
     "model.path={}/model/config.json": "is a file: give the folder that holds it",
     "model.path=https://huggingface.co/openai/gpt2": "write the hub name, model.path=openai/gpt2",
