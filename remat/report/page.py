@@ -142,8 +142,8 @@ pre {
 @media screen and (max-width: 30rem) {
   main { padding: 1.5rem 0.75rem; }
   .tables { columns: 1; }
-  .card:not(.wide) td, .card:not(.wide) thead th { white-space: normal; padding-left: 0.5rem; }
-  th[scope=row] { overflow-wrap: anywhere; }
+  .card:not(.wide) td, .card:not(.wide) thead th { white-space: normal; padding-left: 0.4rem; }
+  .card:not(.wide) :is(th, td) { font-size: 0.86rem; }
   .facts div { grid-template-columns: minmax(0, 1fr); gap: 0; }
   .figure .value { font-size: 1.2rem; }
 }
