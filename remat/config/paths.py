@@ -144,11 +144,7 @@ def output_problems(cfg: RunConfig) -> list[str]:
 
 def _is_local(path: str) -> bool:
     """Whether a path cannot be a hub name, which is NAME or OWNER/NAME."""
-    return (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or path.endswith(OF_FILES)
-    )
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(OF_FILES)
 
 
 def _exists(path: str) -> bool:
