@@ -21,6 +21,7 @@ OF_FILES = (  # how names of data files end, and names of the hub do not
     *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".text", ".md"),
     *(".gz", ".zst", ".zstd"),
 )
+PLACEHOLDERS = {"FOLDER_OR_HUB_NAME", "FOLDER", "MODEL", "NAME"}  # of pages and messages, typed as they stand
 LFS_POINTER = b"version https://git-lfs"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,6 +31,8 @@ def model_problems(model: ModelConfig) -> list[str]:
     if not model.path or (model.init is ModelInit.random and model.architecture):
         return []
     option, place = f"model.path={model.path}", Path(model.path)
+    if model.path in PLACEHOLDERS and not place.exists():
+        return [f"{option} stands for your own: give a folder with config.json, or a hub name"]
     if "://" in model.path:
         name = "/".join(model.path.partition("://")[2].split("/")[1:3])
         return [f"{option}: addresses are not read; write the hub name, model.path={name}, or a folder"]

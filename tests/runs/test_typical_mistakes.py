@@ -105,6 +105,7 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
 }
 FILES = {  # the same with what a workshop holds, {} of its folder
     "data.path={}/dta.jsonl": "/dta.jsonl does not exist (there is ",
+    "model.path=FOLDER_OR_HUB_NAME": "stands for your own: give a folder",
     "model.path={}/none": "does not exist: give a folder with config.json, or a hub name",
     "model.path={}/model/config.json": "is a file: give the folder that holds it",
     "model.path=https://huggingface.co/openai/gpt2": "write the hub name, model.path=openai/gpt2",
