@@ -1,6 +1,8 @@
 # docker build --build-arg COMMIT=$(git rev-parse --short HEAD) -t remat .
-# docker run --gpus all --ipc=host -v $PWD:/work remat launch recipe=lora model.path=MODEL data.path=FILE
-# Not yet measured: neither built nor run on a GPU.
+# docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v $PWD:/work -v remat:/root/.cache \
+#     remat launch recipe=lora model.path=MODEL data.path=FILE
+# The volume `remat` keeps DeepSpeed's ops, tokenised data and hub models from one container to the next.
+# What was tried of it, and what was not: docs/launch.md, "In a container".
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04
 
@@ -25,5 +27,6 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 ARG COMMIT=
 ENV REMAT_COMMIT=$COMMIT
+ENV TORCH_EXTENSIONS_DIR=/root/.cache/torch_extensions
 WORKDIR /work
 ENTRYPOINT ["remat"]

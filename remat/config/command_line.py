@@ -56,6 +56,7 @@ KINDS_OF_CFG = ("job", "hydra", "all")  # what Hydra's own --cfg may be followed
 
 
 SEARCHPATH = "hydra.searchpath="
+LONG_DASHES = ("\u2013", "\u2014", "\u2212")
 
 
 @dataclass
@@ -94,6 +95,9 @@ def take_apart(argv: list[str], options: Sequence[str]) -> Arguments:
             args.problems.append(f"{word!r} is not text in UTF-8: rename the file, or correct the option")
         elif word.startswith("-"):
             _take_flag(word, words, args, options)
+        elif word.startswith(LONG_DASHES):
+            meant = f"--{word.lstrip(''.join(LONG_DASHES))}"
+            args.problems.append(f"{word} begins with a long dash, as text programs write it: write {meant}")
         elif word.startswith(SEARCHPATH):
             args.config_dirs += _searched(word.removeprefix(SEARCHPATH))
         else:
@@ -318,7 +322,10 @@ def refusal(
         return f"no such option{hints.suggest(key, sorted(options))}"
     if key not in options and key not in groups and not _is_free_form(key):
         return None  # composing says that there is none
-    listed, function = len(read_values(word)) > 1, FUNCTIONS.match(value)
+    values, function = read_values(word), FUNCTIONS.match(value)
+    listed = len(values) > 1
+    if listed and len([one for one in values if one]) == 1:
+        return f"write {key}={''.join(values)}, without the comma"
     if listed and key in LISTS:
         return f"a list is written {key}=[{value}]"
     if listed or function:

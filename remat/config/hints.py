@@ -401,6 +401,8 @@ VALUES = {  # option -> another tool's value -> ours
         "pretrain": "plain",
         "instruction": "alpaca",
     },
+    "compile": dict.fromkeys(["true", "inductor", "default", "reduce-overhead", "max-autotune"], "layers")
+    | {"false": "none"},
     "data.packing": {"true": "documents", "false": "none"},
     "model.attention": {
         "flash": "flash_attention_2",

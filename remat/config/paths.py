@@ -5,6 +5,7 @@ Standard library only. Weights are not read: a safetensors file says in its firs
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
@@ -16,6 +17,11 @@ from pathlib import Path
 from remat.config.options import NOT_FOLDERS, DataSource, ModelConfig, ModelInit, RunConfig
 
 LONGEST_HEADER_BYTES = 100_000_000  # as safetensors itself refuses
+OF_FILES = (  # how names of data files end, and names of the hub do not
+    *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".text", ".md"),
+    *(".gz", ".zst", ".zstd"),
+)
+PLACEHOLDERS = {"FOLDER_OR_HUB_NAME", "FOLDER", "MODEL", "NAME"}  # of pages and messages, typed as they stand
 LFS_POINTER = b"version https://git-lfs"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -25,6 +31,8 @@ def model_problems(model: ModelConfig) -> list[str]:
     if not model.path or (model.init is ModelInit.random and model.architecture):
         return []
     option, place = f"model.path={model.path}", Path(model.path)
+    if model.path in PLACEHOLDERS and not place.exists():
+        return [f"{option} stands for your own: give a folder with config.json, or a hub name"]
     if "://" in model.path:
         name = "/".join(model.path.partition("://")[2].split("/")[1:3])
         return [f"{option}: addresses are not read; write the hub name, model.path={name}, or a folder"]
@@ -34,13 +42,24 @@ def model_problems(model: ModelConfig) -> list[str]:
         return [f"{option} is a file: give the folder that holds it, with config.json"]
     if not place.is_dir():
         return (
-            [f"{option} does not exist: give a folder with config.json, or a hub name"]
+            [f"{option} does not exist{near(model.path)}: give a folder with config.json, or a hub name"]
             if _is_local(model.path)
             else []
         )
     if not (place / "config.json").is_file():
         return [f"{option} {_no_model(place)}"]
     return _pointer(place / "config.json", option) or _no_json(place / "config.json", option)
+
+
+def near(path: str) -> str:
+    """Return ` (there is ...)` with what is named most like a missing `path` in its folder; empty where nothing is."""
+    missing = Path(os.path.expanduser(path))  # noqa: PTH111 - never raises
+    try:
+        names = os.listdir(missing.parent)  # noqa: PTH208 - names alone
+    except OSError:
+        return ""
+    alike = difflib.get_close_matches(missing.name, names, n=1)
+    return f" (there is {missing.parent / alike[0]})" if alike else ""
 
 
 def resume_problems(resume: str) -> list[str]:
@@ -100,7 +119,7 @@ def data_problems(cfg: RunConfig) -> list[str]:
         + (
             "is an address: download it and name the file"
             if "://" in str(path)
-            else "does not exist: name a file, a folder or a glob"
+            else f"does not exist{near(str(path))}: name a file, a folder or a glob"
         )
         for name, data in cfg.data.sources().items()
         if data.source is DataSource.files
@@ -128,11 +147,7 @@ def output_problems(cfg: RunConfig) -> list[str]:
 
 def _is_local(path: str) -> bool:
     """Return whether a path cannot be a hub name, which is NAME or OWNER/NAME."""
-    return (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or path.endswith((".jsonl", ".json", ".parquet", ".txt"))
-    )
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(OF_FILES)
 
 
 def _exists(path: str) -> bool:

@@ -41,6 +41,7 @@ from remat.config.options import (
 
 # bf16 has 8 bits of significand: above it, the product beta2 x moment can round back to the moment.
 LARGEST_BETA2_IN_BF16 = 1 - 2**-8
+LARGEST_LR = 1.0  # AdamW and Lion move every weight by about lr a step, whatever the gradient
 LINK_S_LEAST = 4  # a kernel asks every second, and three times
 WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
 
@@ -429,6 +430,12 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
         optim__warmup_steps=optim.warmup_steps or 0,
         optim__decay_steps=optim.decay_steps,
     )
+    if LARGEST_LR < optim.lr < math.inf:
+        slip = f"{optim.lr:.3g}".replace("e+0", "e+").replace("e+", "e-")
+        meant = f" (did you mean {slip}?)" if "e-" in slip else ""
+        found.append(
+            f"optim.lr={optim.lr:g} is above {LARGEST_LR:g}, where no optimizer here trains{meant}: give 1e-6 to 1e-3"
+        )
     for name, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0 <= value < 1:
             found.append(f"optim.{name}={value:g} must be at least 0 and below 1")

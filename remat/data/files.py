@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import difflib
 import glob
 import gzip
 import hashlib
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from remat.config.options import ConfigError, DataConfig, FileType
+from remat.config.paths import near
 from remat.config.units import MIB
 
 HEAD_BYTES = 64 * 1024
@@ -224,9 +224,7 @@ def _find(path: str, option: str, file_type: FileType, split: str) -> list[Sourc
         shown = _data_files(root, option, file_type)
         return sorted((_source_file(f, root, file_type, option) for f in shown), key=lambda file: file.name)
     if not glob.has_magic(str(root)):
-        near = difflib.get_close_matches(root.name, _names_in(root.parent), n=1)
-        hint = f" (there is {root.parent / near[0]})" if near else ""
-        raise ConfigError(f"{option}={path} does not exist{hint}: name a file, a folder or a glob")
+        raise ConfigError(f"{option}={path} does not exist{near(path)}: name a file, a folder or a glob")
     matches = [Path(match) for match in glob.glob(str(root), recursive=True)]  # noqa: PTH207 - absolute patterns
     files = [match for match in matches if match.is_file()]
     if not files:
@@ -279,10 +277,6 @@ def _json(path: Path, option: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{option}: {path} is not JSON ({error}): save the dataset again") from error
     return content if isinstance(content, dict) else {}
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def stdlib_files() -> list[SourceFile]:

@@ -90,7 +90,14 @@ def _parse(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         return Unusable(f"is not UTF-8 (byte 0x{raw[error.start]:02X} at {error.start})")
     except (ValueError, RecursionError) as error:
-        return Unusable(f"is not JSON ({error})")
+        return Unusable(f"is not JSON ({_reason(error, str(error))})")
+
+
+def _reason(error: Exception, told: str) -> str:
+    """Return `told`, or where Python's own quotes stand in the place of JSON's, what wrote them and what to write."""
+    if isinstance(error, json.JSONDecodeError) and error.doc[error.pos : error.pos + 1] == "'":
+        return "single quotes are Python's, not JSON's: write each row with json.dumps"
+    return told
 
 
 class _ArrayText:
@@ -129,7 +136,7 @@ class _ArrayText:
                 # An error that stays where it is with twice the text is no matter of missing text, but in a string.
                 settled = now == before and not error.msg.startswith("Unterminated string")
                 if settled or len(self._text) - self._at > LARGEST_ROW or not self._read(len(self._text)):
-                    raise self.broken(str(error.msg)) from error
+                    raise self.broken(_reason(error, error.msg)) from error
                 before = now
                 continue
             # A number or a word may go on in what is not yet read.

@@ -142,8 +142,14 @@ pre {
 @media screen and (max-width: 30rem) {
   main { padding: 1.5rem 0.75rem; }
   .tables { columns: 1; }
-  .card:not(.wide) td, .card:not(.wide) thead th { white-space: normal; padding-left: 0.5rem; }
-  th[scope=row] { overflow-wrap: anywhere; }
+  .card:not(.wide) td, .card:not(.wide) thead th { white-space: normal; padding-left: 0.4rem; }
+  .card:not(.wide) :is(table, thead, tbody):has(tr > :nth-child(4):last-child) { display: block; }
+  .card:not(.wide) tr:has(> :nth-child(4):last-child) {
+    display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); border-top: 1px solid var(--line);
+  }
+  .card:not(.wide) tr:has(> :nth-child(4):last-child) > * { border: 0; }
+  .card:not(.wide) tr:has(> :nth-child(4):last-child) > :first-child { grid-column: 1 / -1; padding-bottom: 0; }
+  .card:not(.wide) thead tr:has(> :nth-child(4):last-child) { border: 0; }
   .facts div { grid-template-columns: minmax(0, 1fr); gap: 0; }
   .figure .value { font-size: 1.2rem; }
 }

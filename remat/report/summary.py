@@ -195,4 +195,4 @@ def _count(value: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
-    return f"{value:g}"
+    return f"{value:.0f}"

@@ -126,13 +126,22 @@ def test_hub_names_are_not_looked_up() -> None:
         assert paths.model_problems(ModelConfig(init=ModelInit.pretrained, path=name)) == []
 
 
-@pytest.mark.parametrize("path", ["/no/such.jsonl", "my.jsonl", "/no/*.jsonl", "data/a/b"])
+@pytest.mark.parametrize(
+    "path", ["/no/such.jsonl", "my.jsonl", "my.csv", "my.jsonl.gz", "/no/*.jsonl", "data/a/b"]
+)
 def test_data_that_does_not_exist_is_told_before_memory_is_planned(path: str, model: Path) -> None:
     text = refusal(
         f"model.path={model}", "data=jsonl", f"data.path={path}", f"data.eval_path={model}/none.jsonl"
     )
     assert f"data.path={path} does not exist" in text
     assert "data.eval_path=" in text
+
+
+def test_a_slip_of_a_path_is_told_with_what_is_there(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "alpaca.csv").write_text("text\na\n")
+    text = refusal("data=files", f"model.path={model}s", f"data.path={tmp_path}/alpca.csv")
+    assert f"alpca.csv does not exist (there is {tmp_path / 'alpaca.csv'}): name a file" in text
+    assert f"does not exist (there is {model}): give a folder" in text
 
 
 def test_an_output_folder_that_cannot_be_written_is_told_so(model: Path, tmp_path: Path) -> None:

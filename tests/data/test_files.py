@@ -168,6 +168,7 @@ BROKEN_ARRAYS = {
         '[{"instruction": "a", "output": "b"},\n{"instruction": "a", "output": "b"}\n',
         ":3 (row 2)",
     ),
+    "Python's quotes": ("{'instruction': 'a', 'output': 'b'}\n" * 3, "write each row with json.dumps"),
     "no comma": (
         '[{"instruction": "a", "output": "b"}\n{"instruction": "a"}]',
         "a comma or ] should stand before '{'",

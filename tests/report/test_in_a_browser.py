@@ -24,8 +24,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A report with every table and long names, and a comparison of eight points of which one ran out of memory."""
     folder = tmp_path_factory.mktemp("pages")
     config = {"name": "a_recipe_with_a_long_name", "model": {"path": LONG}, "train": {"steps": 5}}
-    ledger = {"rows": [{"category": "peak of a micro-batch, on top of the model states", "planned": 12345.678,
-                        "measured": 12345.6, "unit": "MiB"}], "no_plan": None}  # fmt: skip
+    categories = ("peak of a micro-batch, on top of the model states", "communication buckets in host memory")
+    figures_of_each = {"planned": 12345.678, "measured": 12345.6, "unit": "MiB"}
+    ledger = {"rows": [{"category": name} | figures_of_each for name in categories], "no_plan": None}
     run_dir = make(
         folder / "tiny" / "r1", [gpu(step) for step in range(1, 6)], config_yaml=config, ledger_json=ledger
     )

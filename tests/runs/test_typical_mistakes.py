@@ -74,7 +74,11 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "train.steps=ten": "ten is not a whole number: give one",
     "train.steps=1e3": "give a whole number, train.steps=1000",
     "train.steps=-1": "train.steps=-1 is too small: give at least 1",
+    "train.steps=50,": "write train.steps=50, without the comma",
+    "compile=true": "(did you mean layers?)",
+    "\u2013num_gpus=2": "begins with a long dash, as text programs write it: write --num_gpus=2",
     "optim.lr=nan": "optim.lr=nan is no size: give at least 0",
+    "optim.lr=2e5": "(did you mean 2e-5?)",
     "optim.warmup_steps=0.03": "0.03 is not a whole number: give one",
     "train.micro_batch_size=auto": "strategy=auto chooses it by the plan",
     "train.precision=bfloat16": "(did you mean bf16?)",
@@ -100,6 +104,8 @@ OPTIONS = {  # of recipe=finetune with a model and data: what is typed, and what
     "train.tensor_parallel_size=3": "cannot be divided into groups of 3",
 }
 FILES = {  # the same with what a workshop holds, {} of its folder
+    "data.path={}/dta.jsonl": "/dta.jsonl does not exist (there is ",
+    "model.path=FOLDER_OR_HUB_NAME": "stands for your own: give a folder",
     "model.path={}/none": "does not exist: give a folder with config.json, or a hub name",
     "model.path={}/model/config.json": "is a file: give the folder that holds it",
     "model.path=https://huggingface.co/openai/gpt2": "write the hub name, model.path=openai/gpt2",

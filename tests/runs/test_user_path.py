@@ -333,7 +333,14 @@ def test_running_out_of_memory_says_where_and_what_helps(workshop: Path, which: 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_exit_code_70(workshop: Path) -> None:
     done = deepspeed(
-        *words(workshop, "blown", "optim.lr=1e30", "optim.warmup_steps=0", "train.max_skipped_steps=2")
+        *words(
+            workshop,
+            "blown",
+            "optim.lr=1",
+            "optim.weight_decay=1e30",
+            "optim.warmup_steps=0",
+            "train.max_skipped_steps=2",
+        )
     )
     assert done.code == 70, done.out[-3000:]
     assert "2 steps in a row" in done.out

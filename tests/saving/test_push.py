@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import httpx2
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -81,6 +83,13 @@ def test_a_public_repository_is_not_filled_by_mistake(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"me/model exists and is public: say --public"):
         send(model, hub)
     assert "upload" not in hub.asked
+
+
+def test_a_hub_that_does_not_answer_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setattr(hub, "create_repo", Mock(side_effect=httpx2.ConnectError("Name or service not known")))
+    with pytest.raises(ConfigError, match=r"the hub does not answer \(Name or service not known\)"):
+        send(model, hub)
 
 
 def test_no_token_and_no_name_are_said(model: Path) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
@@ -25,7 +26,7 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = N
     """Upload `folder` as the model `repo_id`, made if there is none; return its address.
 
     Raises ConfigError for a folder that is not all an exported model, for a name the hub cannot have, without a
-    token, and when the repository is public but `public` was not said.
+    token, without an answer of the hub, and when the repository is public but `public` was not said.
     """
     found = problems(folder)
     try:
@@ -37,6 +38,10 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = N
     api = api or HfApi()
     try:
         address = str(api.create_repo(repo_id, private=not public, exist_ok=True))
+    except httpx2.TransportError as error:
+        raise ConfigError(
+            f"the hub does not answer ({error}): try again where this machine reaches it"
+        ) from error
     except LocalTokenNotFoundError as error:
         raise ConfigError("the hub knows no token of yours: type `hf auth login`, or set HF_TOKEN") from error
     if not public and not api.model_info(repo_id).private:
