@@ -256,7 +256,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def find_routers(model: Any) -> tuple[list[nn.Module], int, int, int]:
-    """Return the routers of a transformers model, the place of the logits in their output, experts per token and in all.
+    """Return the routers of a transformers model, the place of the logits in their output, experts a token, and in all.
 
     Raises ConfigError for a model without a balancing loss in transformers.
     """
