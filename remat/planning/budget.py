@@ -151,10 +151,10 @@ def choose(
         first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
         started.append((plan(first), first, corners))
     climbed = []
-    for first, start, corners in started:
-        found = _climb(start, first, plan, corners, limit, cfg.offload.dtype, in_flight)
+    for fewest, start, points in started:
+        found = _climb(start, fewest, plan, points, limit, cfg.offload.dtype, in_flight)
         if in_flight is None:  # in a stage the backward of its last layer follows other micro-batches
-            found = _set_last_apart(found, start, first, plan, corners, limit, cfg.offload.dtype)
+            found = _set_last_apart(found, start, fewest, plan, points, limit, cfg.offload.dtype)
         if found:
             climbed.append(_keep_last(found, plan))
     best = min(climbed, key=lambda found: found[0].speed, default=None)
