@@ -9,6 +9,7 @@ keeps freed memory, as a GPU's allocator does.
 
     python benchmarks/budget.py            # benchmarks/results/budget_DEVICE.csv, docs/figures/budget_DEVICE.png
     python benchmarks/budget.py --models gpt2    # the rows of the others stay
+    python benchmarks/budget.py --near     # alone the budget at 1.02 x the peak of `full`: budget_near_DEVICE.csv
     python benchmarks/budget.py --draw     # the picture and the tables again, from the CSV
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import itertools
 import math
 import os
 import random
@@ -24,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -188,6 +190,19 @@ class Bench:
             if point := self._table(limit):
                 self.add(point, expected)
 
+    def collect_near(self) -> None:
+        """Make the points of `full`, of torch and Hugging Face too, and the budget at `NEAR` of its peak."""
+        expected = self.gradients(self.net)
+        known = peers(self.device, compiled=False)
+        own = {FULL: partial(self._put_on, NAMED[FULL])}
+        self.add(Point(NONE, self.twin()), expected)
+        for name, put_on in {**{name: known[name] for name in FULL_LIKE}, **own}.items():
+            net = self.twin()
+            put_on(net)
+            self.add(Point(name, net), expected)
+        if point := self._table(int(NEAR * self.points[-1].peak_bytes)):
+            self.add(point, expected)
+
     def _put_on(self, cfg: CheckpointingConfig, net: Any) -> None:
         apply.apply(net, policy.decide_layers(cfg, len(decoder_layers(net))), cfg, device=self.device)
 
@@ -327,15 +342,19 @@ def measure(
     *,
     rounds: int,
     between: int,
+    near: bool = False,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each model in each precision, a row a point."""
+    """Yield the rows of each model in each precision, a row a point. `near`: of `Bench.collect_near` alone."""
     device = find_device()
     around = surroundings(device)
     for kind in kinds:
         for dtype in dtypes:
             print(f"{kind}, {dtype}", flush=True)
             bench = Bench(kind, DTYPES[dtype], shape, device)
-            bench.collect(chosen, between)
+            if near:
+                bench.collect_near()
+            else:
+                bench.collect(chosen, between)
             bench.time(rounds)
             base = bench.points[0].seconds
             yield [
@@ -551,15 +570,32 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
     print("\n".join(["", *verdicts]))
 
 
+def print_near(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the rows of `--near`, and print how much shorter a step is than that of the fastest `full`."""
+    found = list(rows)
+    write(path, found)
+    for (kind, dtype), members in group(found).items():
+        print(
+            f"{kind}, {dtype}: {judge(members).full_spared or 0:.1%} shorter than full, at {NEAR} x its peak at most"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--near", action="store_true", help="nothing but the budget near the peak of full")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not KEEPS_MEMORY.items() <= os.environ.items():  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | KEEPS_MEMORY)
     device = find_device()
+    if args.near:
+        found = measure(
+            args.models, list(DTYPES), SHAPES[device.type], {}, rounds=args.rounds, between=0, near=True
+        )
+        print_near(RESULTS / f"budget_near_{device.type}.csv", itertools.chain.from_iterable(found))
+        return
     result, overhead = (RESULTS / f"{name}_{device.type}.csv" for name in ("budget", "budget_overhead"))
     if not args.draw:
         write(overhead, measure_overhead(50))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from remat.config.options import Compilation, ConfigError, LossKind, Policy, RunConfig
+from remat.config.options import Compilation, ConfigError, LossKind, RunConfig
 from remat.machine import distributed
 from remat.model import layers
 
@@ -163,7 +163,7 @@ class RouterBalance:
     """
 
     def __init__(self, model: Any, coef: float) -> None:
-        routers, index, self.top_k = find_routers(model)
+        routers, index, self.top_k, self.experts = find_routers(model)
         self.coef, self.upstream = coef, torch.empty(0)
         for router in routers:
             router.register_forward_hook(lambda router, _, output: self._attach(router, output, index))
@@ -175,9 +175,8 @@ class RouterBalance:
         self.real = real.float()
         self.trained = (targets != IGNORED).sum(1).float()  # of each block
         self.seen: set[int] = set()  # routers that were counted
-        self.sent = self.likely = self.real.new_zeros(
-            len(self.real), 1
-        )  # [batch, experts]: tokens, probabilities
+        # [batch, experts]: tokens, probabilities. Made here and not in a layer, which would count as keeping them.
+        self.sent, self.likely = (self.real.new_zeros(len(self.real), self.experts) for _ in range(2))
 
     def add_to(self, loss: Tensor) -> Tensor:
         """Return `loss` plus the balancing loss of the micro-batch whose forward has ended."""
@@ -202,10 +201,12 @@ class RouterBalance:
     def _by_block(self, rows: Tensor) -> Tensor:
         return rows.reshape(*self.real.shape, -1)
 
-    def _attach(self, router: nn.Module, output: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
-        logits = output[index]
-        if not router.training:
+    def _attach(
+        self, router: nn.Module, output: tuple[Tensor, ...] | None, index: int
+    ) -> tuple[Tensor, ...] | None:
+        if output is None or not router.training:  # None: called for its weights alone, by a table under ZeRO-3
             return output
+        logits = output[index]
         with torch.no_grad():
             self._count(router, logits.detach())
         if not logits.requires_grad:  # a forward that is run again in backward, or nothing below is trained
@@ -221,7 +222,8 @@ class RouterBalance:
         sums = [(self._by_block(each) * self.real[..., None]).sum(1) for each in (chosen, likely)]
         if id(router) not in self.seen:
             self.seen.add(id(router))
-            self.sent, self.likely = self.sent + sums[0], self.likely + sums[1]
+            self.sent += sums[0]
+            self.likely += sums[1]
 
 
 class _Attached(torch.autograd.Function):
@@ -253,8 +255,8 @@ class _Balanced(torch.autograd.Function):
         return grads[0], None, None
 
 
-def find_routers(model: Any) -> tuple[list[nn.Module], int, int]:
-    """Return the routers of a transformers model, the place of the logits in their output, and experts per token.
+def find_routers(model: Any) -> tuple[list[nn.Module], int, int, int]:
+    """Return the routers of a transformers model, the place of the logits in their output, experts a token, and in all.
 
     Raises ConfigError for a model without a balancing loss in transformers.
     """
@@ -267,7 +269,7 @@ def find_routers(model: Any) -> tuple[list[nn.Module], int, int]:
         raise ConfigError(
             f"train.router_aux_loss_coef: transformers has no balancing loss for {type(base).__name__}; set it to 0"
         )
-    return routers, recorded.index, top_k
+    return routers, recorded.index, top_k, base.num_experts
 
 
 def decide_balance(cfg: RunConfig, model: Any) -> float:
@@ -292,8 +294,6 @@ def decide_balance(cfg: RunConfig, model: Any) -> float:
         )
     if cfg.compile is Compilation.layers:
         wrong.append(f"{asked} with compile=layers: a compiled layer cannot count its tokens")
-    if Policy.budget in {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}:
-        wrong.append(f"{asked} with checkpointing=budget: a table does not hold what a router keeps for it")
     if cfg.checkpointing.tiles != "1":
         wrong.append(
             f"{asked} with checkpointing.tiles={cfg.checkpointing.tiles}: it counts tokens of whole MLPs"

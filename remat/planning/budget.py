@@ -17,6 +17,7 @@ time for every micro-batch, and that of each other stage once; so the fastest of
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import math
@@ -53,6 +54,8 @@ MOST_TRIALS = 12
 MOST_STAIRS = 4
 MUCH = 0.05  # of a budget: so much that is left is worth more plans
 LEAPS = (1.0, 0.5, 0.25)  # of what is left: what is tried to use
+FEW_LAYERS = 12  # up to which the last one is worth plans of its own
+FIRST_CORNERS = 6  # of it that are tried before those beside the best
 LITTLE = 0.05  # of what is made again: a climb that spares no more has met a peak that more bytes may lower
 WORKSPACE = 0.05  # of a budget: what the fewest bytes may need beyond it where more bytes need less
 NANO = 1e9
@@ -147,11 +150,13 @@ def choose(
         corners = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
         first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
         started.append((plan(first), first, corners))
-    climbed = [
-        _keep_last(found, plan)
-        for first, start, corners in started
-        if (found := _climb(start, first, plan, corners, limit, cfg.offload.dtype, in_flight))
-    ]
+    climbed = []
+    for fewest, start, points in started:
+        found = _climb(start, fewest, plan, points, limit, cfg.offload.dtype, in_flight)
+        if in_flight is None:  # in a stage the backward of its last layer follows other micro-batches
+            found = _set_last_apart(found, start, fewest, plan, points, limit, cfg.offload.dtype)
+        if found:
+            climbed.append(_keep_last(found, plan))
     best = min(climbed, key=lambda found: found[0].speed, default=None)
     # What `full` runs again is what the least does, or more.
     if best and 2 * best[0].recomputed_flops < least.recomputed_flops:
@@ -393,6 +398,69 @@ def _after(
     ]
 
 
+def _set_last_apart(
+    found: tuple[Trial, list[LayerDecision]] | None,
+    decisions: list[LayerDecision],
+    least: Trial,
+    plan: Plan,
+    frontiers: Mapping[int, list[Point]],
+    limit: int,
+    dtype: StorageDtype,
+) -> tuple[Trial, list[LayerDecision]] | None:
+    """Return a faster choice than `found`, if there is one in which the last layer stands at a corner of its own.
+
+    Its backward is the first: what it keeps is not there in those of other layers, and what it makes again lives beside
+    all that they keep. So more of it may take less. Of many layers one is little, and nothing is planned for it.
+    """
+    last = max(frontiers, default=0)
+    others = {layer: points for layer, points in frontiers.items() if layer != last}
+    if not others or len(frontiers) > FEW_LAYERS:
+        return found
+    steps, added = _order(others)
+    saved = _saved(steps, others)
+    reached = _climbs_of(found[1], decisions, least.graphs, others, dtype) if found else 0
+
+    def at(corner: int, count: int) -> tuple[Trial, list[LayerDecision]]:
+        tried = _after([*steps[:count], (last, corner)], decisions, least.graphs, frontiers, dtype)
+        return plan(tried), tried
+
+    @functools.cache
+    def expect(corner: int) -> tuple[float, int]:
+        """Return the cost with this corner, and how many climbs of the others it leaves room for, by one plan."""
+        room = limit - at(corner, reached)[0].needed_bytes
+        count = bisect_right(added, added[reached] + room) - 1
+        cost = frontiers[last][corner].cost - saved[count] if count >= 0 else math.inf
+        return cost, count
+
+    top = len(frontiers[last]) - 1
+    best = min((top * part // FIRST_CORNERS for part in range(FIRST_CORNERS + 1)), key=expect)
+    while (beside := min((c for c in (best - 1, best + 1) if 0 <= c <= top), key=expect, default=best)) != best:
+        if expect(beside) >= expect(best):
+            break
+        best = beside
+    for count in range(expect(best)[1], max(-1, expect(best)[1] - MOST_STAIRS), -1):
+        first = at(best, count)
+        if first[0].needed_bytes <= limit:
+            apart, _ = _bisect(functools.partial(at, best), count, first, added, limit)
+            return apart if found is None or apart[0].speed < found[0].speed else found
+    return found
+
+
+def _climbs_of(
+    chosen: Sequence[LayerDecision],
+    decisions: Sequence[LayerDecision],
+    graphs: Mapping[int, Graph],
+    frontiers: Mapping[int, list[Point]],
+    dtype: StorageDtype,
+) -> int:
+    """Return how many climbs of the layers in `frontiers` lead to what was `chosen` for them."""
+    count = 0
+    for layer, points in frontiers.items():
+        tables = (_decide(decisions[layer], graphs[layer], point, dtype) for point in points)
+        count += next((corner for corner, table in enumerate(tables) if table == chosen[layer]), 0)
+    return count
+
+
 def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
     """Let the last layer keep all where that needs no memory, as it often does.
 
@@ -493,14 +561,19 @@ def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]
     return climbs, list(itertools.accumulate(sizes, initial=0))
 
 
+def _saved(steps: Sequence[Climb], frontiers: Mapping[int, list[Point]]) -> list[int]:
+    """Return the cost that is spared before the first climb, and after each."""
+    spared = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
+    return list(itertools.accumulate(spared, initial=0))
+
+
 class Tables:
     """What tables of some layers save on a GPU by what they keep. `added`: bytes before and after each climb."""
 
     def __init__(self, graphs: Mapping[int, Graph], machine: Machine, known: Corners) -> None:
         frontiers = Prices(machine, known, on_gpu=True).frontiers(graphs)
         steps, self.added = _order(frontiers)
-        saved = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
-        self._saved = list(itertools.accumulate(saved, initial=0))
+        self._saved = _saved(steps, frontiers)
 
     def time_saved(self, share: float) -> float:
         """Return the share of recomputation that goes when `share` of the bytes from the least to all is kept."""

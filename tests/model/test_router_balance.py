@@ -92,7 +92,7 @@ def test_padding_is_not_balanced() -> None:
 
 
 @pytest.mark.sample(one_in=3)
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP - {"budget"}))
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - NEEDS_PROCESS_GROUP))
 def test_every_policy_gives_the_same(name: str) -> None:
     net = small_models.build("mixtral")
     token_loss = TokenLoss(net, LossKind.full, router_coef=COEF)
@@ -121,7 +121,6 @@ def test_the_models_own_factor_counts_where_its_config_turns_it_on() -> None:
     [
         (["train.sequence_parallel_size=2"], "mixtral", "ranks that share a block"),
         (["compile=layers"], "mixtral", "cannot count its tokens"),
-        (["checkpointing=budget"], "mixtral", "a table does not hold"),
         ([], "llama", "no balancing loss for LlamaForCausalLM"),
     ],
 )

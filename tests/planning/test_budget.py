@@ -157,6 +157,36 @@ def test_gaps_that_come_and_go_do_not_end_the_climb_of_a_stage(in_stages: bool) 
     assert (count >= 70) == in_stages
 
 
+@pytest.mark.parametrize("depth", [3, budget.FEW_LAYERS + 1])
+def test_of_few_layers_the_last_keeps_more_where_what_it_makes_again_is_the_peak(depth: int) -> None:
+    """Its workspace lives beside all that the layers before it keep."""
+    net, decisions = small_models.build("llama"), policy.decide_layers(BUDGET, depth)
+    applied = apply.apply(net, policy.decide_layers(BUDGET, 3), BUDGET, device=torch.device("cpu"))
+    with applied.micro_batch():
+        net(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits.sum().backward()
+    graphs = dict.fromkeys(range(depth), applied.graphs()[1])
+    rates = Machine(name="any", matmul_tflops=1.0, attention_tflops=1.0, memory_gbs=10.0)
+    frontiers = budget.Prices(rates, {}, on_gpu=False).frontiers(graphs)
+    most = frontiers[0][-1]
+
+    def plan_of(tried: list[LayerDecision]) -> budget.Trial:
+        kept = [d.table.saved_bytes if d.table else 0 if d.mechanism == TABLES else most.bytes for d in tried]
+        peak = sum(kept[:-1]) + max(kept[-1], 2 * (most.bytes - kept[-1]))
+        return budget.Trial(peak, 0.0, depth * most.bytes - sum(kept), graphs, None)
+
+    least = plan_of(decisions)
+    limit = 2 * most.bytes
+    together = budget._climb(decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    assert together is not None
+    apart = budget._set_last_apart(together, decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    assert apart is not None
+    if depth > budget.FEW_LAYERS:
+        assert apart == together
+        return
+    assert apart[0].needed_bytes <= limit
+    assert apart[0].recomputed_flops < together[0].recomputed_flops
+
+
 def test_a_table_can_be_written_edited_and_given_back(folder: Path) -> None:
     found = middle(folder)
     assert found.table is not None

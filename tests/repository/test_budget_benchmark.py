@@ -38,7 +38,8 @@ def test_a_small_model_is_measured_beside_peers(tmp_path: Path) -> None:
     peaks = {one["point"]: one["peak_bytes"] for one in rows}
     assert peaks["torch checkpoint"] == peaks[budget.FULL] < peaks[budget.TITAN] < peaks[budget.NONE]
     budgets = [one["peak_bytes"] for one in rows if one["point"].startswith(budget.BUDGET)]
-    assert budgets == sorted(budgets) and budgets[-1] == peaks[budget.NONE] and len(set(budgets)) > 2
+    # A larger budget is no slower, but its peak may be the smaller one: rates that are measured choose between corners.
+    assert max(budgets) == budgets[-1] == peaks[budget.NONE] and len(set(budgets)) > 2
     budget.write(tmp_path / "rows.csv", rows)
     read = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert budget.judge(read) == budget.judge(rows) and budget.judge(rows).peers == 3

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support import tiny
 from tests.support.chats import make_chats
+from tests.support.granularity_cells import trajectory
 from tests.support.grids import cases, chosen
 from tests.support.launcher import deepspeed
 from tests.support.tiny import words
@@ -236,10 +237,14 @@ def larger(workshop: Path) -> dict[str, list[str]]:
 
 
 def experts(workshop: Path) -> dict[str, list[str]]:
-    """Two strategies of one mixture of experts with its balancing loss, and one without it."""
-    folder = workshop / "experts"
+    """Strategies of one mixture of experts with its balancing loss, and one without it.
+
+    ZeRO-3 gathers its routers by themselves, not with their experts as those of Mixtral. The table keeps nothing.
+    """
+    folder, table = workshop / "experts", workshop / "table.json"
     if not folder.exists():
-        tiny.make_model(folder, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+        tiny.make_model(folder, "olmoe", num_experts=4, num_experts_per_tok=2)
+        table.write_text(json.dumps({"layers": {"0-1": {"keep": []}}}))
     common = [f"model.path={folder}", "train.router_aux_loss_coef=0.5"]
     return {
         "balanced_zero2": ["deepspeed.config=zero2", "checkpointing=none", *common],
@@ -249,6 +254,10 @@ def experts(workshop: Path) -> dict[str, list[str]]:
             "train.micro_batch_size=1",
             *common,
         ],
+        **{
+            f"balanced_zero3_{policy}": ["deepspeed.config=zero3", f"checkpointing={policy}", *more, *common]
+            for policy, more in {"none": [], "budget": [f"checkpointing.table={table}"]}.items()
+        },
         "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", common[0], "train.stop_at=1"],
     }
 
@@ -280,6 +289,10 @@ def test_the_balancing_loss_of_experts_does_not_depend_on_the_strategy(two_rank_
     assert len(other) == tiny.STEPS
     added = one[0]["loss/train"] - without[0]["loss/train"]
     assert 0.5 * 2 <= added < 0.5 * 4, "2 of 4 experts a token: 2 where all are used alike, 4 where two are"
+    kept, table = (trajectory(two_rank_runs / f"balanced_zero3_{name}" / "run") for name in ("none", "budget"))
+    assert table == kept
+    proof = json.loads((two_rank_runs / "balanced_zero3_budget" / "run" / "proof.json").read_text())
+    assert all(row["router_choices"] and not row["router_choices_made_again"] for row in proof["layers"])
 
 
 @pytest.fixture(scope="module")
