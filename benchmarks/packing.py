@@ -2,9 +2,10 @@
 
 All have the same model, strategy and micro-batch, and so the same planned memory: chats of varied lengths made of real
 text (tests/support/chats.py), the recipe tiny_zero3_offload in fp32. Rows are padded to train.seq_len, as where every
-row is padded to one length, or to the longest of their micro-batch, from batches whose rows are sorted by length. The
-last pads too, but takes about as many tokens a step as the packed one, in more micro-batches. Launches take turns; each
-figure is the median of the steady steps of all launches of its kind. The load of the machine is recorded.
+row is padded to one length, or to the longest of their micro-batch. Micro-batches are made of rows in random order, as
+trainers do that do not group rows by length, or of the rows of a step sorted by length, as data.packing=none does. The
+last two take about as many tokens a step as the packed one, in more micro-batches. Launches take turns; each figure is
+the median of the steady steps of all launches of its kind. The load of the machine is recorded.
 
     python benchmarks/packing.py [--repeats 2] [--steps 14] [--micro-batches 1 2 4]  # benchmarks/results/packing.json
 """
@@ -26,13 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULT = ROOT / "benchmarks" / "results" / "packing.json"
 RANKS, SEQ_LEN = 2, 512
-TO_SEQ_LEN = "REMAT_BENCHMARK_PADS_TO_SEQ_LEN"  # set in the ranks of that kind
+ROWS = "REMAT_BENCHMARK_ROWS"  # in the ranks: how rows make micro-batches
 FIRST_STEADY = 3  # micro-batches of the first step are watched operation by operation
-VARIANTS = {  # data.packing, and how many micro-batches a rank has in a step
-    "packed": ("documents", 1),
-    "padded to train.seq_len": ("none", 1),
-    "padded to the longest": ("none", 1),
-    "padded to the longest, as many tokens a step": ("none", 4),
+VARIANTS = {  # how rows make micro-batches, and how many micro-batches a rank has in a step
+    "packed": ("packed", 1),
+    "padded to train.seq_len": ("to train.seq_len", 1),
+    "padded to the longest, in random order": ("in random order", 1),
+    "padded to the longest, sorted": ("sorted", 1),
+    "padded to the longest, in random order, as many tokens a step": ("in random order", 4),
+    "padded to the longest, sorted, as many tokens a step": ("sorted", 4),
 }
 
 
@@ -62,14 +65,15 @@ def compare(scratch: Path, chats: Path, micro_batch: int, repeats: int, steps: i
     found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in VARIANTS}
     data: dict[str, dict[str, Any]] = {}
     for repeat in range(repeats):
-        for name, (packing, factor) in VARIANTS.items():
+        for name, (rows, factor) in VARIANTS.items():
+            packing = "documents" if rows == "packed" else "none"
             words = [f"data.packing={packing}", f"train.micro_batch_size={micro_batch}", f"train.steps={steps}"]
             words.append(f"train.global_batch_size={factor * RANKS * micro_batch}")
-            os.environ[TO_SEQ_LEN] = str(int(name.endswith("seq_len")))
+            os.environ[ROWS] = rows
             run = launch(scratch, chats, f"{re.sub('[^a-z]+', '-', name)}-{micro_batch}-{repeat}", words)
             lines = (run / "metrics.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
-            found[name].append([row for row in rows if row["step"] >= FIRST_STEADY])
+            steps_of = [row for row in map(json.loads, lines) if "throughput/tokens_per_s" in row]
+            found[name].append([row for row in steps_of if row["step"] >= FIRST_STEADY])
             data[name] = json.loads((run / "data.json").read_text())
     result: dict[str, Any] = {name: figures(found[name], data[name]) for name in VARIANTS}
     packed = result["packed"]["trained_tokens_per_s"]
@@ -112,13 +116,21 @@ def figures(launches: list[list[dict[str, float]]], data: dict[str, Any]) -> dic
 
 
 def train() -> None:
-    """Be a rank: train.py, where asked with every row as long as train.seq_len."""
-    if os.environ[TO_SEQ_LEN] == "1":
-        import numpy as np
+    """Be a rank: train.py, where asked with every row as long as train.seq_len, or with rows in random order."""
+    import numpy as np
 
-        from remat.data.blocks import Blocks
+    from remat.data.batches import GlobalBatches
+    from remat.data.blocks import Blocks
 
+    if os.environ[ROWS] == "to train.seq_len":
         Blocks.widths = lambda self, groups: np.full(len(groups), self.seq_len)  # type: ignore[method-assign]
+    elif os.environ[ROWS] == "in random order":
+        by_length = GlobalBatches._sample_ids
+
+        def at_random(self: GlobalBatches, position: int, count: int) -> np.ndarray:
+            return np.random.default_rng(position).permutation(by_length(self, position, count))
+
+        GlobalBatches._sample_ids = at_random  # type: ignore[method-assign]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
