@@ -58,7 +58,9 @@ def test_the_node_that_holds_the_store_is_named_when_it_is_lost(tmp_path: Path) 
     words = tiny.words(workshop, "lost", *tiny.ENDLESS)
     folder = workshop / "out" / "lost" / "run"
     with by_hand(tmp_path, [words, words]) as run:
-        run.until(lambda: (folder / "metrics.jsonl").exists() or run.processes[0].poll() is not None, "steps")
+        run.until(
+            lambda: (folder / "saved" / "step-000004").is_dir() or run.processes[0].poll() is not None, "state"
+        )
         os.kill(run.processes[0].pid, signal.SIGKILL)
         assert run.finish(1) == [70], run.out(1)[-4000:]
         text = run.out(1)
