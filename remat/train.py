@@ -18,6 +18,7 @@ from remat.machine import allocator
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
 if TYPE_CHECKING:
+    from remat.config.options import RunConfig
     from remat.training.loop import Outcome
 
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
@@ -51,6 +52,7 @@ def run(argv: list[str]) -> Outcome:
     composed = compose.from_command_line(argv)
     compose.check_launch(composed, int(os.environ.get("WORLD_SIZE", "1")))
     retreat.check(composed.run)
+    _check_what_is_there(composed.run)
     allocator.settle(composed.run.allocator)
     from remat.report import console
 
@@ -61,6 +63,23 @@ def run(argv: list[str]) -> Outcome:
     outcome = loop.train(build.build(composed.run, composed.yaml, composed.words))
     lost_peer.leave_together()
     return outcome
+
+
+def _check_what_is_there(cfg: RunConfig) -> None:
+    """Let rank 0 look for a saved state and at the files of the data, which needs no torch. Raises ConfigError.
+
+    With several nodes this is done once all ranks have joined: else the others would wait for this rank.
+    """
+    from remat.config import paths
+    from remat.config.options import ConfigError
+    from remat.data import first_look
+
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
+    if os.environ.get("RANK", "0") != "0" or here != ranks:
+        return
+    if problems := paths.state_problems(cfg) + first_look.file_problems(cfg.data):
+        raise ConfigError("\n".join(problems))
 
 
 def _failed(error: Exception) -> int:

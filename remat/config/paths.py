@@ -23,6 +23,20 @@ OF_FILES = (  # how names of data files end, and names of the hub do not
 )
 PLACEHOLDERS = {"FOLDER_OR_HUB_NAME", "FOLDER", "MODEL", "NAME"}  # of pages and messages, typed as they stand
 LFS_POINTER = b"version https://git-lfs"
+SAVED, STEP, TMP = (
+    "saved",
+    "step-",
+    "tmp-",
+)  # of folders: the states of a run, a state, a state not yet complete
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_*.json",
+    "vocab.*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -74,6 +88,44 @@ def resume_problems(resume: str) -> list[str]:
     ]
 
 
+def state_problems(cfg: RunConfig) -> list[str]:
+    """Return that nothing was saved where `resume` looks. Whether what was saved is complete is asked later."""
+    if cfg.resume in ("none", "auto_or_start"):
+        return []
+    runs = Path(os.path.expanduser(cfg.output_dir)) / cfg.name  # noqa: PTH111 - never raises
+    place = Path(os.path.expanduser(cfg.resume))  # noqa: PTH111
+    if cfg.resume in NOT_FOLDERS:
+        place = runs / (cfg.run_id or "*")
+        found = any(runs.glob(f"{cfg.run_id or '*'}/{SAVED}/*"))
+    else:
+        below = place / SAVED if (place / SAVED).is_dir() else place
+        found = place.name.startswith(STEP) or any(
+            child.name.startswith((STEP, TMP)) for child in below.glob("*")
+        )
+    return [] if found else [no_state(cfg.resume, str(place), "nothing")]
+
+
+def no_state(resume: str, places: str, found: str) -> str:
+    """Return that `places` hold no complete saved state, with what was found instead."""
+    return (
+        f"resume={resume}: no complete saved state in {places} (found: {found}). Give resume=FOLDER of a run that has "
+        "one, or resume=none to start at step 0"
+    )
+
+
+def tokenizer_problems(model: ModelConfig) -> list[str]:
+    """Return that the folder of the tokenizer holds none."""
+    option, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+    if not name or name == "bytes" or not Path(name).is_dir():
+        return []
+    if any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
+        return []
+    return [
+        f"{option}={name} has no tokenizer ({', '.join(TOKENIZER_FILES[:2])} or another): copy its files there, name a "
+        "folder or hub name that has them with model.tokenizer, or set model.tokenizer=bytes"
+    ]
+
+
 def _no_model(folder: Path) -> str:
     """Return what a folder without config.json holds, and what to give instead."""
     names = sorted(file.name for file in folder.iterdir())
@@ -113,21 +165,26 @@ def weight_problems(model: ModelConfig) -> list[str]:
 
 
 def data_problems(cfg: RunConfig) -> list[str]:
-    """Return which of data.path and data.eval_path, also those of data.mix, name nothing on this disk."""
+    """Return which of data.path and data.eval_path, also those of data.mix, name nothing that can be read."""
     return [
-        f"{section}.{option}={path} "
-        + (
-            "is an address: download it and name the file"
-            if "://" in str(path)
-            else f"does not exist{near(str(path))}: name a file, a folder or a glob"
-        )
+        f"{section}.{option}={path} {problem}"
         for name, data in cfg.data.sources().items()
-        if data.source is DataSource.files
         for section in ["data" if not name else f"data.mix.{name}"]
         for option, paths in (("path", data.path), ("eval_path", data.eval_path))
         for path in (paths if isinstance(paths, list) else [paths])
-        if path and _is_local(str(path)) and not _exists(str(path))
+        if path and (problem := _problem_of(str(path), data.source))
     ]
+
+
+def _problem_of(path: str, source: DataSource) -> str:
+    """Return why data of `source` cannot be at `path`; "" where it can."""
+    if source is DataSource.hub and Path(os.path.expanduser(path)).is_file():  # noqa: PTH111 - never raises
+        return "is a file on this machine, and data.source=hub: choose data=files"
+    if source is not DataSource.files or not _is_local(path) or _exists(path):
+        return ""
+    if "://" in path:
+        return "is an address: download it and name the file"
+    return f"does not exist{near(path)}: name a file, a folder or a glob"
 
 
 def output_problems(cfg: RunConfig) -> list[str]:

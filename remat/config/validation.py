@@ -89,6 +89,7 @@ def check_launch(cfg: RunConfig) -> None:
         *paths.resume_problems(cfg.resume),
         *paths.model_problems(cfg.model),
         *(paths.weight_problems(cfg.model) if reads_weights(cfg) else []),
+        *paths.tokenizer_problems(cfg.model),
         *paths.data_problems(cfg),
         *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
     ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, NamedTuple
 
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
 from remat.data.formats import check_template, needs_template
 from remat.data.sources import find_format, local_files
-from remat.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class FirstLook(NamedTuple):
@@ -23,9 +23,28 @@ class FirstLook(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
 
 
+def file_problems(data: DataConfig) -> list[str]:
+    """Return what is wrong with local files and their first rows. Imports no torch, and loads no tokenizer."""
+    local = all(source.source is DataSource.files for source in data.sources().values())
+    return _look_at_rows(data)[1] if local else []
+
+
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
     """Look for the files of `data` and at their first rows, and load the tokenizer. Reads no more than that."""
-    problems, tokenizer = list[str](), None
+    data, problems = _look_at_rows(data)
+    tokenizer = None
+    try:
+        tokenizer = load_run_tokenizer(data, model)
+        if any(map(needs_template, data.sources().values())):
+            check_template(tokenizer)
+    except ConfigError as error:
+        problems.append(str(error))
+    return FirstLook(data, problems, tokenizer)
+
+
+def _look_at_rows(data: DataConfig) -> tuple[DataConfig, list[str]]:
+    """Return `data` with the format that its first rows have, and what is wrong."""
+    problems = list[str]()
     formats: dict[str, DataFormat] = {}
     for name, source in data.sources().items():
         try:
@@ -37,13 +56,7 @@ def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
     data = _with_formats(data, formats)
     if not problems:
         problems += validation.data_problems(data) + _named_twice(data)
-    try:
-        tokenizer = load_run_tokenizer(data, model)
-        if any(map(needs_template, data.sources().values())):
-            check_template(tokenizer)
-    except ConfigError as error:
-        problems.append(str(error))
-    return FirstLook(data, problems, tokenizer)
+    return data, problems
 
 
 def _of(name: str, told: object) -> str:
@@ -76,6 +89,8 @@ def _named_twice(data: DataConfig) -> list[str]:
 
 def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run, with the chat template that `data` names. Raises ConfigError."""
+    from remat.data.tokenizer import load_tokenizer  # imports torch
+
     return load_tokenizer(
         model.tokenizer,
         model.path,

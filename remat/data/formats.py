@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
-from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
+
+if TYPE_CHECKING:  # a wrong file is told before transformers is imported
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REMEDY = (
@@ -291,6 +292,8 @@ def _rendered(
     if not GENERATION.search(template):
         return _by_prefixes(chat, chat.trained, origin, tokenizer, rewritten)
     variables: dict[str, Any] = {"tools": chat.tools, "chat_template": template, **tokenizer.special_tokens_map}
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     rendered: Any = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **variables)
     (text,), (marked,) = rendered
     said = [message["role"] == "assistant" for message in chat.messages]

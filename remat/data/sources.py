@@ -13,10 +13,9 @@ from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from remat.config.data_fields import REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
@@ -45,6 +44,9 @@ from remat.data.rows import (
     fits,
     recognise_format,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SYMBOLS = 256  # few enough that a short run meets each of them often
 BRANCHES = 4
@@ -518,8 +520,6 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
     import datasets
 
     name, subset, split = _hub_name(cfg, path, option)
-    if Path(name).expanduser().is_file():
-        raise ConfigError(f"{option}={path} is a file on this machine, and data.source=hub: choose data=files")
     try:
         table = datasets.load_dataset(name, subset or None, split=split, streaming=cfg.streaming)
     except Exception as error:  # the library raises its own, fsspec's, the hub's and the network's errors

@@ -16,15 +16,6 @@ from remat.config.options import ConfigError
 END, PAD = "<|end|>", "<|pad|>"
 log = logging.getLogger(__name__)
 NO_TEMPLATE = "none"  # as data.chat_template
-FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_*.json",
-    "vocab.*",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
 
 # {% generation %} marks what the assistant says. Those tokens, the closing <|end|> included, carry the loss.
 CHAT_TEMPLATE = (
@@ -128,11 +119,6 @@ def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool
         )
     if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
         raise ConfigError(f"{option}={name} does not exist: name a folder with tokenizer files, or a hub name")
-    if Path(name).is_dir() and not any(file for pattern in FILES for file in Path(name).glob(pattern)):
-        raise ConfigError(
-            f"{option}={name} has no tokenizer ({', '.join(FILES[:2])} or another): copy its files there, name a "
-            "folder or hub name that has them with model.tokenizer, or set model.tokenizer=bytes"
-        )
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         loaded("one line of text")

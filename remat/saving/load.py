@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remat.config import ds_config
+from remat.config import ds_config, paths
 from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precision
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load, shares
@@ -111,10 +111,7 @@ def resolve_resume(
     if resume == "auto_or_start" and all(note.endswith(UNFINISHED) for note in notes):
         return None  # killed before its first state was complete, or never started: there is nothing to lose
     looked = ", ".join(str(place) for place in places) or f"{recipe}/*"
-    raise ConfigError(
-        f"resume={resume}: no complete saved state in {looked} (found: {'; '.join(notes) or 'nothing'}). "
-        "Give resume=FOLDER of a run that has one, or resume=none to start at step 0"
-    )
+    raise ConfigError(paths.no_state(resume, looked, "; ".join(notes) or "nothing"))
 
 
 def check_compatible(

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from remat.config import paths
 from remat.config.options import ConfigError
 from remat.config.units import MIB
 from remat.machine import distributed
@@ -31,10 +32,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE = "manifest.json"
-SAVED = "saved"
-STEP = "step-"
+SAVED, STEP, TMP = paths.SAVED, paths.STEP, paths.TMP
 ENGINE = "engine"  # DeepSpeed's files inside a state folder
-TMP = "tmp-"
 OLD = f"{TMP}old-"  # a whole state about to be replaced or deleted
 UNFINISHED = ": unfinished"  # the end of the note on a folder that a kill left
 FORMAT = 1
@@ -291,8 +290,8 @@ def sync(path: Path) -> None:
 
 def files_in(folder: Path) -> list[str]:
     """Return the relative paths of all files below `folder`, sorted, without the manifest."""
-    paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    return sorted(path for path in paths if path != FILE)
+    names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != FILE)
 
 
 def publish(tmp: Path, final: Path) -> None:

@@ -33,6 +33,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
     values = {"a": torch.arange(100.0), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
     for number, (name, value) in enumerate(values.items()):
         save_file({name: value}, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
@@ -49,6 +50,38 @@ def test_a_whole_model_is_fine(model: Path, tmp_path: Path) -> None:
     assert paths.weight_problems(pretrained(model)) == []
     composed = compose.compose_run(["recipe=finetune", "data=python_stdlib", f"model.path={model}"])
     compose.check_launch(composed, 1)
+
+
+def test_a_folder_without_a_tokenizer_is_told_beside_what_else_is_wrong(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "model-1.safetensors").unlink()
+    text = refusal(f"model.path={model}")
+    assert (
+        f"model.path={model} has no tokenizer (tokenizer.json" in text
+        and "model-1.safetensors is missing" in text
+    )
+    assert "no tokenizer" not in refusal(f"model.path={model}", "model.tokenizer=bytes")
+    assert f"model.tokenizer={model} has no tokenizer" in refusal(
+        f"model.path={model}", f"model.tokenizer={model}"
+    )
+
+
+def test_a_folder_in_which_nothing_was_saved_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "tiny_zero3_offload" / "a"
+    (run / "saved").mkdir(parents=True)
+    words = ["recipe=tiny_zero3_offload", f"output_dir={tmp_path}"]
+
+    def problems(*more: str) -> list[str]:
+        return paths.state_problems(compose.compose_run([*words, *more]).run)
+
+    asked = {"auto": f"{run.parent}/*", str(run): str(run), str(run / "saved"): str(run / "saved")}
+    for resume, place in asked.items():
+        (text,) = problems(f"resume={resume}")
+        assert text.startswith(f"resume={resume}: no complete saved state in {place} (found: nothing)")
+    assert problems("resume=none") == problems("resume=auto_or_start") == []
+    (run / "saved" / "tmp-step-000001").mkdir()  # what was not finished is told when states are read
+    assert [problems(f"resume={resume}") for resume in asked] == [[], [], []]
+    assert problems("resume=auto", "run_id=b") and not problems("resume=auto", "run_id=a")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 8, 60, -1])

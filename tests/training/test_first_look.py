@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -60,6 +62,21 @@ def test_rows_of_no_format_and_chats_without_a_template_are_told_first(tmp_path:
     words = ("recipe=tiny_zero3_offload", "data=files", f"data.path={path}", f"output_dir={tmp_path}/out")
     assert "chats need a chat template" in refused(*words, "data.chat_template=none")
     assert "data.packing=stream with data.format=chat: rows" in refused(*words, "data.packing=stream")
+
+
+def test_rows_of_no_format_are_told_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"question": "q", "answer": "a"}]))
+    words = ["recipe=tiny_zero3_offload", "data=files", f"data.path={path}"]
+    look = (
+        "import sys; from remat.config import compose; from remat.data import first_look;"
+        "print(*first_look.file_problems(compose.compose_run(sys.argv[1:]).run.data));"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", look, *words], capture_output=True, text=True, check=True
+    ).stdout
+    assert "has the fields question, answer" in told and told.endswith("\n[]\n")
 
 
 def test_options_that_would_do_nothing_for_the_format_that_was_found_are_told(tmp_path: Path) -> None:
