@@ -37,5 +37,5 @@ echo "== 3 of 4: report"
 echo "\$ remat report $run_dir"
 remat report "$run_dir"
 
-echo "== 4 of 4: text from the exported model: remat sample $run_dir"
-HF_HUB_DISABLE_PROGRESS_BARS=1 remat sample "$run_dir" --prompt "def read_"
+echo "== 4 of 4: text from the exported model: remat sample $run_dir --raw"
+HF_HUB_DISABLE_PROGRESS_BARS=1 remat sample "$run_dir" --raw --prompt "def read_" # it learned from code, not from chats
