@@ -37,7 +37,7 @@ def test_a_full_disk_costs_no_state_and_training_goes_on(tmp_path: Path) -> None
     common = ["deepspeed.config=zero2", f"output_dir={tmp_path / 'disk'}", "save.every=1", "save.keep=1"]
     runs = [
         tiny.words(workshop, "continue", *common, "train.steps=6", "save.on_error=continue"),
-        tiny.words(workshop, "large", *common, "save.keep=9"),
+        tiny.words(workshop, "large", *common, "save.keep=9", "train.steps=20"),
         tiny.words(workshop, "stop", *common, "train.steps=3"),
     ]
     (tmp_path / "runs.json").write_text(json.dumps(runs))

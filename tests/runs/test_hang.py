@@ -67,7 +67,8 @@ def test_a_stopped_rank_is_named_as_the_one_that_did_not_report(
 @pytest.mark.slow_fault
 def test_a_rank_asleep_reports_where_it_sleeps(tmp_path: Path) -> None:
     fault = {"what": "sleep", "rank": 0, "at": "evaluate 5"}
-    out, run = hang(tmp_path, "faulty_runs.py", fault, "train.deadlines.evaluate_s=30")
+    several = "data.packing=none"  # three micro-batches in each evaluation
+    out, run = hang(tmp_path, "faulty_runs.py", fault, "train.deadlines.evaluate_s=30", several)
     assert "(train.deadlines.evaluate_s=30)" in out
     reports = [json.loads((run / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(report["phase"], report["step"]) for report in reports] == [("evaluate", 2)] * 2
