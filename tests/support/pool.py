@@ -96,9 +96,12 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
         OMP_NUM_THREADS="1",
         **({} if gpus else CPU_ONLY),
     )
+    from torch.nn import functional
+
     from remat.machine import distributed, ops
     from remat.report import console
 
+    linear = functional.linear
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
     distributed.init()
@@ -112,6 +115,7 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
             pipe.send((None, function(**kwargs)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+        functional.linear = linear  # ZeRO-3 puts its own there for good: later cases would save other tensors
         gc.collect()
         gc.freeze()  # DeepSpeed keeps much of each engine, and looks for garbage whenever it builds the next
 
