@@ -197,7 +197,7 @@ class Nodes:
     def until_empty(self, words: str = "") -> None:
         """Wait until no process is left on either node, or none with `words` in its command line."""
         end = time.monotonic() + 60
-        while left := [p.cmdline() for node in (1, 2) for p in self.processes(node, words)]:
+        while left := [*self.processes(1, words), *self.processes(2, words)]:
             assert time.monotonic() < end, left
             time.sleep(0.1)
 
