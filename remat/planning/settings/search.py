@@ -130,12 +130,19 @@ class Search:
         self._estimates: dict[Candidate, Planned | None] = {}
         self.look_until = self.plan_until = math.inf  # of time.process_time()
         self.stopped = False  # because the time was up
+        self._longest_s = 0.0  # of a core, that one of its plans took
 
     @property
     def _time_is_up(self) -> bool:
         is_up = time.process_time() > self.look_until
         self.stopped |= is_up
         return is_up
+
+    def may_plan(self) -> bool:
+        """Return whether one more plan is ready before `plan_until`, if it takes as long as the longest one so far."""
+        may = time.process_time() + self._longest_s <= self.plan_until
+        self.stopped |= not may
+        return may
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
         """Return up to `limit` settings that fit, the shortest step first: one for each policy and strategy.
@@ -178,11 +185,14 @@ class Search:
 
     def plan(self, overrides: list[str]) -> Setting | None:
         """Plan the run with `overrides`; None where that is refused."""
+        began = time.process_time()
         try:
             cfg = compose.from_command_line([*self._args, *overrides]).run
             return Setting(overrides, make_plan(cfg, recordings=self._recordings))
         except ConfigError:
             return None
+        finally:
+            self._longest_s = max(self._longest_s, time.process_time() - began)
 
     def _look(self, axes: dict[str, list[Option | None]], given: Candidate = ()) -> Iterator[Candidate]:
         """Estimate every setting that may be the fastest; yield those that are not refused."""
@@ -269,8 +279,7 @@ class Search:
                 kind = (budget.CHOICE, str(moves))
             if counted == limit:
                 break
-            if time.process_time() > self.plan_until:
-                self.stopped = True
+            if not self.may_plan():
                 break
             if kind not in taken and (setting := self.plan(_words(candidate))) and setting.planned.plan.fits:
                 found.append(setting)
@@ -412,7 +421,7 @@ def advise(
 ) -> Advice:
     """Return advice for the run of `args`, whose plan is `planned`.
 
-    Nothing new is begun after `limit_s` seconds of a core.
+    No plan is begun that would not be ready after `limit_s` seconds of a core, if it takes as long as those before it.
 
     For a run that fits, the changes are up to `limit` settings that train the same in less time. For another run they
     come in this order: up to `limit` that train the same, the fastest first; where there are none, smaller states of
@@ -450,8 +459,7 @@ def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
 
 def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Setting]:
     for option in choices.machines(args, planned.cfg):
-        if time.process_time() > search.plan_until:
-            search.stopped = True
+        if not search.may_plan():
             break
         found = search.plan(list(option.words))
         if found and found.planned.plan.fits:
