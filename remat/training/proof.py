@@ -165,7 +165,8 @@ def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
     )
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
-    broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
+    unmet = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
+    broken = [say_stage(text, before) for text in unmet]
     broken += engine_memory.unmet_expectations(
         where, run.strategy.ds, ranks=run.world.zero_size, device_type=run.world.device.type
     )
@@ -176,6 +177,11 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
     """Return the row of a layer with the numbers of layers in the whole model; `before` are ahead of the stage."""
     together = [before + layer for layer in row["recomputed_with_layers"]]
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
+
+
+def say_stage(text: str, before: int) -> str:
+    """Return what is said of a stage's layers, which are counted from its first one; `before` are ahead of it."""
+    return f"in a stage whose layer 0 is the model's layer {before}, {text}" if before else text
 
 
 def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]:

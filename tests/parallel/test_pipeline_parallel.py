@@ -8,6 +8,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from remat.config.units import GIB
 from remat.parallel.pipeline_parallel import SLOWER_WITHIN, Stages, divide, keep_stage
 from remat.planning import strategy, sweep
 from remat.planning.plan import GPU_MEMORY, Category, Recordings, make_plan
+from remat.training import proof
 from tests.support import tiny
 
 KNOWN = Recordings()
@@ -139,6 +141,17 @@ def test_a_plan_tells_of_each_stage() -> None:
     hidden = 512 * planned.strategy.fields["hidden_size"] * 2  # of one micro-batch, in bf16
     accumulation = 32 // 2
     assert [stage.sent_bytes for stage in planned.stages] == [n * accumulation * hidden for n in (1, 2, 2, 1)]
+
+
+def test_a_broken_promise_says_which_layers_of_the_model_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof.engine_memory, "find_placement", Mock())
+    monkeypatch.setattr(proof.engine_memory, "unmet_expectations", Mock(return_value=["host memory"]))
+    monkeypatch.setattr(proof.verification, "rows", Mock(return_value=[]))
+    monkeypatch.setattr(proof.verification, "unmet_expectations", Mock(return_value=["layer 1 was kept"]))
+    run, first = MagicMock(), MagicMock(shape=(1, 8))
+    run.cfg.train.micro_batch_size, run.cfg.train.seq_len, run.pipeline.first_layer = 1, 8, 4
+    told = "in a stage whose layer 0 is the model's layer 4, layer 1 was kept"
+    assert proof.collect(run, first)[1] == [told, "host memory"]
 
 
 def test_more_micro_batches_wait_less() -> None:
