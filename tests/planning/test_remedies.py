@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -106,6 +107,15 @@ def test_advice_ends_when_its_time_is_up(known: Recordings) -> None:
     assert found.closest is not None and found.closest.overrides == []
     assert {each.text for each in found.remedies} == {"not looked at: the time for advice was up"}
     assert search.advice_as_json(found)["advice_stopped"] is True
+
+
+def test_no_plan_is_begun_that_would_not_be_ready_in_time(known: Recordings) -> None:
+    looking = search.Search(NO_ACTIVATIONS, compose.compose_run(NO_ACTIVATIONS).run, known)
+    looking.plan_until = time.process_time() + 60
+    assert looking.may_plan() and not looking.stopped
+    assert looking.plan([]) is not None and 0 < looking._longest_s < 60
+    looking._longest_s = 100.0
+    assert not looking.may_plan() and looking.stopped
 
 
 def test_progress_is_one_line_that_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
