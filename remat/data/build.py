@@ -56,7 +56,7 @@ from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus, synthetic_blocks
+from remat.data.sources import Corpus, in_both, open_corpus, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
 CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks, or another report
@@ -494,14 +494,9 @@ def _check_synthetic(cfg: DataConfig) -> None:
 
 
 def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
-    both = sorted(corpus.files & held_out.files)
-    if both or (not corpus.files and corpus.identity() == held_out.identity()):
-        more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
-        what = f"{both[0]}{more}" if both else f"{cfg.eval_path} is"
-        raise ConfigError(
-            f"{what} in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on "
-            "training data. Keep them apart, or leave data.eval_path empty and set data.eval_fraction"
-        )
+    refuse_trained(cfg, corpus.files & held_out.files)
+    if not corpus.files and corpus.identity() == held_out.identity():
+        raise ConfigError(f"{cfg.eval_path} is {in_both(cfg)}")
 
 
 def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
-from remat.data.formats import check_template, needs_template
-from remat.data.sources import find_format, local_files
+from remat.data.formats import NO_TEMPLATE, check_template, needs_template, read_template
+from remat.data.sources import find_format, local_files, refuse_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,9 +24,15 @@ class FirstLook(NamedTuple):
 
 
 def file_problems(data: DataConfig) -> list[str]:
-    """Return what is wrong with local files and their first rows. Imports no torch, and loads no tokenizer."""
+    """Return what is wrong with local files, their first rows and the chat template's file. Imports no torch."""
     local = all(source.source is DataSource.files for source in data.sources().values())
-    return _look_at_rows(data)[1] if local else []
+    problems = _look_at_rows(data)[1] if local else []
+    if data.chat_template not in (None, NO_TEMPLATE):
+        try:
+            read_template(data.chat_template)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
 
 
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
@@ -55,7 +61,7 @@ def _look_at_rows(data: DataConfig) -> tuple[DataConfig, list[str]]:
             problems.append(_of(name, f"data.path={source.path} cannot be read: {error}"))
     data = _with_formats(data, formats)
     if not problems:
-        problems += validation.data_problems(data) + _named_twice(data)
+        problems += validation.data_problems(data) + _named_twice(data) + _trained_too(data)
     return data, problems
 
 
@@ -85,6 +91,21 @@ def _named_twice(data: DataConfig) -> list[str]:
                 if owners.setdefault(file, mine) != mine
             ]
     return found[:5]
+
+
+def _trained_too(data: DataConfig) -> list[str]:
+    """Return which files of a source's held-out data it trains too."""
+    found = []
+    for name, source in data.sources().items():
+        trained, held_out = (
+            local_files(source, path, option)
+            for path, option in ((source.path, "data.path"), (source.eval_path, "data.eval_path"))
+        )
+        try:
+            refuse_trained(source, trained & held_out)
+        except ConfigError as error:
+            found.append(_of(name, error))
+    return found
 
 
 def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -18,12 +18,15 @@ or trains to the end of the chat, when a span begins or ends with a space that t
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
@@ -33,6 +36,8 @@ if TYPE_CHECKING:  # a wrong file is told before transformers is imported
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+NO_TEMPLATE = "none"  # as data.chat_template
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REMEDY = (
     "Surround what the assistant says with {% generation %} and {% endgeneration %} in a copy of the template, and "
@@ -261,6 +266,50 @@ def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
             "it does not write calls of tools: name a template that does with data.chat_template, or give the messages "
             'that call "weight": 0'
         )
+
+
+def read_template(named: str) -> str:
+    """Return the chat template of a Jinja file, or of a folder with a tokenizer. Raises ConfigError."""
+    path = Path(named).expanduser()
+    if path.is_dir():
+        inside = path / "chat_template.jinja"
+        found = inside.read_text() if inside.is_file() else _in_settings(path / "tokenizer_config.json", named)
+    elif path.is_file():
+        try:
+            found = path.read_text()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.chat_template={named} is not text in UTF-8: {error}") from error
+    else:
+        raise ConfigError(
+            f"data.chat_template={named} does not exist: name a Jinja file or a folder with chat_template.jinja"
+            f" ({NO_TEMPLATE}: use no template)"
+        )
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=found)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.chat_template={named} is no Jinja template (line {error.lineno}: {error.message}): correct it"
+        ) from error
+    except Exception as error:  # what it refuses or lacks in this one chat is no fault of the template
+        log.debug("data.chat_template=%s refuses a chat of one question: %s", named, error)
+    return found
+
+
+def _in_settings(file: Path, named: str) -> str:
+    try:
+        found = json.loads(file.read_text()).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if isinstance(found, list):  # several by name
+        found = {str(each.get("name")): each.get("template") for each in found}.get("default")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"data.chat_template={named} is a folder without chat_template.jinja, and its tokenizer_config.json has no "
+            "chat_template either: name a Jinja file"
+        )
+    return found
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -28,7 +28,7 @@ from remat.data.formats import encode, what_is_read
 from remat.data.held_out import characters_of
 from remat.data.mixture import Joined
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus
+from remat.data.sources import Corpus, open_corpus, refuse_trained
 
 WINDOW_TOKENS, WINDOW_BLOCKS = 1024**2, 64  # at least: larger windows are packed and shuffled better
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 256 * 1024, 256
@@ -333,8 +333,7 @@ def open_stream(
     held: tuple[Blocks, BlockWriter, BadRowLog] | None = None
     if cfg.eval_path:
         other = open_corpus(cfg, cfg.eval_path, "data.eval_path", sketches)
-        if corpus.files & other.files:
-            raise ConfigError(f"data.eval_path={cfg.eval_path} is in data.path={cfg.path} too: keep them apart")
+        refuse_trained(cfg, corpus.files & other.files)
         identity["eval_path"] = other.identity()
         held = Stream(cfg, other, tokenizer, seq_len, seed).everything(cfg.eval_tokens)
     elif not cfg.holds_nothing_out():

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from remat.config.options import ConfigError
+from remat.data.formats import NO_TEMPLATE, read_template
 
 END, PAD = "<|end|>", "<|pad|>"
-log = logging.getLogger(__name__)
-NO_TEMPLATE = "none"  # as data.chat_template
 
 # {% generation %} marks what the assistant says. Those tokens, the closing <|end|> included, carry the loss.
 CHAT_TEMPLATE = (
@@ -66,48 +61,6 @@ def load_tokenizer(
     if chat_template is not None:
         loaded.chat_template = None if chat_template == NO_TEMPLATE else read_template(chat_template)
     return loaded
-
-
-def read_template(named: str) -> str:
-    """Return the chat template of a Jinja file, or of a folder with a tokenizer. Raises ConfigError."""
-    path = Path(named).expanduser()
-    if path.is_dir():
-        inside = path / "chat_template.jinja"
-        found = inside.read_text() if inside.is_file() else _in_settings(path / "tokenizer_config.json", named)
-    elif path.is_file():
-        try:
-            found = path.read_text()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data.chat_template={named} is not text in UTF-8: {error}") from error
-    else:
-        raise ConfigError(
-            f"data.chat_template={named} does not exist: name a Jinja file or a folder with chat_template.jinja"
-            f" ({NO_TEMPLATE}: use no template)"
-        )
-    try:
-        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=found)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"data.chat_template={named} is no Jinja template (line {error.lineno}: {error.message}): correct it"
-        ) from error
-    except Exception as error:  # what it refuses or lacks in this one chat is no fault of the template
-        log.debug("data.chat_template=%s refuses a chat of one question: %s", named, error)
-    return found
-
-
-def _in_settings(file: Path, named: str) -> str:
-    try:
-        found = json.loads(file.read_text()).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        found = None
-    if isinstance(found, list):  # several by name
-        found = {str(each.get("name")): each.get("template") for each in found}.get("default")
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"data.chat_template={named} is a folder without chat_template.jinja, and its tokenizer_config.json has no "
-            "chat_template either: name a Jinja file"
-        )
-    return found
 
 
 def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

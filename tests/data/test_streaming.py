@@ -193,7 +193,7 @@ def test_held_out_data_of_its_own(tmp_path: Path) -> None:
     splits = opened(cfg)
     assert splits.held_out is not None and splits.report["held_out_by"] == "data.eval_path"
     assert splits.report["held_out"]["documents"] == 5
-    with pytest.raises(ConfigError, match="keep them apart"):
+    with pytest.raises(ConfigError, match="evaluation would be on training data"):
         opened(replace(cfg, eval_path=f"{cfg.path}/0.jsonl"))
 
 

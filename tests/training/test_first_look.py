@@ -13,6 +13,7 @@ import pytest
 
 from remat.config import compose
 from remat.config.options import ConfigError, DataFormat, Packing, RunConfig
+from remat.data import first_look
 from remat.data.build import NoRoom
 from remat.data.first_look import look_first
 from remat.model import hf_model
@@ -64,10 +65,12 @@ def test_rows_of_no_format_and_chats_without_a_template_are_told_first(tmp_path:
     assert "data.packing=stream with data.format=chat: rows" in refused(*words, "data.packing=stream")
 
 
-def test_rows_of_no_format_are_told_without_torch(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
+def test_wrong_files_are_told_without_torch(tmp_path: Path) -> None:
+    path, template = tmp_path / "a.json", tmp_path / "template.jinja"
     path.write_text(json.dumps([{"question": "q", "answer": "a"}]))
-    words = ["recipe=tiny_zero3_offload", "data=files", f"data.path={path}"]
+    template.write_text("{{ messages")
+    chat = f"data.chat_template={template}"
+    words = ["recipe=tiny_zero3_offload", "data=files", f"data.path={path}", chat]
     look = (
         "import sys; from remat.config import compose; from remat.data import first_look;"
         "print(*first_look.file_problems(compose.compose_run(sys.argv[1:]).run.data));"
@@ -76,7 +79,13 @@ def test_rows_of_no_format_are_told_without_torch(tmp_path: Path) -> None:
     told = subprocess.run(
         [sys.executable, "-c", look, *words], capture_output=True, text=True, check=True
     ).stdout
-    assert "has the fields question, answer" in told and told.endswith("\n[]\n")
+    assert "has the fields question, answer" in told and f"{chat} is no Jinja template" in told
+    assert told.endswith("\n['transformers']\n")
+    path.write_text(json.dumps([{"text": "a"}]))
+    (trained,) = first_look.file_problems(run_of(*words[1:3], f"data.eval_path={path}").data)
+    assert trained.startswith(
+        f"{path} is in data.path={path} and in data.eval_path={path}: evaluation would be on"
+    )
 
 
 def test_options_that_would_do_nothing_for_the_format_that_was_found_are_told(tmp_path: Path) -> None:
