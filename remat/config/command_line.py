@@ -1,8 +1,8 @@
-"""Take a command line apart: the few options with dashes that are ours, overrides, and what they list.
+"""Parse a command line: the few options of this project with dashes, Hydra's overrides, and lists of values to sweep.
 
-Refused are, with what to type here: what Hydra, other trainers or launchers write with dashes; words that Hydra takes
-but no run keeps. Hydra adds any key after `+`, deletes after `~`, and has settings of its own, which mean nothing
-where a run has a folder of its own and one process group. Standard library only.
+Options with dashes of Hydra, other trainers and launchers are refused, with what to type instead. So are overrides that
+Hydra accepts but that no run would read: unknown keys added with `+`, options deleted with `~`, and Hydra's own
+settings. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE_RUN = (
     "a launch trains one run. `remat compare {words} recipe=NAME` launches each and sets them side by side, "
     "`remat plan --sweep {words} recipe=NAME` plans each without launching"
 )
-NOT_HERE = {  # options of Hydra that do not exist here, and what does
+NOT_HERE = {  # options of Hydra that do not exist here, and what to use instead
     "--info": "--cfg prints the composed configuration, --help lists recipes, groups and choices",
     "--hydra-help": "--help lists recipes, groups and choices",
     "--config-name": "write recipe=NAME; a recipe of your own is DIR/recipe/NAME.yaml, found by --config-dir DIR",
@@ -61,7 +61,7 @@ LONG_DASHES = ("\u2013", "\u2014", "\u2212")
 
 @dataclass
 class Arguments:
-    """A command line taken apart: Hydra overrides, the few options that are ours, and what is wrong with it."""
+    """A parsed command line: Hydra overrides, the few options of this project, and the problems found."""
 
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[Path] = field(default_factory=list)
@@ -86,7 +86,7 @@ def without_local_rank(argv: list[str]) -> list[str]:
 
 
 def take_apart(argv: list[str], options: Sequence[str]) -> Arguments:
-    """Take a command line apart. `options` are the dotted names of all options, for hints."""
+    """Parse a command line and collect its problems. `options` are the dotted names of all options, for hints."""
     args = Arguments()
     words = without_local_rank(argv)[::-1]  # the next word is the last
     while words:
@@ -109,13 +109,13 @@ def take_apart(argv: list[str], options: Sequence[str]) -> Arguments:
 
 
 def _searched(value: str) -> list[Path]:
-    """Return the folders of Hydra's own list of them: [file:///one,/two]."""
+    """Return the folders in a value of hydra.searchpath: [file:///one,/two]."""
     listed = (entry.strip(" '\"").removeprefix("file://") for entry in value.strip("[]").split(","))
     return [Path(entry).expanduser().resolve() for entry in listed if entry]
 
 
 def parse(argv: list[str], options: Sequence[str] = ()) -> Arguments:
-    """Take `argv` apart. Raises ConfigError with every problem in one message."""
+    """Parse `argv`. Raises ConfigError with every problem in one message."""
     args = take_apart(argv, options)
     if args.problems:
         raise ConfigError("\n".join(args.problems))
@@ -191,9 +191,9 @@ def read_values(word: str) -> list[str]:
 
 
 def split_points(args: Sequence[str], asker: str = "--sweep") -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the words that stay, and the words that each point adds. Raises ConfigError when nothing is swept.
+    """Return the arguments common to all points of a sweep, and those that each point adds.
 
-    Errors begin with the name of the command, `asker`.
+    Raises ConfigError when nothing is swept. Errors begin with the name of the command, `asker`.
     """
     fixed: list[str] = []
     axes: list[list[str]] = []
@@ -223,12 +223,12 @@ def check_picture(path: Path) -> None:
 
 
 def without_policy(overrides: Sequence[str]) -> list[str]:
-    """Leave out the choice of a policy and what only some policies read."""
+    """Leave out the choice of a checkpointing policy and the options that only some policies read."""
     prefixes = ("checkpointing=", *(f"checkpointing.{name}" for name in validation.OPTIONS_OF))
     return [word for word in overrides if not word.startswith(prefixes)]
 
 
-HYDRA = {  # the beginning of an option of Hydra, and what is typed here; the first that fits
+HYDRA = {  # the beginning of a setting of Hydra, and what to type here; the first that fits
     "hydra.run.dir": "a run is written to output_dir/NAME/RUN_ID: set output_dir=FOLDER, name=NAME or run_id=RUN_ID",
     "hydra.output_subdir": "a run is written to output_dir/NAME/RUN_ID: set output_dir=FOLDER or name=NAME",
     "hydra.job.chdir": "a run never changes the folder it was started in: leave it out",
@@ -242,7 +242,7 @@ HYDRA = {  # the beginning of an option of Hydra, and what is typed here; the fi
     "hydra.hydra_logging": "write log_level=debug",
     "hydra": "Hydra only composes the configuration here, and its own settings have no effect: leave it out",
 }
-LISTS = {  # options of which a user names several, and does not mean to sweep over them
+LISTS = {  # options that take a list: a user who names several values does not mean a sweep
     "data.path",
     "data.eval_path",
     "data.train_on_roles",
@@ -258,7 +258,7 @@ FUNCTIONS = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag)\(.*\)\Z",
 def split_refused(
     words: Sequence[str], options: Collection[str], groups: Collection[str], own_groups: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return the words that may be composed, and what is wrong with each of the others.
+    """Return the overrides that may be composed, and what is wrong with each of the others.
 
     `options` are the dotted names of all options and sections, `groups` those of `conf/`, `own_groups` those of the
     user's folders.
@@ -274,7 +274,7 @@ def split_refused(
 
 
 def _rejoined(words: Sequence[str], problems: list[str]) -> list[str]:
-    """Return the words that the shell did not cut at a space; what it cut is told as the one word that was meant."""
+    """Return the arguments that the shell did not split at a space; add each that it did to `problems`, rejoined."""
     kept, left = list[str](), list(words)
     while left:
         word = left.pop(0)
@@ -303,7 +303,7 @@ def _open_brackets(text: str) -> int:
 def refusal(
     word: str, options: Collection[str], groups: Collection[str], own_groups: Collection[str] = ()
 ) -> str | None:
-    """Return why a word is refused and what to type instead; None for one that may be composed."""
+    """Return why an override is refused and what to type instead; None for one that may be composed."""
     sign = word[: len(word) - len(word.lstrip("+~"))]
     key, equals, value = word[len(sign) :].partition("=")
     if (dotted := key.replace("/", ".")).split(".")[0] == "hydra":
@@ -311,7 +311,7 @@ def refusal(
     if "~" in sign:
         return _deleted(key, options, groups)
     if not equals:
-        return None  # composing says that it is not an override
+        return None  # composing reports that it is not an override
     if "@" in key:
         return f"a group has one place here: write {key.partition('@')[0]}={value}"
     if sign and key in groups:
@@ -321,7 +321,7 @@ def refusal(
     if sign and key not in options and key not in own_groups and not _is_free_form(key):
         return f"no such option{hints.suggest(key, sorted(options))}"
     if key not in options and key not in groups and not _is_free_form(key):
-        return None  # composing says that there is none
+        return None  # composing reports that there is no such option
     values, function = read_values(word), FUNCTIONS.match(value)
     listed = len(values) > 1
     if listed and len([one for one in values if one]) == 1:
@@ -360,7 +360,7 @@ def _deleted(key: str, options: Collection[str], groups: Collection[str]) -> str
 
 
 def _whole_section(key: str, value: str, options: Collection[str], groups: Collection[str]) -> str | None:
-    """Say that a section is no option, and name one of those in it."""
+    """Return what to type when `key` is a whole section; None when it is an option or a group."""
     inside = [name for name in options if name.startswith(f"{key}.")]
     if not inside or key in groups or value.startswith("{"):
         return None

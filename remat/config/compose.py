@@ -1,4 +1,4 @@
-"""Hydra composition: a command line becomes one checked `RunConfig`. The only importer of hydra and omegaconf.
+"""Compose a command line into one checked `RunConfig` with Hydra. Only this module imports hydra and omegaconf.
 
 Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
 `local/default.yaml`, recipe, command line.
@@ -37,11 +37,11 @@ from remat.config.redact import redact
 PACKAGE = Path(remat.__file__).resolve().parent
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # as in a wheel, or in a checkout
 CONF_DIR = ROOT / "conf"
-NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ without choices of a run: of remat compare, and a user's own
+NOT_OF_A_RUN = {"lab", "local"}  # folders of conf/ that are no groups: of remat compare, and a user's own
 RECIPE_DIR = ROOT / "recipes"
-OWN_DEFAULTS = "local/default.yaml"  # in conf/: a user's own, weaker than a recipe
+OWN_DEFAULTS = "local/default.yaml"  # in conf/: a user's own defaults, weaker than a recipe
 DS_CONFIG_DIR = ROOT / "ds_configs"
-LENGTHS = ("train.steps", "train.epochs")  # of which a run has one
+LENGTHS = ("train.steps", "train.epochs")  # a run has one of them
 NO_CHOICE = ("Available options", "Could not find", "Could not load", "Got None", "must be a string or a list")
 CHOSEN_BY_PLAN = ("train.micro_batch_size",)
 Files = tuple[tuple[str, int, int], ...]
@@ -71,10 +71,10 @@ Every choice and value above holds for `remat ds-config` too.
 
 @dataclass
 class Composed:
-    """The run, how it is written as the YAML that the run directory keeps, and the words that ask for it."""
+    """A run, its YAML for the run directory, and the command-line arguments that it was composed from."""
 
     run: RunConfig
-    # half of the time of composing: a search composes hundreds of runs, and reads none
+    # called on demand: it takes half of the time of composing, and a search over hundreds of runs reads no YAML
     write_yaml: Callable[[], str]
     words: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ def compose_run(
 ) -> Composed:
     """Compose and check one run from Hydra overrides.
 
-    `problems` are known ones, which are refused with all others in one message. Raises ConfigError.
+    Raises ConfigError with all problems in one message, those found before (`problems`) first.
     """
     folders = config_dirs or []
     words = [*(f"--config-dir={folder}" for folder in folders), *overrides]
@@ -132,7 +132,7 @@ def compose_run(
 
 
 def check_deepspeed(run: RunConfig, ranks: int | None) -> None:
-    """Raise ConfigError for what is wrong in DeepSpeed's config whatever the model. `ranks` None: not known yet."""
+    """Raise ConfigError for problems in DeepSpeed's config that any model would have. `ranks` None: not known yet."""
     ds_config.check(run, DS_CONFIG_DIR, ranks)
 
 
@@ -159,16 +159,16 @@ def check_launch(composed: Composed, ranks: int | None) -> None:
 
 
 def check_recipe(words: Sequence[str]) -> None:
-    """Raise ConfigError unless the words of a `Composed` say what to train, by a recipe or a run to resume."""
+    """Raise ConfigError unless `words` (of a `Composed`) name what to train, a recipe or a run to resume."""
     if any(word.startswith("recipe=") for word in words) or resumed_folder(words):
         return
     raise ConfigError(FIRST_RECIPE.format(recipes=", ".join(_recipe_files())))
 
 
 def resumed_folder(words: Sequence[str]) -> str | None:
-    """Return the folder of the run that the words resume, whose own configuration is then the one they change.
+    """Return the folder of the run that `words` resume; its own configuration is then the base of the new one.
 
-    None where they name none, or a recipe, which is then what they change.
+    None when `words` name no such folder, or name a recipe, which is then the base.
     """
     given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
     if not given or given[-1] in (*NOT_FOLDERS, "") or any(word.startswith("recipe=") for word in words):
@@ -177,7 +177,7 @@ def resumed_folder(words: Sequence[str]) -> str | None:
 
 
 def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None:
-    """Raise ConfigError, `refusal` and the reasons, unless one of the command lines asks for a possible run."""
+    """Raise ConfigError, with `refusal` and all reasons, when none of the command lines gives a valid run."""
     reasons: list[str] = []
     for argv in command_lines:
         try:
@@ -218,12 +218,12 @@ def _groups() -> set[str]:
 
 
 def _own_groups(folders: Sequence[Path]) -> set[str]:
-    """Return the groups that only a user's folders have; a file of them says by `# @package` what it sets."""
+    """Return the groups that only a user's folders have; a file in them names by `# @package` the section it sets."""
     return {path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - _groups()
 
 
 def _help(words: list[str]) -> str:
-    """Return the usage, or what is said of the options and sections that words without `=` name."""
+    """Return the usage, or the description of the options and sections that `words` without `=` name."""
     named = [word for word in words if "=" not in word]
     for word in named:
         if not reference.matching([word]):
@@ -237,7 +237,7 @@ def usage() -> str:
 
 
 def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
-    """Return the run, and what writes its YAML; values that refer to others are resolved."""
+    """Return the run and a function that writes its YAML; values that refer to others are resolved."""
     quick = _with_values(overrides)
     cfg = _loaded(overrides) if quick is None else quick
     _let_adapters_bring_lr(cfg, overrides)
@@ -245,9 +245,9 @@ def _compose(overrides: list[str]) -> tuple[RunConfig, Callable[[], str]]:
 
 
 def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[RunConfig, Callable[[], str]]:
-    """Return the configuration of the run at `place` with these words set in it, and what writes its YAML.
+    """Return the configuration of the run at `place`, changed by `words`, and a function that writes its YAML.
 
-    A choice of a group replaces that section whole. Raises ConfigError for a run without a readable configuration, and
+    A choice of a group replaces that whole section. Raises ConfigError for a run without a readable configuration, and
     what `_with_values` raises.
     """
     file = resumed.find_config(Path(os.path.expanduser(place)))  # noqa: PTH111 - never raises
@@ -255,7 +255,7 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
     sorted_words = _sort_words(words)
     if sorted_words is None:
         odd = next(word for word in words if _sort_words([word]) is None)
-        _loaded([*search, odd])  # a word that cannot be read at all is explained
+        _loaded([*search, odd])  # raises Hydra's error for an override that cannot be parsed
         raise ConfigError(f"{odd}: with resume=FOLDER write option=value or group=choice")
     chosen, values = sorted_words
     try:
@@ -281,9 +281,9 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
 
 
 def _let_adapters_bring_lr(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Set optim.lr to peft.lr where the words choose adapters and give no optim.lr; else peft.lr says nothing.
+    """Set optim.lr to peft.lr when `words` choose adapters and give no optim.lr; else clear a peft.lr they do not give.
 
-    Adapters need ten times the learning rate of all weights, which is what a recipe without them has.
+    Adapters need ten times the learning rate of training all weights, for which a recipe without adapters is written.
     """
     asked = {word.lstrip("+").partition("=")[0] for word in words}
     if "optim.lr" not in asked and asked & {"peft", "peft.method", "peft.lr"} and cfg.peft.lr is not None:
@@ -308,7 +308,7 @@ def _finished(cfg: DictConfig) -> tuple[RunConfig, Callable[[], str]]:
 
 
 def _to_yaml(cfg: DictConfig) -> str:
-    # value by value: a hidden one is quoted then, for the file is read again
+    # redacted value by value, so that *** is quoted and the file can be read again
     return OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(cfg, enum_to_str=True))))
 
 
@@ -337,16 +337,16 @@ def _loaded(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
         cfg = compose(config_name="train", overrides=list(overrides), return_hydra_config=True)
     recipe = cfg.hydra.runtime.choices.get("recipe")
-    with open_dict(cfg):  # of Hydra's own settings, which are copied with every run, nothing else is read
+    with open_dict(cfg):  # keep only this of Hydra's own settings, which are copied with every run
         cfg.hydra = {"runtime": {"choices": {"recipe": recipe}}}
     return cfg
 
 
 def _with_values(overrides: list[str]) -> DictConfig | None:
-    """Compose quickly: set values in what Hydra composed of the same choices before, as Hydra does last.
+    """Compose quickly: set values in the cached composition of the same choices, which is Hydra's last step too.
 
-    None where an override is more than a choice of a known group or one value: that is left to Hydra. Raises
-    `_RefusedValues`, with what Hydra would raise, where values cannot be set.
+    Returns None when an override is neither a choice of a known group nor a single value: Hydra must compose it. Raises
+    `_RefusedValues`, with Hydra's errors, for values that cannot be set.
     """
     sorted_words = _sort_words(overrides)
     if sorted_words is None:
@@ -360,13 +360,13 @@ def _with_values(overrides: list[str]) -> DictConfig | None:
     try:
         _set_all(cfg, values)
     except _RefusedValues:
-        _finished(cfg)  # where something else is wrong too, Hydra explains it all
+        _finished(cfg)  # raises where something else is wrong too: Hydra explains it all
         raise
     return cfg
 
 
 def _sort_words(overrides: Sequence[str]) -> tuple[list[str], list[Value]] | None:
-    """Return the choices of groups, and the values; None where a word is neither, or cannot be read."""
+    """Sort overrides into choices of groups and values; None when one is neither or cannot be parsed."""
     groups = _groups()
     chosen, values = list[str](), list[Value]()
     try:
@@ -391,7 +391,7 @@ def _sort_words(overrides: Sequence[str]) -> tuple[list[str], list[Value]] | Non
 
 
 def _set_all(cfg: DictConfig, values: Sequence[Value]) -> None:
-    """Set every value. Raises `_RefusedValues` with each word that cannot be set, after the others are."""
+    """Set every value that can be set, then raise `_RefusedValues` with each override that cannot."""
     refused = []
     for word, option, value, add in values:
         try:
@@ -403,7 +403,7 @@ def _set_all(cfg: DictConfig, values: Sequence[Value]) -> None:
 
 
 class _RefusedValues(Exception):
-    """Each word that cannot be set, and why."""
+    """Failure to set values: each override that cannot be set, and why."""
 
     def __init__(self, found: list[tuple[str, Exception]]) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class _RefusedValues(Exception):
 
 
 def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
-    """Set one value as Hydra does, with its words for an option that does not exist."""
+    """Set one value as Hydra does, with Hydra's error for an option that does not exist."""
     try:
         OmegaConf.update(cfg, option, value, merge=True, force_add=add)
     except (ConfigAttributeError, ConfigKeyError) as error:
@@ -423,9 +423,9 @@ def _set(cfg: DictConfig, option: str, value: Any, *, add: bool) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _of_choices(chosen: tuple[str, ...], files: Files) -> bytes:
-    """Return what Hydra composes of choices, each of another group: the others are put into what the recipe gives.
+    """Compose one choice of each group: compose the recipe, and replace its sections by the other choices.
 
-    Pickled, which makes a copy in a quarter of the time of `copy.deepcopy`.
+    The result is pickled: unpickling makes a copy in a quarter of the time of `copy.deepcopy`.
     """
     recipe = tuple(word for word in chosen if word.startswith("recipe="))
     cfg = copy.deepcopy(_of_recipe(recipe, files))
@@ -444,7 +444,7 @@ def _of_recipe(chosen: tuple[str, ...], _: Files) -> DictConfig:
 
 
 def _section(group: str, file: Path, recipe: str, files: Files) -> DictConfig:
-    """Return a group as `file` makes it, under what conf/train.yaml, your own defaults and the recipe set in it."""
+    """Return a group's section: `file`, overridden by conf/train.yaml, the user's own defaults and the recipe."""
     stronger = (CONF_DIR / "train.yaml", CONF_DIR / OWN_DEFAULTS, RECIPE_DIR / f"{recipe}.yaml")
     contents = [content[group] for path in stronger if group in (content := _read(path, files))]
     section = OmegaConf.merge(_schema()[group], _read(file, files), *contents)
@@ -464,15 +464,15 @@ def _read(path: Path, _: Files) -> Any:
 
 
 def _files() -> Files:
-    """Return (path, size, time of change) of each YAML: while it is equal, what was made of the files is valid."""
+    """Return (path, size, modification time) of each YAML file, the key of all caches of these files."""
     paths = sorted([*CONF_DIR.rglob("*.yaml"), *RECIPE_DIR.glob("*.yaml")])
     return tuple((str(path), (at := path.stat()).st_size, at.st_mtime_ns) for path in paths)
 
 
 def _recipes_of(overrides: Sequence[str]) -> list[str]:
-    """Return the recipes that Hydra may be asked for: the named ones, or all where another file may name one.
+    """Return the recipes to register with Hydra: the named ones, or all when another file may name one.
 
-    To read all takes as long as to compose a run.
+    Reading all of them takes as long as composing a run.
     """
     known = _recipe_files()
     named = [value for key, _, value in (word.partition("=") for word in overrides) if key == "recipe"]
@@ -505,7 +505,7 @@ def _opened(override: str) -> str:
     An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
     """
     key, _, value = override.partition("=")
-    if value.startswith("~/"):  # the shell leaves it as it is after a =
+    if value.startswith("~/"):  # the shell does not expand ~ after a =
         return command_line.override(key, value)
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
@@ -515,7 +515,7 @@ def _opened(override: str) -> str:
 
 
 def _replaced_length(overrides: Sequence[str]) -> list[str]:
-    """Return what takes the recipe's train.steps out where the command line gives train.epochs, or the reverse."""
+    """Return the override that clears the recipe's train.steps when train.epochs is given, or the reverse."""
     given = {}
     for word in overrides:
         option, _, value = word.lstrip("+").partition("=")
@@ -565,7 +565,7 @@ def _explain(override: str, error: Exception) -> str:
 
 
 def _explain_word(word: str) -> str:
-    """Return what to type in the place of a word without `=`."""
+    """Return what to type instead of an argument without `=`."""
     if word.endswith((".yaml", ".yml")):
         name = Path(word).stem
         return f"a file of options is a recipe, DIR/recipe/{name}.yaml: write --config-dir DIR recipe={name}"

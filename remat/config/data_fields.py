@@ -19,5 +19,5 @@ OPTIONAL = {
     DataFormat.prompt_completion: ("tools",),
     DataFormat.plain: (),
 }
-OF_FILES = ("repo", "path")  # of rows that are files: whose, and where in it; read with data.join_files
+OF_FILES = ("repo", "path")  # of rows that are files: their repository and path; read with data.join_files
 NAMES = frozenset(name for names in (*REQUIRED.values(), *OPTIONAL.values(), OF_FILES) for name in names)

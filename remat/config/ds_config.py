@@ -1,9 +1,9 @@
-"""DeepSpeed's configuration: a file in the Hugging Face "auto" vocabulary becomes one complete, explicit dict.
+"""Render DeepSpeed's configuration: a JSON file with Hugging Face's "auto" values becomes a complete, explicit dict.
 
 Nothing here touches a device or imports DeepSpeed. Precedence, weakest first: the JSON file, `deepspeed.overrides`
 (deep merge; null deletes a key), the values the run owns. No "auto" is left, and every value whose default could
-matter is written, so the dict does not depend on DeepSpeed's defaults. What is wrong in it is told in lines that name
-key, value and remedy.
+matter is written, so the dict does not depend on DeepSpeed's defaults. Each problem is a line that names key, value and
+remedy.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OPTIMIZER_SWAP_BUFFERS = 4  # master, two moments and the gradient of one sub-gr
 
 @dataclass(frozen=True, kw_only=True)
 class RunValues:
-    """What the run decides and a memory strategy does not. Sizes in blocks, ranks and elements.
+    """Values that the run's options decide, and not the DeepSpeed file. Sizes in blocks, ranks and elements.
 
     `world_size` counts the ranks that read data of their own. Where ranks share layers or sequences it counts their
-    groups, each of `ranks_per_group` ranks. None: not known yet; then what depends on it is neither checked
+    groups, each of `ranks_per_group` ranks. None: not known yet; then values that depend on it are neither checked
     nor filled in.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
@@ -102,9 +102,9 @@ def second_shard_ranks(ds: Mapping[str, Any]) -> int:
 
 
 def check_second_shards(ds: Mapping[str, Any], *, world_size: int, shared_by: int) -> None:
-    """Raise ConfigError where `world_size` ranks cannot share second copies of the weights, or not at all.
+    """Raise ConfigError when second copies of the weights (hpZ) do not fit `world_size` ranks or other options.
 
-    `shared_by` ranks have a layer between them.
+    `shared_by` is the number of ranks that share each layer.
     """
     size = second_shard_ranks(ds)
     if size <= 1:
@@ -193,7 +193,7 @@ def problems(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunVa
 
 
 def _readers(values: RunValues) -> str:
-    """Return in words what reads data of its own: `2 ranks`, or `1 group of 4 ranks`."""
+    """Return in words how many ranks or groups read data of their own: `2 ranks`, or `1 group of 4 ranks`."""
     several = "s" * (values.world_size != 1)
     if values.ranks_per_group == 1:
         return f"{values.world_size} rank{several}"
@@ -296,7 +296,7 @@ def _reading_order(key: str) -> int:
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `changes` over `base`, objects key by key; null deletes."""
+    """Return `base` with `changes` merged in, objects key by key; null deletes a key."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
@@ -318,7 +318,7 @@ def _accumulation_problem(values: RunValues) -> list[str]:
 
 
 def _fill(ds: dict[str, Any], values: RunValues) -> list[str]:
-    """Write what the run, the machine and the model decide; a literal that says otherwise is a problem."""
+    """Write the values that run, machine and model decide; return a problem for each literal that differs."""
     dtype = ds_defaults.DTYPE[values.precision]
     ds.setdefault("steps_per_print", None)  # the run prints its own rows
     ds.setdefault("communication_data_type", dtype)
@@ -527,7 +527,7 @@ def _largest_shard(largest_param: int | None, world_size: int | None) -> int | N
 
 
 def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:
-    """Compare a literal of the file or the overrides with the value the run owns."""
+    """Return the problem of a literal of the file or the overrides that differs from the run's value, if it does."""
     if given == value and isinstance(given, bool) == isinstance(value, bool):
         return []
     option = ds_defaults.OWNED[path]
@@ -618,7 +618,7 @@ def leftover_auto(ds: Mapping[str, Any]) -> list[str]:
     return [
         f'{path}="auto": nothing fills this key; write a value'
         for path, value in _leaves(ds)
-        if value == "auto" and path != "data_types.keep_in_fp32_modules"  # there it is DeepSpeed's own word
+        if value == "auto" and path != "data_types.keep_in_fp32_modules"  # DeepSpeed itself reads "auto" there
     ]
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 reads, key by key, and the value this project writes where a file is silent.
+"""The configuration keys that DeepSpeed 0.19.8 reads, and the value of each that is written if a file gives none.
 
 Read from `deepspeed/runtime/config.py`, `runtime/zero/config.py`, `runtime/zero/offload_config.py` and
 `runtime/precision_config.py`; `tests/config/test_ds_config.py` compares these tables with the installed version.

@@ -1,4 +1,4 @@
-"""Say what to type instead of an option, a choice or a value that does not exist: other tools' words, close spellings.
+"""Say what to type instead of an option, a choice or a value that does not exist: other tools' names, close spellings.
 
 Standard library only.
 """
@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-SLIP, SAME_SECTION, ANY_SECTION = 0.8, 0.66, 0.8  # how alike two names must be, of 1, to be taken for one
+SLIP, SAME_SECTION, ANY_SECTION = 0.8, 0.66, 0.8  # least similarity, of 1, for which a name is suggested
 FREE_FORM = (  # sections that take any key
     "deepspeed.overrides",
     "model.architecture",
@@ -178,7 +178,7 @@ tracking.entity
     wandb_entity wandb_team
 a launcher's option: deepspeed --num_gpus N train.py ...
     num_gpus n_gpus gpus devices num_processes world_size nproc_per_node n_gpu ngpus
-"""  # ours, and below it the names that other tools have for it
+"""  # an option here, and below it the names that other tools have for it
 
 
 def _read_table(table: str) -> dict[str, str]:
@@ -238,7 +238,7 @@ there are no experiments of a group: a recipe holds all that a run is, recipe=NA
     experiment experiments exp
 your own defaults are in conf/local/default.yaml, or DIR/local/default.yaml with --config-dir DIR: leave it out
     local
-""")  # what is said of names that have no counterpart, and below it those names
+""")  # an answer, and below it the names without a counterpart that get it
 OPTIMIZERS = _read_table("""\
 adamw
     adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adam fusedadam torch_adam cpuadam
@@ -276,9 +276,9 @@ def suggest(option: str, known: Sequence[str]) -> str:
 
 
 def find(option: str, known: Sequence[str]) -> str:
-    """Return what the author of `option` meant: one of `known`, or how ours is written; empty if nothing is near.
+    """Return what the author of `option` meant: one of `known`, or what to write here; empty if nothing is near.
 
-    A name of another tool is known wherever it stands: learning_rate, train.learning_rate, --learning-rate.
+    A name of another tool is found in any section: learning_rate, train.learning_rate, --learning-rate.
     """
     plain = option.lstrip("+~-").replace("-", "_").lower()
     section, _, leaf = plain.rpartition(".")
@@ -303,7 +303,7 @@ def find(option: str, known: Sequence[str]) -> str:
 
 
 def _of_section(section: str, ours: set[str]) -> str:
-    """Return what another tool's section is here: tokenizer.path, bf16.enabled, metric_logger._component_."""
+    """Return what to write for another tool's section: tokenizer.path, bf16.enabled, metric_logger._component_."""
     name = section.rpartition(".")[2]
     if not name or section.partition(".")[0] in ours or name in EVERYDAY:
         return ""
@@ -311,7 +311,7 @@ def _of_section(section: str, ours: set[str]) -> str:
 
 
 def _with_known_section(option: str, known: Sequence[str], sections: set[str]) -> str:
-    """Return `option` under the section that the one it names is a slip of, where it is an option or free-form there.
+    """Return `option` with the spelling of its section corrected; empty unless that section has it or is free-form.
 
     trian.steps -> train.steps, deepspeed.overides.x -> deepspeed.overrides.x
     """
@@ -338,7 +338,7 @@ def _nearest(leaf: str, names: Sequence[str], least: float) -> str:
 
 
 ON, OFF = {"true", "yes", "on", "1"}, {"false", "no", "off", "0", "none", "null", "disabled", "never"}
-SWITCHED = {  # what a switch in the place of a choice means: on, off
+SWITCHED = {  # what an on-off value in place of a choice means: on, off
     "checkpointing": ("checkpointing=full", "checkpointing=none"),
     "peft": ("peft=lora", "peft=none"),
     "profile": ("profile=summary", "profile=none"),
@@ -459,7 +459,7 @@ def _switched(group: str, value: str) -> str:
 
 
 def _machine(value: str, choices: Sequence[str]) -> str:
-    """Return the machines with the card that `value` names, as many as it says if it does: rtx4090, 8xA100, h100."""
+    """Suggest machines with the GPU that `value` names, and with its number of GPUs if it has one: rtx4090, 8xA100."""
     counted = re.match(r"(\d+)\s*[x*]\s*", value)
     named = value[counted.end() :] if counted else value
     card = re.sub(r"nvidia|geforce|rtx|tesla|gb\b|[^a-z0-9]", "", named)

@@ -1,6 +1,6 @@
 """Every metric of a run, by the name under which it is logged. Writers and readers import the names from here.
 
-Of a metric that each rank measures, the name is that of the highest rank; `lowest` names the lowest one.
+For a metric that each rank measures, the name holds the maximum over ranks, and `lowest(name)` the minimum.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PADDING_SHARE = "tokens/padding_share"  # of all positions computed since the st
 
 STEP_S = "time/step_s"  # mean of the steps since the last row
 SAVE_S = "time/save_s"
-SAVE_STALL_S = "time/save_stall_s"  # for which training waited
+SAVE_STALL_S = "time/save_stall_s"  # time for which training waited
 TRIAL_SAVE_S = "time/rehearsal_s"
 
 TOKENS_PER_S = "throughput/tokens_per_s"
 TRAINED_TOKENS_PER_S = "throughput/trained_tokens_per_s"
 TOKENS_PER_S_PER_GPU = "throughput/tokens_per_s_per_gpu"
 TFLOPS_PER_GPU = "throughput/tflops_per_gpu"  # model FLOPs, without recomputation
-MFU = "throughput/mfu"  # model FLOPs of the GPU's peak
-HFU = "throughput/hfu"  # with what is recomputed
+MFU = "throughput/mfu"  # model FLOPs as a share of the GPU's peak
+HFU = "throughput/hfu"  # the same with recomputed FLOPs
 
 GPU_ALLOCATED_PEAK_GIB = "memory/gpu_allocated_peak_gib"  # torch.cuda.max_memory_allocated
 GPU_RESERVED_PEAK_GIB = "memory/gpu_reserved_peak_gib"
@@ -41,7 +41,7 @@ HOST_AVAILABLE_GIB = "memory/host_available_gib"
 RETREATS = "memory/retreats"  # how often the run was started again with less memory
 PLANNED_GPU_PEAK_GIB = "plan/gpu_peak_gib"
 
-TIME, THROUGHPUT = "time/", "throughput/"  # what the names of their kind begin with
+TIME, THROUGHPUT = "time/", "throughput/"  # prefixes of the names
 
 
 def phase_s(phase: str) -> str:
@@ -60,5 +60,5 @@ def lost_rows(what: str) -> str:
 
 
 def lowest(name: str) -> str:
-    """Name the figure of the lowest rank."""
+    """Name the minimum over ranks of a metric."""
     return f"{name}_min"

@@ -313,19 +313,19 @@ class DataConfig:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether this is instruction data: rows that stay whole, where plain text is cut as blocks are full.
+        """Return whether this is instruction data, whose rows stay whole; plain text is cut into full blocks.
 
-        A format that is not found yet counts as plain text. Of a mixture one such source is enough.
+        A format that is not found yet counts as plain text. In a mixture one source of instruction data is enough.
         """
         return any(each.format not in (DataFormat.auto, DataFormat.plain) for each in self.sources().values())
 
     def holds_nothing_out(self) -> bool:
-        """Return whether there is no held-out data, of one source."""
+        """Return whether no data is held out; for a single source, not for a mixture."""
         none_of_it = self.eval_fraction == 0 or (self.streaming and self.eval_rows == 0)
         return self.eval_path is None and none_of_it
 
     def sources(self) -> dict[str, DataConfig]:
-        """Return the data of each source of `mix` by its name; of data that is not mixed itself, named ""."""
+        """Return the options of each source of `mix` by its name; without a mixture these options, under ""."""
         return {name: self._of(given) for name, given in self.mix.items()} or {"": self}
 
     def _of(self, given: MixedSource) -> DataConfig:
@@ -336,7 +336,7 @@ class DataConfig:
         return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 
     def trained_roles(self) -> list[str] | None:
-        """Return the roles whose words are trained; None: all."""
+        """Return the roles whose turns carry the loss; None: all."""
         roles = [self.train_on_roles] if isinstance(self.train_on_roles, str) else list(self.train_on_roles)
         return None if roles == ["all"] else [str(role) for role in roles]
 
@@ -536,7 +536,7 @@ class HardwareConfig:
 
     @property
     def ranks(self) -> int:
-        """Return one for each GPU; a machine of which no number is known counts as one GPU a node."""
+        """Return the number of ranks, one per GPU; a node whose number of GPUs is not given counts as one GPU."""
         return (self.gpus_per_node or 1) * self.num_nodes
 
 

@@ -1,4 +1,4 @@
-"""Look at the paths that options name before anything heavy is imported: is it there, is it whole, can it be written.
+"""Check the paths that options name, before heavy imports: whether they exist, are complete, and can be written.
 
 Standard library only. Weights are not read: a safetensors file says in its first bytes how long it is.
 """
@@ -17,17 +17,14 @@ from pathlib import Path
 from remat.config.options import NOT_FOLDERS, DataSource, ModelConfig, ModelInit, RunConfig
 
 LONGEST_HEADER_BYTES = 100_000_000  # as safetensors itself refuses
-OF_FILES = (  # how names of data files end, and names of the hub do not
+OF_FILES = (  # endings of data files, which no hub name has
     *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".text", ".md"),
     *(".gz", ".zst", ".zstd"),
 )
-PLACEHOLDERS = {"FOLDER_OR_HUB_NAME", "FOLDER", "MODEL", "NAME"}  # of pages and messages, typed as they stand
+PLACEHOLDERS = {"FOLDER_OR_HUB_NAME", "FOLDER", "MODEL", "NAME"}  # from pages and messages, typed as they stand
 LFS_POINTER = b"version https://git-lfs"
-SAVED, STEP, TMP = (
-    "saved",
-    "step-",
-    "tmp-",
-)  # of folders: the states of a run, a state, a state not yet complete
+# names of folders: a run's saved states; the prefix of a state, and of a state that is not yet complete
+SAVED, STEP, TMP = "saved", "step-", "tmp-"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -66,7 +63,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 
 def near(path: str) -> str:
-    """Return ` (there is ...)` with what is named most like a missing `path` in its folder; empty where nothing is."""
+    """Return ` (there is ...)` with the name closest to a missing `path` in its folder; empty when none is close."""
     missing = Path(os.path.expanduser(path))  # noqa: PTH111 - never raises
     try:
         names = os.listdir(missing.parent)  # noqa: PTH208 - names alone
@@ -77,7 +74,7 @@ def near(path: str) -> str:
 
 
 def resume_problems(resume: str) -> list[str]:
-    """Return what is wrong with resume=FOLDER: nothing is there."""
+    """Return a problem when resume=FOLDER names a folder that does not exist."""
     if resume in NOT_FOLDERS or not resume or Path(os.path.expanduser(resume)).exists():  # noqa: PTH111 - never raises
         return []
     newest = ""
@@ -89,7 +86,7 @@ def resume_problems(resume: str) -> list[str]:
 
 
 def state_problems(cfg: RunConfig) -> list[str]:
-    """Return that nothing was saved where `resume` looks. Whether what was saved is complete is asked later."""
+    """Return a problem when `resume` finds no saved state. Whether a state is complete is checked later."""
     if cfg.resume in ("none", "auto_or_start"):
         return []
     runs = Path(os.path.expanduser(cfg.output_dir)) / cfg.name  # noqa: PTH111 - never raises
@@ -114,7 +111,7 @@ def no_state(resume: str, places: str, found: str) -> str:
 
 
 def tokenizer_problems(model: ModelConfig) -> list[str]:
-    """Return that the folder of the tokenizer holds none."""
+    """Return a problem when the tokenizer's folder holds no tokenizer."""
     option, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
     if not name or name == "bytes" or not Path(name).is_dir():
         return []
@@ -165,7 +162,7 @@ def weight_problems(model: ModelConfig) -> list[str]:
 
 
 def data_problems(cfg: RunConfig) -> list[str]:
-    """Return which of data.path and data.eval_path, also those of data.mix, name nothing that can be read."""
+    """Return a problem for each data.path and data.eval_path, also of data.mix, that cannot be read."""
     return [
         f"{section}.{option}={path} {problem}"
         for name, data in cfg.data.sources().items()
@@ -188,7 +185,7 @@ def _problem_of(path: str, source: DataSource) -> str:
 
 
 def output_problems(cfg: RunConfig) -> list[str]:
-    """Return why nothing can be written below output_dir. A folder is made in the nearest one there is, and removed."""
+    """Return a problem when output_dir cannot be written; try it by a folder in its nearest existing parent."""
     place = Path(os.path.expanduser(cfg.output_dir)).absolute()  # noqa: PTH111 - never raises
     while not place.exists() and place != place.parent:
         place = place.parent

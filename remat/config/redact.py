@@ -1,8 +1,8 @@
-"""Keys, tokens and passwords do not get into what a run writes or prints.
+"""Hide keys, tokens and passwords in all that a run writes or prints.
 
-Known by the name of their option, by their form (a vendor's token, credentials and signatures in a URL, a header, a
-private key), or because the environment holds them under such a name. Where a secret ends is not always clear: then
-too much is hidden, not too little. Standard library only.
+A secret is recognised by the name of its option, by its form (a vendor's token, credentials and signatures in a URL, a
+header, a private key), or because the environment holds it under a secret name. Where the end of a secret is not clear,
+too much is hidden rather than too little. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 HIDDEN = "***"
-SHORTEST = 8  # a shorter value of a variable would hide ordinary words
+SHORTEST = 8  # characters of a variable's value; hiding a shorter one would hide ordinary words
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# db_password_prod
+# last words of a name that do not count: db_password_prod
 PLACES = {"prod", "production", "dev", "test", "staging", "main", "default", "value", "base"}
 
 STRONG = {
@@ -29,7 +29,7 @@ STRONG_PAIRS = {("connection", "string"), ("connection", "str"), ("conn", "strin
 ENDINGS = re.compile(
     r"(password|passwd|passphrase|api_?key|secret_?key|access_?key|private_?key|access_?token|auth_?token)$"
 )
-KEYS_OF = {
+KEYS_OF = {  # words before `key` in the name of a secret
     *(
         "access",
         "account",
@@ -73,7 +73,7 @@ KEYS_OF = {
 }
 WEAK = {"auth", "bearer", "cookie", "cookies", "otp", "pat", "sas"}  # hidden unless the value is plainly none
 TOKENS_OF = {"api", "auth", "access", "refresh", "session", "bearer"}
-NO_TOKEN = {  # of a text, not of an account
+NO_TOKEN = {  # words before `token` in the name of a token of text, which is no secret
     *(
         "bos",
         "eos",
@@ -122,7 +122,7 @@ NO_TOKEN = {  # of a text, not of an account
         "class",
     ),
 }
-NO_PASS = {
+NO_PASS = {  # words before `pass` where it is no password
     "forward",
     "backward",
     "first",
@@ -160,7 +160,7 @@ HEADER = re.compile(
     r"(?:([\"']?[ \t]*:[ \t]*[\"']?)[^\r\n\"']+|([ \t]*=[ \t]*[\"']?)(?:[A-Za-z]\w+[ \t]+)?[^\s\"']+)",
     re.IGNORECASE,
 )
-# user:password@, where the password may hold @ and /; token@; also where a path has joined the slashes
+# user:password@, where the password may hold @ and /; token@; also after one slash, as Path writes a URL
 IN_URL = re.compile(r"(?<=[A-Za-z0-9]:/)(/?)(?:[^\s/:\"'<>]*:[^\s\"'<>]*|[^\s/@\"'<>]+)@")
 QUERY = re.compile(r"([?&](?:amp;)?([\w.%-]+)=)([^&\s\"'<>]+)")
 NAME = r"(?:[\w-]+[./])*[\w-]+"
@@ -179,7 +179,7 @@ SPECIAL = re.compile(r"[\"']?(<.*>|\[[A-Za-z_ ]+\])[\"']?\Z")
 
 
 def is_secret(name: str, value: Any = None) -> bool:
-    """Return whether an option of this (dotted) name hides `value`. None: some text whose form is not known.
+    """Return whether an option of this (dotted) name hides `value`. `value` None: an unknown text.
 
     Names that are often used for other things count unless the value is plainly no secret: a number, a flag, `<s>`.
     """
@@ -196,7 +196,7 @@ def is_secret(name: str, value: Any = None) -> bool:
 def redact(content: Any, env: Mapping[str, str] | None = None) -> Any:
     """Return `content` with what is secret replaced by `***`, in nested dicts and lists, by name or by value.
 
-    `env` is where secrets are known from, by default this process's environment.
+    Values that `env` (default: this process's environment) holds under secret names are hidden too.
     """
     env = dict(os.environ) if env is None else env  # read once: each reading decodes every variable
     if isinstance(content, Mapping):
@@ -218,7 +218,7 @@ def redact(content: Any, env: Mapping[str, str] | None = None) -> Any:
 
 
 def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """Replace secrets in text: YAML, JSON, a command line, a message. `env` is where secrets are known from."""
+    """Replace secrets in text: YAML, JSON, a command line, a message. `env` is as in `redact`."""
     text = redact_forms(text, env)
     text = QUERY.sub(_in_query, IN_URL.sub(rf"\1{HIDDEN}@", WEBHOOK.sub(rf"\1{HIDDEN}", text)))
     text = BEARER.sub(rf"\1{HIDDEN}", HEADER.sub(rf"\1\2\3{HIDDEN}", text))
@@ -229,7 +229,7 @@ def redact_text(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_forms(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """Replace secrets known by their form or from `env`; names around them say nothing, as in a vocabulary."""
+    """Replace secrets recognised by form or from `env`, not by name: for files such as a tokenizer's vocabulary."""
     for value in _from_environment(tuple(env.items())):
         text = text.replace(value, HIDDEN)
     return FORMS.sub(HIDDEN, PRIVATE_KEY.sub(HIDDEN, text))
@@ -278,9 +278,9 @@ def _is_flag(word: Any) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _from_environment(variables: tuple[tuple[str, str], ...]) -> list[str]:
-    """Return the secrets of the environment as they are written, longest first: one may be part of another.
+    """Return the environment's secrets, plain and escaped, longest first because one may be part of another.
 
-    Kept as long as the environment stays the same: to ask whether each value is a path costs more than the rest.
+    Cached while the environment stays the same: asking whether each value is a path costs more than the rest.
     """
     found: set[str] = set()
     for name, value in variables:
@@ -293,7 +293,7 @@ def _from_environment(variables: tuple[tuple[str, str], ...]) -> list[str]:
 
 
 def _by_name(pattern: re.Pattern[str], text: str) -> str:
-    """Return `text` without the values that follow the names that `pattern` finds."""
+    """Return `text` with the values hidden that follow the secret names that `pattern` finds."""
     parts, at = [], 0
     while (found := pattern.search(text, at)) is not None:
         *_, name, between = found.groups()
@@ -319,7 +319,7 @@ def _by_name(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _hides(pattern: re.Pattern[str], name: str, around: str, value: str) -> bool:
-    """Return whether a name in running text hides its value: "token = tokens of all ranks" is an explanation.
+    """Return whether a name in running text hides its value; "token = tokens of all ranks" does not.
 
     `around` is the mark before the name and what stands between it and the value.
     """

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from remat.config import options
 
-UNITS = {  # of names that end so
+UNITS = {  # by the ending of an option's name
     "_bytes": "bytes",
     "_gib": "GiB",
     "_gbs": "GB/s",

@@ -1,4 +1,4 @@
-"""The configuration of a run that is resumed: the one of its last launch, and what a new launch changes in it.
+"""Read the configuration of a resumed run, that of its last launch, and find what a new launch changes in it.
 
 Standard library and YAML only.
 """
@@ -18,7 +18,7 @@ from remat.config.redact import HIDDEN
 
 FILE = "config.yaml"
 SAVED, STEP, MANIFEST = "saved", "step-", "manifest.json"  # as remat.saving.manifest names them
-OF_A_LAUNCH = ("resume", "run_id", "force", "train.stop_at")  # not of the run: a resume says them anew
+OF_A_LAUNCH = ("resume", "run_id", "force", "train.stop_at")  # not options of the run: a resume gives them anew
 NO_MATTER = (
     *OF_A_LAUNCH,
     "log_level",
@@ -90,7 +90,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def hidden(content: Mapping[str, Any]) -> list[str]:
-    """Return the options whose values were kept out of the file, being secret."""
+    """Return the options whose values the file does not hold because they are secret."""
     return [name for name, value in flat(content).items() if isinstance(value, str) and HIDDEN in value]
 
 

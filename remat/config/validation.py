@@ -1,4 +1,4 @@
-"""Rules between options, known from the configuration alone. Every problem is reported, not only the first."""
+"""Check the rules between options, from the configuration alone. Every problem is reported, not only the first."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from remat.config.options import (
     TrainConfig,
 )
 
-# bf16 has 8 bits of significand: above it, the product beta2 x moment can round back to the moment.
+# bf16 has 8 bits of significand: with a larger beta2, the product beta2 x moment can round back to the moment.
 LARGEST_BETA2_IN_BF16 = 1 - 2**-8
 LARGEST_LR = 1.0  # AdamW and Lion move every weight by about lr a step, whatever the gradient
-LINK_S_LEAST = 4  # a kernel asks every second, and three times
+LINK_S_LEAST = 4  # the kernel sends three probes, at least a second apart
 WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
 
 
@@ -78,7 +78,7 @@ def problems(cfg: RunConfig) -> list[str]:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Raise ConfigError for a run that no plan can be made of."""
+    """Raise ConfigError for a run that cannot be planned."""
     if missing := paths.model_problems(cfg.model):
         raise ConfigError("\n".join(missing))
 
@@ -241,13 +241,13 @@ def _model(model: ModelConfig) -> list[str]:
 
 
 def of_source(name: str, text: str) -> str:
-    """Return what is said of `data` with the options of source `name` of data.mix; "": data is not mixed."""
+    """Return `text` with the options of `data` renamed to those of source `name` of data.mix; as it is for ""."""
     options = "|".join(item.name for item in fields(MixedSource))
     return re.sub(rf"\bdata\.({options})\b", rf"data.mix.{name}.\1", text) if name else text
 
 
 def data_problems(data: DataConfig) -> list[str]:
-    """Return what contradicts itself in `data`; asked again when the format of the rows is found."""
+    """Return the contradictions in `data`; called again when the format of the rows is found."""
     found = _at_least(1, data__synthetic_blocks=data.synthetic_blocks) + _mix(data)
     found += _at_least(0, data__processes=data.processes, data__eval_rows=data.eval_rows) + _streaming(data)
     for name, each in data.sources().items():
@@ -453,7 +453,7 @@ def _optim(optim: OptimConfig, train: TrainConfig) -> list[str]:
 
 
 def _states(optim: OptimConfig, train: TrainConfig) -> list[str]:
-    """Find what 16-bit states cannot be combined with, whatever the ZeRO stage (for that see model/optimizer.py)."""
+    """Find options that exclude 16-bit optimizer states at any ZeRO stage (model/optimizer.py checks the stage)."""
     if optim.states is OptimStates.fp32:
         return []
     asked, found = f"optim.states={optim.states}", []
@@ -525,7 +525,7 @@ def _peft(peft: PeftConfig, optim: OptimConfig) -> list[str]:
 
 
 def _tensor_parallel(cfg: RunConfig) -> list[str]:
-    """Find what a run whose layers are shared between ranks cannot do."""
+    """Find options that cannot be combined with tensor parallelism."""
     size = cfg.train.tensor_parallel_size
     if size <= 1:
         return _at_least(1, train__tensor_parallel_size=size)
@@ -544,7 +544,7 @@ def _tensor_parallel(cfg: RunConfig) -> list[str]:
 
 
 def _sequence_parallel(cfg: RunConfig) -> list[str]:
-    """Find what a run whose sequences are shared between ranks cannot be combined with."""
+    """Find options that cannot be combined with sequence parallelism."""
     size = cfg.train.sequence_parallel_size
     if size <= 1:
         return _at_least(1, train__sequence_parallel_size=size)
@@ -563,7 +563,7 @@ def _sequence_parallel(cfg: RunConfig) -> list[str]:
 
 
 def _pipeline_parallel(cfg: RunConfig) -> list[str]:
-    """Find what a run whose layers are divided into stages cannot be combined with."""
+    """Find options that cannot be combined with pipeline parallelism."""
     train, policies = cfg.train, {cfg.checkpointing.policy, *cfg.checkpointing.layers.values()}
     size = train.pipeline_parallel_size
     if size <= 1:
@@ -630,7 +630,7 @@ def _pipeline_parallel(cfg: RunConfig) -> list[str]:
     return [f"train.pipeline_parallel_size={size} with {text}" for applies, text in refused if applies]
 
 
-OPTIONS_OF = {  # what only some policies read
+OPTIONS_OF = {  # options that only one policy reads
     "interval": Policy.interval,
     "segment_layers": Policy.uniform,
     "block_layers": Policy.block,
@@ -644,7 +644,7 @@ OPTIONS_OF = {  # what only some policies read
 
 
 def _idle_options(cfg: CheckpointingConfig) -> list[str]:
-    """Find options that were set for a policy that no layer has: a promise that nothing would keep."""
+    """Find options that were set for a policy that no layer has."""
     default, asked = CheckpointingConfig(), {cfg.policy, *cfg.layers.values()}
     return [
         f"checkpointing.{name} is set, but has no effect with checkpointing={cfg.policy}: it belongs to "
@@ -671,7 +671,7 @@ def _budget(cfg: CheckpointingConfig) -> list[str]:
     return []
 
 
-# Layers that run once, or are recomputed each by itself, to the last tensor that backward needs.
+# Policies under which each layer runs once, or is recomputed by itself up to the last tensor that backward needs.
 SLICED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block, Policy.selective_ops)
 # operations and Linears outside of an MLP
 KEPT_BESIDE_SLICES = {"attention", "communication"}, {"q", "k", "v", "o"}
@@ -715,7 +715,7 @@ def _tiles(cfg: CheckpointingConfig) -> list[str]:
 
 
 def _tiled_run(cfg: RunConfig) -> list[str]:
-    """Tell what of the rest of a run MLPs in slices cannot be combined with."""
+    """Find options outside of checkpointing that cannot be combined with MLPs in slices (checkpointing.tiles)."""
     option, found = f"checkpointing.tiles={cfg.checkpointing.tiles}", list[str]()
     if cfg.checkpointing.tiles == "1":
         return []
@@ -755,7 +755,7 @@ COMPILED_WITH = (Policy.none, Policy.full, Policy.interval, Policy.block)  # lay
 
 
 def _compile(cfg: RunConfig) -> list[str]:
-    """Tell what layers that torch compiles cannot be combined with."""
+    """Find options that cannot be combined with compiled layers."""
     if cfg.compile is Compilation.none:
         return []
     policies, tensor_parallel = cfg.checkpointing, cfg.train.tensor_parallel_size
@@ -811,7 +811,7 @@ def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:
 
 
 def _held_out(cfg: RunConfig) -> list[str]:
-    """Check that there are evaluations on the way where something compares them."""
+    """Check that evaluations during training take place when an option compares them."""
     wanted = {
         "save.best=true": cfg.save.best,
         f"train.early_stopping_evals={cfg.train.early_stopping_evals}": cfg.train.early_stopping_evals > 0,

@@ -1,4 +1,4 @@
-"""The command line of `remat launch`: own options, the `deepspeed` runner's, the script and its words."""
+"""Parse the command line of `remat launch`: its options, the `deepspeed` runner's, the script and its arguments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ RUNNER_VALUES = {
 }  # fmt: skip
 KINDS = {"--module": "module", "--no_python": "program"}
 OWN = {"--log-dir", "--grace-s"}
-# what the words of remat.train may begin with
+# options of remat.train: the first of them ends the options of remat launch
 OF_TRAINING = {"--config-dir", "-cd", "--cfg", "-c", "--version"}
 REFUSED = {
     "--enable_each_rank_log": "remat launch keeps a log of every rank: say --log-dir DIR",
     "--autotuning": "DeepSpeed's autotuner starts launches of its own: call deepspeed itself",
 }
 OWN_MODULE, OWN_SCRIPT = "remat.train", Path(__file__).resolve().parents[2] / "train.py"
-USUAL_HOSTFILE = Path("/job/hostfile")  # which the deepspeed runner reads unasked
-GRACE_S = 600.0  # a save of a large state to a shared disk
+USUAL_HOSTFILE = Path("/job/hostfile")  # the deepspeed runner reads it by default
+GRACE_S = 600.0  # time for the save of a large state to a shared disk
 
 
 @dataclass(frozen=True)
 class LaunchWords:
-    """`runner` goes to the deepspeed runner; `kind` (script, module or program) `target` with `words` is the rank."""
+    """A parsed command line. `runner` holds the options of the deepspeed runner.
+
+    Each rank runs `target`, whose `kind` is script, module or program, with the arguments `words`.
+    """
 
     runner: list[str]
     kind: str
@@ -47,17 +50,17 @@ class LaunchWords:
 
     @property
     def over_ssh(self) -> bool:
-        """Return whether the runner starts ranks through pdsh or MPI: they are not ours to keep."""
+        """Return whether the runner starts the ranks through pdsh or MPI, so that no keeper can start them."""
         return self.runner_has("--force_multi", "--launcher")
 
     @property
     def of_all_nodes(self) -> bool:
-        """Return whether this launch starts one on each node of a hostfile."""
+        """Return whether this launch starts a supervisor on each node of a hostfile."""
         return self.runner_has("-H", "--hostfile") and not self.runner_has("--no_ssh") and not self.over_ssh
 
     @property
     def on_one_node(self) -> bool:
-        """Return whether all ranks are on this node, which this launch alone looks after."""
+        """Return whether all ranks run on this node, under this supervisor alone."""
         elsewhere = self.runner_has("-H", "--hostfile", "--num_nodes", "--node_rank", "--force_multi")
         return not elsewhere and not USUAL_HOSTFILE.exists()
 
@@ -70,7 +73,7 @@ class LaunchWords:
 
     @property
     def ranks(self) -> int | None:
-        """Return how many ranks there will be; None where only the runner finds out."""
+        """Return the number of ranks; None when only the runner can determine it."""
         if not self.on_one_node or self.runner_has("-i", "--include") or "--num_gpus" not in self.runner:
             return None
         count = self.runner[self.runner.index("--num_gpus") + 1]
@@ -82,7 +85,7 @@ class LaunchWords:
 
 
 def parse(argv: list[str]) -> LaunchWords:
-    """Read a command line. Options stand before the script; without one it is remat.train. Raises ConfigError."""
+    """Parse a command line. Options come before the script, which is remat.train by default. Raises ConfigError."""
     runner: list[str] = []
     own: dict[str, str] = {}
     kind = "script"

@@ -1,7 +1,7 @@
-"""Folders of swap files that ranks name as they make them, for `remat launch` to remove once all ranks have ended.
+"""Remove the folders of swap files that killed ranks leave behind. Ranks record the folders they make in a file.
 
-A rank removes its own; one that is killed cannot. Without `remat launch` the next launch of the run does it. Standard
-library only.
+A rank removes its own folder at its end, unless it is killed. `remat launch` removes what is left once all ranks have
+ended; without it the next launch of the run does. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-FILE = "REMAT_SWAP_FOLDERS"  # environment of the ranks: where to name them
+FILE = "REMAT_SWAP_FOLDERS"  # environment variable of the ranks: the file that lists the folders
 
 
 def name(folder: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Name a folder that only this launch uses; nobody is told where no supervisor asks."""
+    """Record a folder that only this launch uses; do nothing without a supervisor."""
     if FILE in environment:
         with Path(environment[FILE]).open("a", encoding="utf-8") as named:
             named.write(f"{folder.absolute()}\n")
 
 
 def remove(file: Path) -> None:
-    """Remove what the ranks named in `file`, and the folder of its run above it where that is empty then."""
+    """Remove the folders listed in `file`. Remove the parent of each, its run's folder, if it is then empty."""
     if not file.exists():
         return
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -30,5 +30,5 @@ def remove(file: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.parent.rmdir()
-        except OSError:  # another node's, or gone already
+        except OSError:  # it holds folders of another node, or is gone already
             continue

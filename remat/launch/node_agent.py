@@ -1,6 +1,6 @@
-"""The supervisor of one node of a launch that another node started over ssh: `python -m remat.launch.node_agent`.
+"""Run the supervisor of one node, for a launch on another node: `python -m remat.launch.node_agent`, over ssh.
 
-It reads its task and signals from its standard input, and tells on its standard output: see remat/launch/nodes.py.
+It reads its task and signals from standard input and reports on standard output: see remat/launch/nodes.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CONFIG_PROBLEM = 2
 
 
 def main() -> int:
-    """Run this node's part to its end; its exit code."""
+    """Run this node's part of the launch and return its exit code."""
     orders = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered: a thread may wait in it as Python ends
     with Path(os.devnull).open() as nothing:
-        os.dup2(nothing.fileno(), 0)  # what ranks read
+        os.dup2(nothing.fileno(), 0)  # the ranks' standard input
     task = json.loads(orders.readline())
     os.environ.update(task["environment"])
     with tempfile.TemporaryDirectory(prefix="remat-node-") as folder:
@@ -43,12 +43,12 @@ def main() -> int:
 
 
 def _obey(orders: FileIO) -> None:
-    """Send this process the signals that its input names. The end of the input is a request to stop as well."""
+    """Send this process each signal that a line of `orders` names, and SIGTERM at their end."""
     for line in orders:
         if (order := line.decode().strip()) == nodes.KILL:
             _send(signal.SIGTERM)
             time.sleep(1.5 * supervisor.SAME_STOP_S)
-            _send(signal.SIGTERM)  # again: at once
+            _send(signal.SIGTERM)  # the second one ends the ranks at once
         else:
             _send(signal.Signals[order])
     _send(signal.SIGTERM)

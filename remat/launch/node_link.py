@@ -1,9 +1,9 @@
-"""A connection from each node to that of rank 0. Nothing is sent on it: the kernels at both ends watch it.
+"""Detect lost nodes by a connection from each node to rank 0's. Once it is made, only keep-alive packets use it.
 
-A collective waits for a node that no longer answers as long as its time-out, which is longer than any step may take.
-The kernel of a live node answers keep-alive packets also while its ranks compute, hold Python's lock, or are stopped.
-So silence on this connection means that the machine or the network is down, and never that a rank is slow. When a
-rank's process ends, the kernel closes its end at once. Standard library only.
+A collective notices a lost node only after its time-out, which is longer than any step may take. The kernel of a live
+node answers keep-alive packets even while its ranks compute, hold the GIL, or are stopped. So silence on this
+connection means that the machine or the network is down, and never that a rank is slow. When a rank's process ends, the
+kernel closes its end at once. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Store(Protocol):
 
 
 class NodeLink(threading.Thread):
-    """A thread of rank 0, or of the first rank of another node.
+    """Thread that watches the connections, in rank 0 and in the first rank of each other node.
 
-    It calls `on_break(rank, cut)` when the other end, `rank`, is lost: `cut` when it gave no answer for `silent_s`
-    seconds, otherwise its process ended. `say` is told when a connection cannot be made.
+    It calls `on_break(rank, cut)` when the other end, `rank`, is lost. `cut` is true when that end did not answer for
+    `silent_s` seconds, false when its process ended. `say` gets a message when a connection cannot be made.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NodeLink(threading.Thread):
         super().__init__(name="remat-node-link", daemon=True)
         self._store, self._host, self._silent_s = store, host, silent_s
         self._on_break, self._say = on_break, say
-        self._open: list[socket.socket] = []  # until this process ends: one that closes counts as lost
+        self._open: list[socket.socket] = []  # kept until this process ends: a closed one counts as lost
 
     def run(self) -> None:
         if self._store.rank == 0:
@@ -69,7 +69,7 @@ class NodeLink(threading.Thread):
                         self._on_break(key.data, cut)
 
     def _accept(self, listener: socket.socket, token: str) -> tuple[socket.socket, int] | None:
-        """Return a connection and the rank at its other end; None for a stranger."""
+        """Return a connection and the rank at its other end; None when that end fails or does not send `token`."""
         link, _ = listener.accept()
         link.settimeout(HELLO_S)
         try:
@@ -105,7 +105,7 @@ class NodeLink(threading.Thread):
         self._on_break(0, cut)
 
     def _watch(self, link: socket.socket) -> None:
-        """Have the kernel ask the other end whenever a quarter of the time has passed."""
+        """Have the kernel probe the other end every quarter of `silent_s`, and cut the connection after `silent_s`."""
         link.settimeout(None)
         every_s = max(1, round(self._silent_s / (PROBES + 1)))
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -123,7 +123,7 @@ def _listen() -> socket.socket:
 
 
 def _broken(link: Any) -> bool | None:
-    """Return whether a connection that woke us was cut (True) or closed by the other end; None while it is whole."""
+    """Return True for a connection that was cut, False for one that the other end closed, None for an intact one."""
     try:
         return None if link.recv(64) else False
     except ConnectionResetError:

@@ -1,11 +1,11 @@
-"""One `remat launch` for all nodes of a hostfile: a supervisor on each, started over ssh, and this process above them.
+"""Launch on all nodes of a hostfile: start a supervisor on each node over ssh, and direct them from this process.
 
     remat launch --hostfile H -> ssh -> node_agent (a supervisor, as with --no_ssh) -> runner -> ... -> rank
 
 The first line to an agent's standard input is its task, every further line a signal for its ranks. The end of the
-input means that this process is gone, or its connection: the ranks may save and stop. Agents tell in lines of their
-standard output, between marks, when their ranks have begun and which one failed. So a stop reaches all nodes at once,
-each node ends its own processes, and the first failure is the cause that is told.
+input means that this process or the connection is gone: the ranks may save and stop. Agents report on their standard
+output, in lines between marks, when their ranks have begun and which rank failed. So a stop reaches all nodes at once,
+each node ends its own processes, and the first failure is reported as the cause.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from remat.launch import processes, rank_keeper
 from remat.launch.arguments import RUNNER_VALUES, LaunchWords
 from remat.launch.supervisor import as_exit_code, say, short
 
-MARK = b"\x1e"  # around what an agent tells
+MARK = b"\x1e"  # around each report of an agent
 TOLD = re.compile(rb"\x1e(.*?)\x1e\n?")
-KILL = "KILL"  # in the place of a signal: end all ranks now
+KILL = "KILL"  # in place of a signal: end all ranks now
 EXPORTED = ("NCCL", "PYTHON", "MLFLOW", "MV2", "UCX", "GLOO", "DS_ACCELERATOR")
-ENV_FILE = ".deepspeed_env"  # NAME=value a line, here or in the home folder: DeepSpeed's way to tell nodes more
+ENV_FILE = ".deepspeed_env"  # DeepSpeed's file of variables for all nodes, NAME=value a line, here or in $HOME
 HOST = re.compile(r"(\S+)\s+slots=(\d+)(\s+#.*)?$")
 NO_ANSWER = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20}  # [s], times, [s]
 SSH_FAILED = 255
-OTHERS_S = 60.0  # what the other nodes get to end by themselves once one has failed
-KILLED_S = 15.0  # ... and to end all their processes
+OTHERS_S = 60.0  # time for the other nodes to end by themselves after one has failed
+KILLED_S = 15.0  # time for nodes to end all their processes after KILL
 NOT_ABLE, FAILED, STOPPED = 3, 70, 75
 NEVER = float("inf")
 OF_THE_HEAD = ("-H", "--hostfile", "--master_addr", "--master_port", "--ssh_port", "--num_nodes")
 
 
 def launch(words: LaunchWords) -> int:
-    """Run on all nodes to the end; the exit code of the first failure, else 75 or 0. Call it in the main thread.
+    """Run on all nodes until all have ended. Return the exit code of the first failure, else 75 (stopped) or 0.
 
-    Raises ConfigError before anything runs.
+    Call it in the main thread. Raises ConfigError before anything runs.
     """
     options = _values(words.runner)
     hosts = read_hostfile(Path(options.get("-H") or options["--hostfile"]), options.get("--num_nodes"))
@@ -66,7 +66,7 @@ def launch(words: LaunchWords) -> int:
 
 
 def read_hostfile(path: Path, num_nodes: str | None) -> dict[str, int]:
-    """Return the slots by host of the first `num_nodes` lines. Raises ConfigError for what is no hostfile."""
+    """Return {host: slots} of the first `num_nodes` hosts. Raises ConfigError when the file is no hostfile."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -91,7 +91,7 @@ def _values(runner: list[str]) -> dict[str, str]:
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what other nodes get of the environment, as DeepSpeed's runner chooses it, and gloo's variables."""
+    """Return the environment variables for other nodes: those that DeepSpeed's runner sends, and gloo's."""
     found = {name: value for name, value in environment.items() if name.startswith(EXPORTED)}
     for folder in (Path.home(), Path()):
         with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class _Node:
     number: int
     host: str
     process: subprocess.Popen[bytes]
-    rest: dict[int, bytes] = field(default_factory=dict)  # of each stream, what has no end of line yet
+    rest: dict[int, bytes] = field(default_factory=dict)  # by stream: the line that is not complete yet
     open: int = 2
     began: bool = False
     code: int | None = None
@@ -159,7 +159,7 @@ class _Head:
         return self._end()
 
     def _start(self, number: int, host: str, master: str, port: str) -> _Node:
-        """Start an agent on `host`. Its connection ends with this process."""
+        """Start an agent on `host`. Its ssh is killed when this process ends."""
         path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         settings = [f"{name}={value}" for name, value in path.items()]
         agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
@@ -193,10 +193,10 @@ class _Head:
         own = ["--log-dir", str(words.log_dir), "--grace-s", f"{words.grace_s:g}"]
         return [*runner, *place, *own, *kind, words.target, *words.words]
 
-    # What happens
+    # Events
 
     def _hear(self, node: _Node, stream: BinaryIO, shown: int) -> None:
-        """Show what a node says, with its name unless it is the first, and note what its agent tells."""
+        """Show a node's output, with its name unless it is the first node, and handle its agent's reports."""
         data = os.read(stream.fileno(), 1 << 16)
         if not data:
             self.events.unregister(stream)
@@ -220,7 +220,7 @@ class _Head:
             node.began = True
 
     def _failed(self, node: _Node, text: str, code: int) -> None:
-        """Return the first failure, which is the cause: what other nodes say after it follows from it."""
+        """Record the first failure as the cause: later ones on other nodes follow from it."""
         if self.cause is None:
             self.cause = _Cause(node.host, text, code)
             self.kill_at = min(self.kill_at, time.monotonic() + OTHERS_S)

@@ -1,4 +1,4 @@
-"""Linux processes: whom orphans fall to, what a process holds, how a whole tree is ended."""
+"""Handle Linux processes: adopt orphans, read peak memory, end all descendants, find a free port."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PORTS = range(20000, 32768)  # Linux gives connections 32768 and above
+PORTS = range(20000, 32768)  # below the ports that Linux gives to connections, 32768 and above
 LAST_S = 5.0  # between SIGTERM and SIGKILL for processes that are left over
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, in the place of init."""
+    """Become the parent of descendants whose own parent dies, instead of init."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def reap() -> dict[int, int]:
-    """Return every child that has ended with its exit code, negative for a signal."""
+    """Return {process id: exit code} of the children that have ended; the code is negative for a signal."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -59,7 +59,7 @@ def send(pid: int, signum: int) -> None:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Return the most resident memory of a living process so far, as the kernel counts it; 0 when it is gone."""
+    """Return the peak resident memory of a living process (the kernel's VmHWM); 0 when it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -68,7 +68,7 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on and that the kernel gives to no connection, which would take it."""
+    """Return a port that is free and that the kernel gives to no outgoing connection. Raises OSError when none is."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -77,6 +77,6 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int, folder: Path = Path("/dev/shm")) -> None:
-    """Remove what DeepSpeed's all-reduce on CPUs leaves in /dev/shm under the run's port: 66 MiB a rank."""
+    """Remove the buffers that DeepSpeed's CPU all-reduce leaves in /dev/shm for a port, 66 MiB per rank."""
     for path in folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""What the `deepspeed` launcher starts in the place of a rank: starts the rank, keeps its log, reports its end.
+"""Process that the `deepspeed` launcher starts in place of a rank: it starts the rank, keeps its log, reports its end.
 
-`python -m remat.rank_keeper [--local_rank=N] script|module|program NAME WORDS...`, started by `remat launch` only.
-It tells the supervisor over a Unix socket which process the rank is and how it ended, and leaves when told to, so
-that DeepSpeed's launcher, which kills the other ranks once one has left, never has cause to. Standard library only:
-it costs each rank some 10 MB and a tenth of a second.
+`python -m remat.launch.rank_keeper [--local_rank=N] script|module|program NAME ARGUMENTS...`, started by `remat launch`
+only. It reports the rank's process id and exit code to the supervisor over a Unix socket. It exits only when told to,
+because DeepSpeed's launcher kills the other ranks once one has exited. Standard library only: it costs each rank some
+10 MB and a tenth of a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXIT_NOT_STARTED = 127
 
 
 def main(argv: list[str]) -> int:
-    """Keep one rank from its start to the supervisor's leave; the rank's exit code, 128 + N for a signal."""
+    """Run one rank, then wait until the supervisor says leave. Return the rank's exit code, 128 + N for signal N."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     link = socket.socket(socket.AF_UNIX)
     link.connect(os.environ.pop(SOCKET))
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def command(argv: list[str]) -> list[str]:
-    """Return the rank's own command, from the words of this one; `--local_rank=N` comes before its arguments."""
+    """Return the rank's command, given the keeper's arguments; `--local_rank=N` precedes the rank's arguments."""
     local_rank = [word for word in argv[:1] if word.startswith("--local_rank")]
     kind, name, *words = argv[len(local_rank) :]
     start = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "program": []}[kind]
@@ -66,7 +66,7 @@ def command(argv: list[str]) -> list[str]:
 
 
 def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
-    """Start the rank. It dies with this process, and takes the signals that the launchers above it do not."""
+    """Start the rank. It is killed when this process ends, and receives the signals that the launchers block."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -77,9 +77,9 @@ def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
 
 
 def _watch(child: int, link: socket.socket, streams: _Streams, woken: int) -> tuple[int, int]:
-    """Return the exit code or -signal of the rank once it ended, and its peak resident memory in bytes.
+    """Wait for the rank's end. Return its exit code, negative for a signal, and its peak resident memory in bytes.
 
-    If the supervisor is gone the rank is asked to stop, and killed when its grace is over.
+    If the supervisor is gone, the rank gets SIGTERM, and SIGKILL when its grace period is over.
     """
     waiting = selectors.DefaultSelector()
     waiting.register(woken, selectors.EVENT_READ)
@@ -109,7 +109,7 @@ def _watch(child: int, link: socket.socket, streams: _Streams, woken: int) -> tu
 
 
 def _leave(link: socket.socket, code: int, peak_rss_bytes: int) -> int:
-    """Report the end and wait until the supervisor allows to leave, or is gone."""
+    """Report the rank's end, wait until the supervisor says leave or is gone, and return this process's exit code."""
     with contextlib.suppress(OSError):
         _tell(link, code=code, at=time.monotonic(), peak_rss_bytes=peak_rss_bytes)
         while (text := link.recv(4096)) and b"leave" not in text:
@@ -122,9 +122,9 @@ def _tell(link: socket.socket, **fields: float) -> None:
 
 
 class _Streams:
-    """Where the rank's output goes: to its log, and of a live rank to this process's own output as well.
+    """Destinations of the rank's output: its log and, if `live`, this process's own output too.
 
-    A terminal stays one for the rank (colours, bars), through a pseudo-terminal; its log gets plain lines.
+    In place of a terminal the rank gets a pseudo-terminal, so that it shows colours and bars; its log has plain lines.
     """
 
     def __init__(self, log: BinaryIO, *, live: bool) -> None:
@@ -150,7 +150,7 @@ class _Streams:
         return end
 
     def fit_terminal(self) -> None:
-        """Make the rank's terminal as large as the real one, whenever that changes."""
+        """Give the rank's pseudo-terminal the size of the real terminal."""
         for copy in self.copies:
             if copy.lines:
                 with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ class _Streams:
                     fcntl.ioctl(copy.source, termios.TIOCSWINSZ, size)
 
     def close(self, *, killed: bool) -> None:
-        """Copy what is still on its way; a killed rank could not give the terminal its cursor back."""
+        """Copy the remaining output. After a killed rank, show the terminal's cursor again."""
         for copy in self.copies:
             while copy.pump():
                 pass
@@ -180,7 +180,7 @@ class _Copy:
         os.set_blocking(self.source, False)
 
     def pump(self) -> bool:
-        """Copy what is there; False when there is nothing."""
+        """Copy what can be read now; return False when there is nothing."""
         try:
             data = os.read(self.source, 1 << 16)
         except OSError:
@@ -190,7 +190,7 @@ class _Copy:
         return bool(data)
 
     def show(self, data: bytes) -> None:
-        """Show text; that nobody listens any more is no reason to end a run."""
+        """Write to `target`. When `target` is closed, stop showing the output; the run goes on."""
         while self._shown and data:
             try:
                 data = data[os.write(self.target, data) :]
@@ -199,14 +199,14 @@ class _Copy:
 
 
 class _Lines:
-    """What a terminal would have kept of each line: no colours, and no bar that was drawn over."""
+    """Turns terminal output into plain lines, without colours and without progress bars that were overwritten."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def plain(self, data: bytes) -> bytes:
         *whole, self._rest = (self._rest + data).split(b"\n")
-        # a newline may follow the last
+        # drop overwritten text; a newline may still follow the last carriage return
         self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
         found = [CONTROL.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2].rstrip() for line in whole]
         return b"".join(line + b"\n" for line in found)

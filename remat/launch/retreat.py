@@ -1,8 +1,8 @@
-"""Go on with less memory after a run ran out: what is asked of `remat launch`, and the words of the next launch.
+"""Start a run that ran out of memory again with less: the request to `remat launch`, and the next launch's arguments.
 
-The first rank that runs out writes which overrides need less. A rank that the kernel kills cannot: for it, rank 0 has
-written beforehand what to plan, and the supervisor has it planned. Once all ranks have ended, the supervisor starts the
-same run again, from its newest saved state. Standard library only.
+The first rank that runs out of memory writes the overrides that need less. A rank that the kernel kills cannot write:
+for that case rank 0 writes beforehand what to plan, and the supervisor has it planned. Once all ranks have ended, the
+supervisor starts the same run again, from its newest saved state. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from remat.config.options import NOT_FOLDERS, ConfigError, OnOutOfMemory, RunConfig
 
-FILE = "REMAT_RETREAT_FILE"  # environment of the ranks: where to ask
-NUMBER = "REMAT_RETREATS"  # and how many retreats there were
-RECORD = "retreats.jsonl"  # in the run directory: each time that it was started again with less memory
-PLANNED_IN_S = 120  # the longest that choosing may take
+FILE = "REMAT_RETREAT_FILE"  # environment variable of the ranks: the file for a request
+NUMBER = "REMAT_RETREATS"  # environment variable of the ranks: how many retreats there were
+RECORD = "retreats.jsonl"  # in the run directory: one row per retreat
+PLANNED_IN_S = 120  # time limit of planning
 NOTHING = "no retreat: the plan knows no checkpointing, loss and micro-batch that need less and train the same"
 
 
 @dataclass(frozen=True)
 class Retreat:
-    """What a rank asks for: `overrides` that need less, and the run's `folder`, None where it was not made yet."""
+    """Request to start the run in `folder` (None: not made yet) again with `overrides` that need less memory."""
 
     overrides: list[str]
     why: str
@@ -36,9 +36,10 @@ class Retreat:
 
 @dataclass(frozen=True)
 class Smaller:
-    """A run on a machine with less memory than its plan needs: `words` of `remat plan`, on a `device`, cuda or cpu.
+    """What to plan after the kernel killed a rank: `words`, arguments of `remat plan` for a machine with less memory.
 
-    `before` are the overrides that strategy=auto added to the run in `folder`, `most` is its most_retreats.
+    `device` is cuda or cpu. `before` are the overrides that strategy=auto added to the run in `folder`, `most` is its
+    most_retreats.
     """
 
     device: str
@@ -49,7 +50,7 @@ class Smaller:
 
 
 def check(cfg: RunConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError for a run that asks for a retreat where nobody would start it again."""
+    """Raise ConfigError for on_out_of_memory=retreat without a supervisor that starts the run again."""
     if cfg.on_out_of_memory is OnOutOfMemory.retreat and FILE not in environment:
         raise ConfigError(
             "on_out_of_memory=retreat: only `remat launch` on one node starts a run again. Type `remat launch` in the "
@@ -63,12 +64,12 @@ def count_so_far() -> int:
 
 
 def leave(asked: Retreat, environment: Mapping[str, str] = os.environ) -> None:
-    """Write what is asked for where the supervisor looks."""
+    """Write the request to the file that the supervisor reads."""
     Path(environment[FILE]).write_text(json.dumps(asdict(asked)), encoding="utf-8")
 
 
 def take(file: Path) -> Retreat | None:
-    """Read what a rank asked for, and forget it; None where nothing was asked, or not to its end."""
+    """Read a rank's request and delete its file; None when there is no request or it is incomplete."""
     try:
         asked = Retreat(**json.loads(file.read_text(encoding="utf-8")))
         file.unlink()
@@ -78,7 +79,7 @@ def take(file: Path) -> Retreat | None:
 
 
 def too_many(most: int, done: int) -> str | None:
-    """Return why there is no further retreat after `done` of `most`; else None."""
+    """Return the reason when `done` retreats reach the limit `most`, else None."""
     return (
         None
         if done < most
@@ -87,7 +88,7 @@ def too_many(most: int, done: int) -> str | None:
 
 
 def choose(run: Smaller, why: str) -> Retreat | None:
-    """Have the fastest setting planned that needs less, and note it in the run's folder; None where there is none."""
+    """Plan the fastest setting that needs less memory and record it in the run's folder; None if there is none."""
     command = [sys.executable, "-m", "remat.planning.settings.less_memory", run.device, *run.words]
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
     try:
@@ -113,13 +114,13 @@ def choose(run: Smaller, why: str) -> Retreat | None:
 
 
 def prepare(run: Smaller, environment: Mapping[str, str] = os.environ) -> None:
-    """Write what to plan should the kernel kill a rank of `run`; nothing where nobody would read it."""
+    """Write `run`, to be planned if the kernel kills one of its ranks; do nothing without a supervisor."""
     if FILE in environment:
         _if_killed(Path(environment[FILE])).write_text(json.dumps(asdict(run)), encoding="utf-8")
 
 
 def after_kill(file: Path, why: str, done: int, say: Callable[[str], None]) -> Retreat | None:
-    """Return the retreat of a run of which the kernel killed a rank for memory; None where it did not ask for any."""
+    """Return the retreat after the kernel killed a rank for memory; None when the run wants none or none is left."""
     try:
         run = Smaller(**json.loads(_if_killed(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -132,7 +133,7 @@ def after_kill(file: Path, why: str, done: int, say: Callable[[str], None]) -> R
 
 
 def forget(file: Path) -> None:
-    """Remove what an earlier launch with this log folder had asked for."""
+    """Remove requests of an earlier launch with this log folder."""
     file.unlink(missing_ok=True)
     _if_killed(file).unlink(missing_ok=True)
 
@@ -142,7 +143,7 @@ def _if_killed(file: Path) -> Path:
 
 
 def words_again(words: Sequence[str], asked: Retreat) -> list[str]:
-    """Return the words of the next launch: those of the last one, in the same run, with less memory."""
+    """Return the next launch's arguments: the last launch's, for the same run, and the overrides that need less."""
     resume = next((word for word in reversed(words) if word.startswith("resume=")), "resume=none")
     kept = [word for word in words if not word.startswith(("resume=", "run_id=", "strategy=auto"))]
     if resume.partition("=")[2] not in NOT_FOLDERS:

@@ -1,4 +1,4 @@
-"""Note signals that ask a run to stop. It stops where all ranks agree (remat/training/stopping.py).
+"""Note signals that ask a run to stop. It stops at a step that all ranks agree on (remat/training/stopping.py).
 
 Standard library only, so that the handlers are in place before any slow import.
 """

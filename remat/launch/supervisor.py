@@ -2,12 +2,12 @@
 
     remat launch -> deepspeed runner -> node launcher -> rank keeper -> rank        (one keeper and rank per GPU)
 
-The runner and the node launcher start ranks as ever, with the stop signals blocked: DeepSpeed's own answer to them is
-to kill. Each keeper (remat/launch/rank_keeper.py) reports over a socket which process its rank is and how it ended. So
-signals go to every rank at once, exit codes are the ranks' own, whoever kills a launcher or this process leaves no
-rank behind, and no rank is cut off in a save because another was done earlier.
+The runner and the node launcher start ranks as usual, but with stop signals blocked, because DeepSpeed answers them by
+killing the ranks. Each keeper (remat/launch/rank_keeper.py) reports its rank's process id and exit code over a socket.
+So signals reach every rank at once, exit codes are the ranks' own, no rank is left behind when a launcher or this
+process is killed, and no rank is cut off in a save because another rank ended earlier.
 
-Ranks stop on SIGTERM, SIGINT or SIGUSR1 by saving and leaving with exit code 75, and may get such a signal twice.
+On SIGTERM, SIGINT or SIGUSR1 a rank saves and exits with code 75. It may get such a signal twice.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def short(path: Path) -> str:
 
 
 def failure(rank: int, code: int) -> str:
-    """Say how a rank ended that was not killed; `code` is negative for a signal."""
+    """Say how a rank failed without SIGKILL; `code` is negative for another signal."""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     return f"rank {rank} {how}"
 
 
 def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int, oom_kills: int | None) -> str:
-    """Say that a rank was killed by a SIGKILL of others, likely the kernel's for memory, and what speaks for it.
+    """Say that a rank got SIGKILL, likely from the kernel for lack of memory, and give the evidence.
 
     `peak_bytes` is the rank's peak RSS (0: unknown), `together_bytes` that of all ranks of the node, `oom_kills`
-    how many processes the kernel killed for memory since launch, where the control group tells.
+    how many processes the kernel killed for memory since launch (None: unknown).
     """
     own = f"{peak_bytes / GIB:.1f}" if peak_bytes else "an unknown part"
     if oom_kills is None:
@@ -76,7 +76,7 @@ def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int,
 
 
 def killed_for_memory(oom_kills: int | None, *, together_bytes: int, limit_bytes: int) -> bool:
-    """Return whether the kernel killed a rank for memory: by its count or, without one, by how full memory was."""
+    """Return whether the kernel killed a rank for memory: by its count or, without one, by how full host memory was."""
     return together_bytes >= NEARLY_ALL * limit_bytes if oom_kills is None else oom_kills > 0
 
 
@@ -90,19 +90,19 @@ def show_tail(rank: int, log: Path) -> None:
 
 EXIT_STOPPED = 75
 EXIT_KILLED = 128 + signal.SIGKILL
-PEERS_S = 10.0  # what ranks get to end by themselves once another has failed
-LAUNCHER_GONE_S = 30.0  # ... once a launcher was killed: they are well, and may save
-LEAVING_S = 15.0  # what DeepSpeed's launchers get once all ranks have ended
-SAME_STOP_S = 1.0  # a sender that signals process and group (timeout, scancel) does not ask twice
+PEERS_S = 10.0  # time for ranks to end by themselves after another has failed
+LAUNCHER_GONE_S = 30.0  # time for ranks to save and end after a launcher was killed
+LEAVING_S = 15.0  # time for DeepSpeed's launchers to exit after all ranks have ended
+SAME_STOP_S = 1.0  # two signals within it are one request: timeout and scancel signal process and group
 NEVER = float("inf")
 Tell = Callable[..., None]
 
 
 def launch(words: LaunchWords, tell: Tell | None = None) -> int:
-    """Run to the end; the exit code of the ranks, 128 + N when a signal ended them. Call it in the main thread.
+    """Run until all ranks have ended. Return their exit code, 128 + N for signal N. Call it in the main thread.
 
-    `tell` hears that the ranks of this node have begun, and which one failed first. Ranks that ran out of memory may
-    ask for another launch with what needs less (remat.launch.retreat).
+    `tell` is called when the ranks of this node have begun, and when the first of them fails. Ranks that ran out of
+    memory may ask for another launch that needs less (remat.launch.retreat).
     """
     log_dir, number = words.log_dir, 0
     while True:
@@ -134,9 +134,9 @@ class Ended:
 
 
 def _launch_once(words: LaunchWords, more: dict[str, str], tell: Tell | None) -> Ended:
-    """Run one launch, `more` in the environment of its ranks; return how it ended.
+    """Run one launch, with the variables `more` in its ranks' environment; return how it ended.
 
-    Raises ConfigError where its logs cannot be written.
+    Raises ConfigError when its logs cannot be written.
     """
     try:
         words.log_dir.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _launch_once(words: LaunchWords, more: dict[str, str], tell: Tell | None) ->
 
 @dataclass
 class _Rank:
-    """A rank on this node, as its keeper tells."""
+    """A rank on this node, as its keeper reports it."""
 
     link: socket.socket
     rank: int = -1
@@ -181,7 +181,7 @@ class _Supervisor:
         tell: Tell | None,
     ) -> None:
         self.words = words
-        self.tell = tell  # None where no other node asks
+        self.tell = tell  # None unless this is one node of several
         self.environment = more
         self.ranks: list[_Rank] = []
         self.local_size = 0
@@ -191,7 +191,7 @@ class _Supervisor:
         self.forced = False
         self.launcher_gone = False
         self.failed_first: _Rank | None = None
-        self.out_of_memory = ""  # which rank the kernel killed for it
+        self.out_of_memory = ""  # the message on the rank that the kernel killed for memory
         self.kills_before = oom_kills()
         self.socket_path = socket_path
         self.events = stack.enter_context(selectors.DefaultSelector())
@@ -228,7 +228,7 @@ class _Supervisor:
         return self._end()
 
     def _start_runner(self) -> subprocess.Popen:
-        """Start `deepspeed`, in a session of its own, with words that start a keeper for each rank."""
+        """Start `deepspeed`, in a session of its own, with arguments that start a keeper for each rank."""
         words, asked = self.words, list(self.words.runner)
         env = os.environ | self.environment
         if not words.runner_has("-q", "--quiet", "--log_level"):
@@ -254,7 +254,7 @@ class _Supervisor:
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *asked, *rank]
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
 
-    # What happens
+    # Events
 
     def _signalled(self, signum: int) -> None:
         if signum == signal.SIGCHLD:
@@ -262,7 +262,7 @@ class _Supervisor:
             return
         name, now = signal.Signals(signum).name, time.monotonic()
         if signum == signal.SIGHUP:
-            signum = signal.SIGTERM  # a closed terminal: ranks need to know one stop signal less
+            signum = signal.SIGTERM  # a closed terminal: ranks need no handler of SIGHUP
         if self.words.over_ssh:
             say(f"{name} sent on to the deepspeed runner, which ends the other nodes")
             processes.send(self.runner, signum)
@@ -287,7 +287,7 @@ class _Supervisor:
         self.events.register(link, selectors.EVENT_READ, self.ranks[-1])
 
     def _read_message(self, rank: _Rank) -> None:
-        """Read what a keeper says: its rank has begun, or has ended. End of file: the keeper was killed."""
+        """Read a keeper's message: its rank has begun or ended. End of file means that the keeper was killed."""
         try:
             text = rank.link.recv(4096)
         except OSError:
@@ -308,7 +308,7 @@ class _Supervisor:
                     self.tell(began=self.local_size)
 
     def _check_state(self) -> None:
-        """Decide what follows from what is known now."""
+        """End the ranks that are left after a rank failed, after a launcher was killed, or when time is over."""
         now = time.monotonic()
         ended = [r for r in self.ranks if r.code not in (None, 0)]
         failed = [r for r in ended if r.code != EXIT_STOPPED and not r.ended_by_us]
@@ -338,7 +338,7 @@ class _Supervisor:
         live = [r for r in self.ranks if r.code is None]
         return not live and (self._all_started() or (self.launcher_gone and bool(self.ranks)))
 
-    # What is done
+    # Actions
 
     def _send(self, signum: int) -> int:
         running = [r for r in self.ranks if r.runs]
@@ -353,7 +353,7 @@ class _Supervisor:
         self.kill_at = min(self.kill_at, time.monotonic() + within_s)
 
     def _kill(self) -> None:
-        """End every rank now; what its keeper has to say of it no longer matters."""
+        """Kill every rank now, without waiting for its keeper's report."""
         for rank in self.ranks:
             rank.ended_by_us = rank.ended_by_us or rank.runs
         killed = self._send(signal.SIGKILL)
@@ -362,7 +362,7 @@ class _Supervisor:
         self.forced = True
 
     def _end(self) -> int:
-        """Let the launchers go, leave no process and no shared memory behind, say what happened."""
+        """Let the launchers exit, remove processes and shared memory that are left, and return the exit code."""
         if not self.forced:
             for rank in self.ranks:
                 with contextlib.suppress(OSError):
@@ -376,7 +376,7 @@ class _Supervisor:
             processes.remove_shared_buffers(self.port)
         code = self._code()
         first = self.failed_first
-        # that one was seen live
+        # the output of this node's first rank was shown live
         if first and first.rank != min((r.rank for r in self.ranks if r.rank >= 0), default=-1):
             show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
         if code and not self.words.asks_help and self.tell is None:

@@ -1,4 +1,4 @@
-"""Settle how torch's allocators of GPU memory and of page-locked host memory work, before torch starts in a rank.
+"""Configure torch's allocators of GPU memory and of pinned host memory, before torch starts in a rank.
 
 torch reads one variable, the first that is set: PYTORCH_CUDA_ALLOC_CONF, then PYTORCH_ALLOC_CONF
 (c10/cuda/CUDAAllocatorConfig.h:136). A variable that the user set is left as it is. Loads no torch.
@@ -19,23 +19,23 @@ from remat.machine.versions import numbers
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXACT_SINCE = "2.13"  # torch refuses keys that it does not know
-# What is larger is page-locked at its exact size, and given back when it is freed. A batch of tokens stays smaller:
-# page-locking it anew at every step would stop the GPU.
+# Larger pinned buffers have their exact size and are returned to the system when freed. A batch of tokens is smaller:
+# pinning it anew at every step would stop the GPU.
 EXACT_ABOVE_MIB = 16
 
 
 @dataclass(frozen=True)
 class Allocators:
-    """What torch's allocators do.
+    """Settings of torch's allocators.
 
-    Page-locked buffers of up to `exact_above_bytes` are rounded up to a power of two; None: all of them are.
+    Pinned buffers of up to `exact_above_bytes` are rounded up to a power of two; None: all of them are.
     """
 
     expandable_segments: bool = False
     exact_above_bytes: int | None = None
 
     def pinned_bytes(self, size: int) -> int:
-        """Return the host memory of a page-locked buffer of `size` bytes (ATen/core/CachingHostAllocator.h:302)."""
+        """Return the bytes that a pinned buffer of `size` bytes takes (ATen/core/CachingHostAllocator.h:302)."""
         if size <= 0 or (self.exact_above_bytes is not None and size > self.exact_above_bytes):
             return max(0, size)
         return 1 << (size - 1).bit_length()
@@ -52,7 +52,7 @@ def settle(cfg: AllocatorConfig, environ: MutableMapping[str, str] = os.environ)
 
 
 def in_effect(cfg: AllocatorConfig, environ: Mapping[str, str] = os.environ) -> Allocators:
-    """Return what the allocators of a run with `cfg` do in this environment."""
+    """Return the allocators' settings for a run with `cfg` in this environment."""
     version = torch_version()
     value = next((environ[name] for name in VARIABLES if name in environ), None)
     return _parsed(_composed(cfg, version) if value is None else value)
@@ -69,8 +69,8 @@ def _composed(cfg: AllocatorConfig, version: str) -> str:
     if cfg.expandable_segments:
         words.append("expandable_segments:True")
     if cfg.exact_pinned and numbers(version) >= numbers(EXACT_SINCE):
-        # Both: a block that is kept for reuse is found by its power of two alone, and may be too small when it is exact
-        # (CachingHostAllocator.h, get_free_block). What is larger than the second is not kept.
+        # Set both: torch finds a cached block by its power of two alone, and one of exact size may be too small then
+        # (CachingHostAllocator.h, get_free_block). Blocks larger than cached_size are not cached.
         words += [f"pinned_max_{what}_mb:{EXACT_ABOVE_MIB}" for what in ("round_threshold", "cached_size")]
     return ",".join(words)
 

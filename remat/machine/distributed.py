@@ -51,7 +51,7 @@ class World:
 
     @property
     def stage(self) -> int:
-        """Return the stage of this rank's pipeline that it runs."""
+        """Return the pipeline stage that this rank runs; 0 without stages."""
         return self.rank // self.zero_size if self.pipeline_parallel_size > 1 else 0
 
     @property
@@ -72,7 +72,7 @@ class World:
         return self.size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
     def data_rank_of(self, rank: int) -> int:
-        """Return the group of ranks with the same data that `rank` is in."""
+        """Return the number of the group that `rank` is in; all ranks of a group read the same data."""
         if self.pipeline_parallel_size > 1:
             return rank % self.data_size
         return rank // (self.tensor_parallel_size * self.sequence_parallel_size)
@@ -220,10 +220,10 @@ def place() -> tuple[int, int]:
 def while_some_work(work: Work | None, on_progress: Callable[[], None]) -> list[Any]:
     """Run `work` on the ranks that have it; return every rank's result on every rank. For set-up only. Collective.
 
-    The result of a rank without `work` is None. For work that may take longer than a collective may wait: it runs in
-    a thread, and calls its argument at every step of progress. The ranks meet at least every second; all call
-    `on_progress` when any rank made progress. A failure on one rank is raised on every rank: there as it is, on the
-    others a ConfigError as ConfigError, anything else as RuntimeError.
+    The result of a rank without `work` is None. Work may take longer than a collective's time-out: it runs in a thread,
+    and calls its argument at every step of progress. The ranks meet at least every second; all call `on_progress` when
+    any rank made progress. A failure on one rank is raised on every rank: unchanged on that rank; on the others a
+    ConfigError as ConfigError, anything else as RuntimeError.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [work(on_progress) if work else None]
@@ -294,7 +294,7 @@ def max_min(values: dict[str, float], device: torch.device) -> dict[str, float]:
 
 
 def own_address(host: str, port: int) -> str | None:
-    """Return the address from which this process would send to `host`; None if that does not resolve or has no route.
+    """Return the address from which this process would send to `host`; None if `host` is unknown or has no route.
 
     Connecting a datagram socket sends nothing: the kernel looks up the route.
     """
@@ -330,7 +330,7 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]] | None = 
 def choose_interface(addresses: Iterable[str | None], env: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return (interface for gloo, problem); both None where gloo needs no help or the user has chosen.
 
-    `addresses` are the address of each rank on its route to rank 0. They tell nodes apart: one address, one node.
+    `addresses` has each rank's address on its route to rank 0. Ranks with one address are on one node.
     """
     if asked := env.get(INTERFACE):
         have = _interfaces()

@@ -1,6 +1,6 @@
-"""GPUs by the name torch reports, and machines: memory, rates, links. A figure without a source is None, not guessed.
+"""Look up GPUs by the name torch reports, and machines: memory, rates, links. A figure without a source is None.
 
-What a process holds on a GPU outside of torch's allocator, the CUDA context and NCCL's channels, is here too.
+The memory that a process takes on a GPU outside of torch's allocator is here too: the CUDA context and NCCL's channels.
 
 The GPUs are a table in `conf/hardware/gpus/gpus.yaml`; a machine is a YAML file beside that folder. GB is 1e9 bytes.
 """
@@ -22,17 +22,17 @@ from remat.machine.node import CONTEXT_BYTES
 from remat.machine.versions import numbers
 
 TABLE = compose.CONF_DIR / "hardware" / "gpus" / "gpus.yaml"
-# By the first version that they hold for: bytes of one communicator on each GPU, of two ranks and of more. Others
-# measured: 544 and 688 MiB on 4 x A100 with NVLink (August 2023, github.com/NVIDIA/nccl/issues/964); 1.06 GB with the
-# CUDA context on 8 x H100 (April 2025, github.com/NVIDIA/nccl/issues/1685); 484 MiB with the context for one rank on
-# an RTX 3090 (CUDA 13.0, NVIDIA/nccl pull request 2366).
+# By the first version of NCCL that they hold for: bytes that a communicator takes on each GPU, with two ranks and with
+# more. Others measured: 544 and 688 MiB on 4 x A100 with NVLink (August 2023, github.com/NVIDIA/nccl/issues/964);
+# 1.06 GB with the CUDA context on 8 x H100 (April 2025, github.com/NVIDIA/nccl/issues/1685); 484 MiB with the context
+# for one rank on an RTX 3090 (CUDA 13.0, NVIDIA/nccl pull request 2366).
 NCCL_BYTES = {"0": (544 * MIB, 688 * MIB), "2.19": (GIB // 2, GIB // 2)}
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """An achievable rate, in the unit of the field that holds it, and where it is from."""
+    """An achievable rate, in the unit of the field that holds it, and its source."""
 
     value: float
     source: str
@@ -90,9 +90,8 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 GPU_RATES = ("matmul_tflops", "attention_tflops", "memory_gbs", "launch_us")  # keys of hardware.gpu_rates
-ADAM_BYTES = (
-    28  # fp32 parameter, two moments and gradient read, the first three written: csrc/adam/cpu_adam_impl.cpp
-)
+# of a parameter: fp32 parameter, two moments and gradient read, the first three written (csrc/adam/cpu_adam_impl.cpp)
+ADAM_BYTES = 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +172,12 @@ def machine(cfg: HardwareConfig) -> Machine:
 
 
 def outside_torch_bytes(ranks: int) -> int:
-    """Return what a run of `ranks` ranks takes on each GPU outside torch's allocator: CUDA's context and NCCL."""
+    """Return the bytes that `ranks` ranks take on each GPU outside torch's allocator: CUDA's context and NCCL."""
     return CONTEXT_BYTES + nccl_bytes(ranks, nccl_version())
 
 
 def nccl_bytes(ranks: int, version: str) -> int:
-    """Return what NCCL takes on each GPU; nothing with one rank."""
+    """Return the bytes that NCCL takes on each GPU; 0 with one rank."""
     if ranks < 2:
         return 0
     known = max((since for since in NCCL_BYTES if numbers(since) <= numbers(version)), key=numbers)
@@ -187,7 +186,7 @@ def nccl_bytes(ranks: int, version: str) -> int:
 
 @functools.cache  # each answer is read from files
 def nccl_version() -> str:
-    """Return the version of NCCL that is installed; the newest that is known where none is."""
+    """Return the installed version of NCCL; the newest in NCCL_BYTES when none is installed."""
     for name in NCCL_PACKAGES:
         try:
             return importlib.metadata.version(name)

@@ -39,10 +39,10 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 class HostPeak:
-    """While it is entered, a thread watches how much host memory this process holds beyond what it began with.
+    """Context in which a thread samples this process's host memory, for its peak above the amount at the start.
 
-    `peak_bytes` is the most that was seen: memory without a file behind it, which the kernel cannot drop. Pages of
-    mapped files do not count; they are the page cache's.
+    `peak_bytes` counts anonymous and shared memory, which the kernel cannot drop. Pages of mapped files do not count:
+    they belong to the page cache.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class HostPeak:
 
 
 def held_bytes() -> int:
-    """Return the resident memory of this process that has no file behind it, shared memory included."""
+    """Return this process's resident anonymous and shared memory; without /proc, all resident memory."""
     status = Path("/proc/self/status")
     if not status.exists():
         return int(psutil.Process().memory_info().rss)

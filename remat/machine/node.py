@@ -125,6 +125,6 @@ def memlock_bytes(root: Path) -> int | None:
     status = root / "proc/self/status"
     spaces = root / "proc/self/uid_map"
     if spaces.exists() and spaces.read_text().split() != ["0", "0", ALL_USERS]:
-        return soft  # capabilities of a user namespace, as of a rootless container, lift no limit of the system
+        return soft  # capabilities in a user namespace (a rootless container) do not lift the system's limit
     effective = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")]
     return None if effective and int(effective[0], 16) >> CAP_IPC_LOCK & 1 else soft

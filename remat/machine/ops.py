@@ -1,10 +1,10 @@
 """Build DeepSpeed's compiled ops once per environment, with visible progress; then load them in milliseconds.
 
-torch's build lock is a file. An interrupted build leaves it behind, and the next load then waits for ever without a
-word. Here a finished build is imported without that lock, and every build happens under an flock, which the kernel
+torch's build lock is a file. An interrupted build leaves it behind, and the next load then waits for ever in
+silence. Here a finished build is imported without that lock, and every build happens under an flock, which the kernel
 frees when its owner ends. Whoever holds the flock and finds torch's lock file removes it as stale, unless a build is
 still going on: by a program that does not use this module, or on another node that the flock may not reach. Such a
-build shows itself: a live process has the lock open, or the folder changes.
+build is recognised by a live process that has the lock open, or by changes in the folder.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ RARE = ("cpu_lion",)  # built only where a run asks for it
 LINKED_TO = {"async_io": ["pin_memory"]}  # op -> ops whose symbols it needs when it is loaded
 HEARTBEAT_S = 5.0
 LOOK_AGAIN_S = 0.2
-QUIET_S = 600.0  # nobody builds in a folder in which nothing has changed for so long
+QUIET_S = 600.0  # without a change in a folder for so long, nobody builds there
 SILENT_S = 90.0  # a builder on another node writes every HEARTBEAT_S, which is seen up to a minute late
-# Instead of torch/extension.h, which reads all of torch's C++ interface: what the ops use of it, in half the time.
+# Replaces torch/extension.h, which includes all of torch's C++ interface: the ops need only this, in half the time.
 LIGHT_HEADER = "#pragma once\n#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n"
 NOW = ".now-"  # prefix of files that are written only to learn the file system's time
 
@@ -120,7 +120,7 @@ def _tidy(name: str, folder: Path, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _alone(name: str, flock: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold `flock`; `say` so when there is a wait for it."""
+    """Hold `flock` inside the block; `say` so when another process has it."""
     lock = FileLock(flock)
     try:
         lock.acquire(timeout=0)
@@ -298,9 +298,9 @@ def _builder(name: str) -> Any:
 
 
 def _make_one_unit(builder: Any, folder: Path) -> None:
-    """Have `builder` compile what includes torch's headers once, few of them, and without symbols for a debugger.
+    """Have `builder` compile the sources that include torch as one unit, with few headers and no debug symbols.
 
-    That takes a quarter to a tenth of the time. `folder` gets copies of the sources, whose headers may come twice.
+    That takes a quarter to a tenth of the time. `folder` gets copies of the sources; their headers get `#pragma once`.
     """
     csrc = folder / "csrc"
     shutil.copytree(builder.deepspeed_src_path("csrc"), csrc)

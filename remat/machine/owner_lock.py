@@ -1,4 +1,4 @@
-"""Lock with which one live process owns a folder: an flock where there is one, and everywhere a record with heartbeat.
+"""Lock by which one live process owns a folder: an flock, where the file system has it, and a record with a heartbeat.
 
 The kernel frees an flock when its owner ends, but some file systems have no flock and some have one per node. So the
 owner also writes a record (host, process, since when), and one of its threads rewrites the count in it every BEAT_S.
@@ -51,7 +51,7 @@ class Process:
     started: str
 
     def lives(self) -> bool | None:
-        """Return whether it still runs; None when that cannot be seen from here (another host, another container)."""
+        """Return whether the process still runs; None when that cannot be seen from this host or container."""
         here = current_process()
         if not self.started or (self.host, self.boot, self.namespace) != (
             here.host,
@@ -243,7 +243,7 @@ class OwnerLock:
         return True
 
     def _replace(self, dead: Holder) -> bool:
-        """Replace a dead owner's record by this process's; return whether it is there to stay.
+        """Replace a dead owner's record by this process's; return whether this process is now the owner.
 
         When two processes do so at once, the later one is the owner.
         """

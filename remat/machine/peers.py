@@ -1,8 +1,8 @@
-"""Messages between ranks over a key-value store, which answers also while collectives hang.
+"""Exchange messages between ranks over a key-value store, which answers even while collectives hang.
 
 The store is torch's TCPStore, in rank 0's process (under torchrun in its agent). A rank that was killed cannot
-answer. A rank that waits in a collective can, through its watchdog's thread. Nothing here blocks in the store: it is
-polled, so a rank always knows how long it has waited, and can say for whom.
+answer. A rank that waits in a collective can, through its watchdog's thread. The store is polled, and nothing here
+blocks in it, so a rank always knows how long it has waited for which ranks.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Peers:
     def agree(
         self, name: str, mine: dict[str, Any], judge: Callable[[list[dict[str, Any]]], Any], wait: Wait
     ) -> Any:
-        """Return on every rank what rank 0's `judge` makes of all ranks' values. Once per name. Raises as `wait` does.
+        """Return on every rank the verdict of rank 0's `judge` on all ranks' values. Raises as `wait` does.
 
-        The values may differ in size between ranks; a collective would not survive that.
+        Use a name once. The values may differ in size between ranks, which no collective allows.
         """
         self.put_own(name, mine)
         if self.rank == 0:
@@ -92,7 +92,7 @@ class Peers:
         return self.get(f"{name}/verdict")
 
     def meet(self, name: str, say: Callable[[str], None]) -> None:
-        """Wait until every rank has called this, for as long as it takes; a collective would time out. Once per name.
+        """Wait without a limit until every rank has called this; a collective would time out. Use a name once.
 
         Raises LostPeer when a missing rank has ended, or has given no sign of life for SILENT_S.
         """
@@ -122,7 +122,7 @@ class Peers:
         return bool(self._store.check([f"{key}/{rank}" for rank in range(self.size)]))
 
     def refuse_together(self) -> None:
-        """Wait on rank 0 until every rank has read the verdict, SAME_WORD_S at most: rank 0 may hold the store."""
+        """Wait on rank 0, which may hold the store, until every rank has read the verdict, for at most SAME_WORD_S."""
         readers = self.add("read")
         end = time.monotonic() + SAME_WORD_S
         while self.rank == 0 and readers < self.size and time.monotonic() < end:
@@ -138,21 +138,21 @@ class Peers:
 
 
 class Wait:
-    """A wait for ranks. It `say`s every TELL_EVERY_S for whom, and ends after `within_s` seconds (0: never)."""
+    """A wait for ranks. It `say`s every TELL_EVERY_S which are missing, and ends after `within_s` (0: never)."""
 
     def __init__(self, within_s: float, option: str, say: Callable[[str], None]) -> None:
         self._began, self._within_s, self._option, self._say = time.monotonic(), within_s, option, say
         self._told = self._began
 
     def until(self, peers: Peers, key: str, done: Callable[[], bool]) -> None:
-        """Wait until `done`. Raises LostPeer when a rank has said that it leaves, or time is over."""
+        """Wait until `done()`. Raises LostPeer when a rank has told that it ends, or time is over."""
         while not done():
             if left := peers.get("left"):
                 raise LostPeer(f"{peers.named([left['rank']])} ended: {left['why']}")
             self.pause(lambda: f"{_numbered(peers.missing(key) or [0], peers.size)} of {peers.size}")
 
     def pause(self, whom: Callable[[], str]) -> None:
-        """Sleep for ASK_EVERY_S; `whom` says for whom. Raises LostPeer when time is over."""
+        """Sleep for ASK_EVERY_S; `whom()` names the missing ranks for messages. Raises LostPeer when time is over."""
         now = time.monotonic()
         waited = now - self._began
         if self._within_s and waited > self._within_s:
@@ -206,7 +206,7 @@ def leave(why: str) -> None:
 
 
 def _reach() -> Peers | None:
-    """Connect to the store for a rank that ends before it joined; None unless another node may wait for it there."""
+    """Connect to the store from a rank that ends before it joined; None when no other node can be waiting for it."""
     several_nodes = distributed.local_size_from_env() < distributed.world_size_from_env()
     if not several_nodes or distributed.rank_from_env() == 0 or _unreachable():
         return None

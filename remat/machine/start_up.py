@@ -1,4 +1,4 @@
-"""Settle what a process may use before torch is imported: its share of the cores, no GPU on request, fast imports.
+"""Set up a process before torch is imported: its share of the cores, no GPU on request, fast imports.
 
 Standard library only.
 """
@@ -52,9 +52,9 @@ def hide_gpus_from_cpu_ranks() -> None:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """Look for no garbage while modules are imported, and never again among what they made.
+    """Pause the garbage collector during imports, and exempt the imported objects from it afterwards.
 
-    All of it stays, and looking through it again and again costs a sixth of the CPU time of the imports.
+    These objects are never freed, and scanning them again and again costs a sixth of the CPU time of the imports.
     """
     gc.disable()
     try:

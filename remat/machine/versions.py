@@ -1,4 +1,4 @@
-"""The oldest versions of the libraries that this code was checked against, line by line. Standard library only."""
+"""The oldest versions of the libraries that this code was checked against. Standard library only."""
 
 from __future__ import annotations
 
