@@ -545,7 +545,7 @@ class AllocatorConfig:
     """How torch takes memory on a GPU. PYTORCH_ALLOC_CONF of the environment, where it is set, counts instead."""
 
     expandable_segments: bool = True  # grow segments instead of adding new ones: fewer gaps between tensors
-    # take page-locked host memory at its size, not rounded up to a power of two; needs torch 2.13 or newer
+    # take pinned host memory at its size, not rounded up to a power of two; needs torch 2.13 or newer
     exact_pinned: bool = True
 
 
@@ -592,7 +592,7 @@ class SaveConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run. Only the modules above level 2 receive it whole; every other part takes its own slice."""
+    """All options of a run. What composes, plans or builds a run takes it whole; other modules take their section."""
 
     name: str = ""  # the run's folder is outputs/NAME/RUN_ID; empty: the name of the recipe
     meta: MetaConfig = field(default_factory=MetaConfig)

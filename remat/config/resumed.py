@@ -14,10 +14,11 @@ import yaml
 
 from remat.config.hints import FREE_FORM
 from remat.config.options import ConfigError
+from remat.config.paths import SAVED, STEP
 from remat.config.redact import HIDDEN
 
 FILE = "config.yaml"
-SAVED, STEP, MANIFEST = "saved", "step-", "manifest.json"  # as remat.saving.manifest names them
+MANIFEST = "manifest.json"  # as remat.saving.manifest names it
 OF_A_LAUNCH = ("resume", "run_id", "force", "train.stop_at")  # not options of the run: a resume gives them anew
 NO_MATTER = (
     *OF_A_LAUNCH,

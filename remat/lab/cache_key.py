@@ -14,7 +14,7 @@ from typing import Any
 
 from remat.config import command_line, compose
 from remat.config.units import GIB
-from remat.machine.memory import host_memory
+from remat.machine.host_memory import host_memory
 from remat.machine.start_up import available_cores
 
 FORMAT = 2  # version of stored results: raise it when what is measured changes

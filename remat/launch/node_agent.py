@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.options import ConfigError
-from remat.launch import arguments, nodes, supervisor
+from remat.launch import arguments, nodes, signals, supervisor
 
 CONFIG_PROBLEM = 2
 
@@ -47,7 +47,7 @@ def _obey(orders: FileIO) -> None:
     for line in orders:
         if (order := line.decode().strip()) == nodes.KILL:
             _send(signal.SIGTERM)
-            time.sleep(1.5 * supervisor.SAME_STOP_S)
+            time.sleep(1.5 * signals.SAME_STOP_S)
             _send(signal.SIGTERM)  # the second one ends the ranks at once
         else:
             _send(signal.Signals[order])

@@ -32,6 +32,7 @@ from remat.config.options import ConfigError
 from remat.config.units import GIB
 from remat.launch import left_behind, processes, rank_keeper, retreat
 from remat.launch.arguments import LaunchWords
+from remat.launch.signals import SAME_STOP_S
 from remat.machine.host_memory import host_memory, oom_kills
 
 TAIL_LINES = 30
@@ -93,7 +94,6 @@ EXIT_KILLED = 128 + signal.SIGKILL
 PEERS_S = 10.0  # time for ranks to end by themselves after another has failed
 LAUNCHER_GONE_S = 30.0  # time for ranks to save and end after a launcher was killed
 LEAVING_S = 15.0  # time for DeepSpeed's launchers to exit after all ranks have ended
-SAME_STOP_S = 1.0  # two signals within it are one request: timeout and scancel signal process and group
 NEVER = float("inf")
 Tell = Callable[..., None]
 

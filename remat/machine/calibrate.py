@@ -21,7 +21,7 @@ from remat.config.options import ConfigError
 from remat.config.units import GB, GIB, MIB, format_size
 from remat.machine import ops
 from remat.machine.gpus import GPU_RATES
-from remat.machine.memory import host_memory
+from remat.machine.host_memory import host_memory
 
 MATMULS = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 8192, 8192))
 ATTENTION = (1, 32, 4096, 128)  # batch, heads, sequence, head size

@@ -15,7 +15,7 @@ import torch
 
 from remat.config.units import GIB
 from remat.machine import node, ops, versions
-from remat.machine.memory import host_memory
+from remat.machine.host_memory import host_memory
 from remat.machine.start_up import available_cores
 
 LEFT_IN_SHM = "deepspeed_allreduce_buffer_*"  # left by runs without `distributed.init`, or killed ones

@@ -28,7 +28,7 @@ from remat.config.metrics import (
 )
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.machine.host_memory import HostMemory, host_memory
+from remat.machine.host_memory import host_memory
 
 OPTION = "profile.nvml_interval_s"
 
@@ -86,9 +86,6 @@ def find_nvml(device: torch.device) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except pynvml.NVMLError as error:
         raise ConfigError(f"{OPTION}: NVML cannot be read ({error}): set {OPTION}=0") from error
-
-
-__all__ = ["GIB", "HostMemory", "MemoryMonitor", "host_memory"]
 
 
 class MemoryMonitor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from remat.config.units import GIB
-from remat.machine.memory import host_memory
+from remat.machine.host_memory import host_memory
 
 # CUDA context and loaded kernels, outside torch's allocator; 0.3-0.6 GiB is usual
 CONTEXT_BYTES = int(0.6 * GIB)

@@ -31,7 +31,7 @@ from remat.config.units import GIB, MIB, format_size
 from remat.launch import retreat
 from remat.launch.retreat import Smaller
 from remat.machine import distributed
-from remat.machine.memory import host_memory
+from remat.machine.host_memory import host_memory
 from remat.planning.launch_plan import CHOSEN, LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
 

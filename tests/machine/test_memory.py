@@ -13,8 +13,8 @@ import torch
 
 from remat.config.units import GIB, MIB
 from remat.machine import memory
-from remat.machine.host_memory import HostPeak, oom_kills
-from remat.machine.memory import MemoryMonitor, host_memory
+from remat.machine.host_memory import HostPeak, host_memory, oom_kills
+from remat.machine.memory import MemoryMonitor
 
 
 @pytest.fixture(autouse=True)
