@@ -1,12 +1,12 @@
 """Divide the decoder layers over stages: consecutive groups of ranks, between which hidden states travel.
 
-The first stage embeds, the last one has the final norm, the output layer and the run's loss. Every stage runs the
-forward of the transformers model itself, in which what other stages have is replaced by a module that hands its input
-on. So no code of a model is repeated here, and weights keep their names. DeepSpeed's PipelineEngine sends, schedules
-(one forward, one backward: 1F1B) and updates. Every rank reads the rows of its pipeline, so hidden states are all that
-is sent.
+The first stage has the embedding; the last one has the final norm, the output layer and the run's loss. Every stage
+runs the forward of the transformers model itself. Modules of other stages are replaced by one that returns its input.
+So no model code is repeated here, and weights keep their names. DeepSpeed's PipelineEngine sends hidden states,
+schedules (one forward, one backward: 1F1B) and updates. Every rank reads the rows of its pipeline itself, so only
+hidden states are sent.
 
-Stage s runs the layers of at most `stages - s` micro-batches before the backward of the first of them.
+Stage s runs forward for at most `stages - s` micro-batches before the backward of the first of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from remat.model.layers import find_stacks
 from remat.model.packing import Packed
 
 OPTION = "train.pipeline_parallel_size"
-SAME_WITHIN = 1e-5  # of the largest logit; the operations are the same, so that they are equal on most machines
-SLOWER_WITHIN = 1.05  # of the fastest division, among which the one of least memory is taken
+SAME_WITHIN = 1e-5  # share of the largest logit; the operations are the same, so most machines give 0
+SLOWER_WITHIN = 1.05  # times the fastest division; of those within it, the one with least memory is taken
 TIED = "embedding"  # DeepSpeed's key for the weight that the first and the last stage share
 
 
@@ -57,7 +57,7 @@ class Stages:
         return [len(self.layers(stage)) for stage in range(self.size)]
 
     def in_flight(self, stage: int, accumulation: int) -> int:
-        """Return of how many micro-batches a stage keeps activations at once under 1F1B."""
+        """Return the number of micro-batches whose activations a stage keeps at once under 1F1B."""
         return min(self.size - stage, accumulation)
 
     def bubble(self, accumulation: int) -> float:
@@ -65,7 +65,7 @@ class Stages:
         return (self.size - 1) / (accumulation + self.size - 1)
 
     def describe(self) -> str:
-        """Put the stages in words: `0: layers 0-7; 1: layers 8-13`."""
+        """Describe the stages: `0: layers 0-7; 1: layers 8-13`."""
         spans = [self.layers(stage) for stage in range(self.size)]
         return "; ".join(f"{stage}: layers {span[0]}-{span[-1]}" for stage, span in enumerate(spans))
 
@@ -78,9 +78,10 @@ def check(
     packed: Packed,
     ds: Mapping[str, Any],
 ) -> None:
-    """Raise one ConfigError with every reason why `size` stages cannot train this model under the dict `ds`.
+    """Raise one ConfigError with every reason why `size` stages cannot train this model.
 
-    `skeleton` is the model of `config` without storage. A small copy of it is tried.
+    `skeleton` is the model of `config` on the meta device, `ds` the rendered DeepSpeed dict. Tests a small copy of the
+    model.
     """
     if size == 1:
         return
@@ -94,10 +95,10 @@ def check(
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict `ds` for stages.
+    """Return the DeepSpeed dict `ds` adapted to stages: without the global batch size and with overlap_comm off.
 
-    DeepSpeed would check the global batch against all ranks. It reduces gradients after the last backward, so there is
-    nothing that communication could overlap with; with overlap_comm it would reduce them before tied ones are summed.
+    DeepSpeed would check the global batch size against all ranks. Gradients are reduced after the last backward, so
+    overlap_comm could hide nothing, and it would reduce tied gradients before they are summed.
     """
     if size == 1:
         return dict(ds)
@@ -112,10 +113,11 @@ def join(world: World, size: int) -> World:
 
 
 def divide(layers: Sequence[float], kept: Sequence[float], ends: tuple[float, float], size: int) -> Stages:
-    """Divide layers so that the slowest stage is as fast as can be; of nearly equal ones the least full is taken.
+    """Divide layers so that the slowest stage is as fast as possible.
 
-    `layers` are the costs in time of each layer, `ends` those of what comes before the first and after the last.
-    `kept` are the bytes of each layer that every micro-batch in flight keeps.
+    Of divisions at most SLOWER_WITHIN times as slow, takes the one whose fullest stage holds least memory.
+    `layers` are the seconds of each layer. `ends` are the seconds before the first layer and after the last. `kept` are
+    the bytes that each micro-batch in flight keeps of each layer.
     """
     time, memory = [0.0, *itertools.accumulate(layers)], [0.0, *itertools.accumulate(kept)]
 
@@ -136,10 +138,9 @@ def divide(layers: Sequence[float], kept: Sequence[float], ends: tuple[float, fl
 
 
 def _least(count: int, size: int, cost: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """Return the borders by which the largest cost of a stage is least, and that cost."""
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        0: (0.0, 0.0, (0,))
-    }  # layers so far -> the largest cost, the sum of squares, borders
+    """Return the smallest possible cost of the most expensive stage, and the borders that give it."""
+    # layers so far -> the largest cost, the sum of squares, borders
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(size):
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (largest, squares, borders) in best.items():
@@ -154,7 +155,7 @@ def _least(count: int, size: int, cost: Callable[[int, int, int], float]) -> tup
 
 
 def keep_stage(net: Any, stages: Stages, stage: int) -> None:
-    """Leave in `net` what one stage computes; the rest is freed, and hands on what comes to it."""
+    """Keep in `net` the modules of one stage. Replace the others by modules that return their input."""
     (stack,) = find_stacks(net).treated
     module: Any = net
     for part in stack.name.split("."):
@@ -171,7 +172,7 @@ def keep_stage(net: Any, stages: Stages, stage: int) -> None:
 
 
 class _Elsewhere(nn.Module):
-    """A part of the model that another stage has. A model may still read settings of a layer, and a weight's dtype."""
+    """Stands for a module of another stage. Keeps its plain settings and its weight's dtype, which a model may read."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ class _Elsewhere(nn.Module):
 
 
 def tied_names(net: Any) -> tuple[str, str] | None:
-    """Return the names of the embedding's weight and of the output layer's where they are one, in the whole model."""
+    """Return the names of the embedding's and the output layer's weights if they are tied. `net` is the whole model."""
     embedding, head = net.get_input_embeddings(), net.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not embedding.weight:
         return None
@@ -195,18 +196,18 @@ def tied_names(net: Any) -> tuple[str, str] | None:
 
 
 class PipelineParallel:
-    """The stage of this rank: its part of the model, as a module for DeepSpeed, and the loss where it has the last."""
+    """The stage of this rank: its part of the model as a module for DeepSpeed; on the last stage also the loss."""
 
     def __init__(self, net: Any, stages: Stages, world: World, kind: LossKind) -> None:
-        """Leave in `net`, the whole model, what this rank's stage computes. Collective."""
+        """Reduce `net`, the whole model, to the stage of this rank. Collective."""
         self.stages, self.stage, self.net = stages, world.stage, net
         self.is_tied = tied_names(net) is not None
         keep_stage(net, stages, self.stage)
         self.token_loss = loss.TokenLoss(net, kind) if self.is_last else None
-        self.losses: list[Tensor] = []  # of the micro-batches since they were taken, on the last stage
+        self.losses: list[Tensor] = []  # on the last stage: of each micro-batch since `take_losses`
         self._weigh: Callable[[Tensor], Tensor] = _as_it_is
         self._batches: Iterator[dict[str, Any]] = iter(())
-        with redirect_stdout(io.StringIO()):  # it prints how it is built
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints how the module is built
             self.module: Any = _make_module(self)
 
     @property
@@ -215,19 +216,19 @@ class PipelineParallel:
 
     @property
     def first_layer(self) -> int:
-        """Return the number that the first layer of this stage has in the whole model."""
+        """Return the index, in the whole model, of this stage's first layer."""
         return self.stages.borders[self.stage]
 
     @property
     def shared_weight(self) -> nn.Module | None:
-        """Return the module whose weight another stage has too: the embedding, or the output layer tied to it."""
+        """Return the module whose tied weight another stage also holds: the embedding or the output layer."""
         if not self.is_tied or 0 < self.stage < self.stages.size - 1:
             return None
         found: nn.Module = self.net.get_output_embeddings() if self.stage else self.net.get_input_embeddings()
         return found
 
     def forward(self, received: Tensor) -> Tensor:
-        """Return what this stage sends on for the next micro-batch; on the last one the loss that is trained on."""
+        """Return the hidden states of the next micro-batch; on the last stage its weighed loss."""
         inputs = next(self._batches)
         if self.stage > 0:
             del inputs["input_ids"]
@@ -251,13 +252,13 @@ class PipelineParallel:
     ) -> None:
         """Run forward and backward of `count` micro-batches through all stages by 1F1B. Collective.
 
-        `batches` are inputs of the model. `weigh` makes of a summed loss what is trained on. With `updates` the
-        gradients are reduced after the last backward, and the optimizer updates the weights. `forward_done` is called
-        with what each forward returned.
+        `batches` are inputs of the model. `weigh` turns the summed loss of a micro-batch into the loss for backward.
+        With `updates` the gradients are reduced after the last backward, and the optimizer updates the weights.
+        `forward_done` is called with the result of each forward.
         """
         from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-        gas = engine.gradient_accumulation_steps()  # by which the engine divides
+        gas = engine.gradient_accumulation_steps()  # the engine divides the loss by it
         self._weigh = lambda value: gas * weigh(value)
         self._batches = batches
         schedule = TrainSchedule(count, self.stages.size, self.stage)
@@ -273,12 +274,12 @@ class PipelineParallel:
         _follow(engine, schedule, lambda phase: nullcontext(), False, lambda output: None)
 
     def take_losses(self, count: int, device: torch.device) -> Tensor:
-        """Return the summed loss of each of `count` micro-batches; zeros where another stage has them."""
+        """Return and clear the summed losses [count] of `count` micro-batches; zeros on all stages but the last."""
         found, self.losses = self.losses, []
         return torch.stack(found) if found else torch.zeros(count, device=device)
 
     def let_states_hold_weights(self, engine: Any) -> None:
-        """Let saved states have the weights of a stage in the file of other runs, not in one for each layer."""
+        """Make saved states keep a stage's weights in one file, as without stages, not in one file per layer."""
         from deepspeed import DeepSpeedEngine
 
         for name in ("module_state_dict", "load_module_state_dict"):
@@ -307,8 +308,8 @@ def _make_module(own: PipelineParallel) -> Any:
             self._set_bounds(start=own.stage, stop=own.stage + 1)
 
         def _build(self) -> None:
-            """Register the modules of this stage. A shared weight counts once in the norm of the gradient."""
-            del self.tied_modules  # type: ignore[has-type]  # a module of DeepSpeed's, by which the weight would get a second name
+            """Register this stage's modules. The gradient's norm counts a shared weight once, on the first stage."""
+            del self.tied_modules  # type: ignore[has-type]  # registered by DeepSpeed: the weight would get a second name
             self.tied_modules = {}
             for name, module in own.net.named_children():
                 self.add_module(name, module)
@@ -340,10 +341,10 @@ def hand_on(net: Any, inputs: dict[str, Any]) -> Tensor:
 def planned(
     net: Any, stages: Stages, stage: int, token_loss: Callable[[Any, dict[str, Any]], Tensor] | None
 ) -> Callable[[Any, dict[str, Any]], Tensor]:
-    """Return a function that computes, on meta tensors, what a stage does of one micro-batch, given its inputs.
+    """Return a function that runs one micro-batch through a stage on meta tensors, given the model and its inputs.
 
-    `net` has been cut by `keep_stage`. `token_loss` is that of the last stage. The engine keeps what it received and
-    trains on a copy of it.
+    `net` was reduced by `keep_stage`. `token_loss` is given for the last stage only. Like the engine, the function
+    keeps the received hidden states and passes a copy to the model.
     """
     width, dtype = net.config.get_text_config().hidden_size, net.dtype
 
@@ -358,10 +359,10 @@ def planned(
     return compute
 
 
-Around = Callable[
-    [str], AbstractContextManager[Any]
-]  # of an instruction, by the phase of the step it belongs to
-PHASES = {  # of DeepSpeed's instructions; a wait for another stage counts to what waits
+# returns the context for an instruction, given its phase of the step
+Around = Callable[[str], AbstractContextManager[Any]]
+# phase of each DeepSpeed instruction; waiting for another stage counts to the phase that waits
+PHASES = {
     "LoadMicroBatch": "forward",
     "RecvActivation": "forward",
     "ForwardPass": "forward",
@@ -378,10 +379,9 @@ PHASES = {  # of DeepSpeed's instructions; a wait for another stage counts to wh
 def _follow(
     engine: Any, schedule: Any, around: Around, updates: bool, forward_done: Callable[[Tensor], object]
 ) -> None:
-    """Do what DeepSpeed's `_exec_schedule` does, with a context around each instruction."""
-    engine.set_dataiterator(
-        itertools.repeat((torch.empty(0), torch.empty(0)))
-    )  # each stage has its rows already
+    """Execute a schedule as DeepSpeed's `_exec_schedule` does, with a context around each instruction."""
+    # placeholders: each stage reads its rows itself
+    engine.set_dataiterator(itertools.repeat((torch.empty(0), torch.empty(0))))
     engine._reserve_pipe_buffers(schedule.num_pipe_buffers())
     engine.fwd_outputs, engine.total_loss, engine._compute_loss = [], None, True
     for instructions in schedule:
@@ -396,7 +396,7 @@ def _follow(
 
 
 def _engine(size: int, ds: Mapping[str, Any]) -> list[str]:
-    """Return what DeepSpeed's engine for pipelines cannot."""
+    """Return a problem for each option that DeepSpeed's PipelineEngine does not support."""
     stage, found = ds_config.zero_stage(ds), []
     if stage > 1:
         found.append(
@@ -433,7 +433,7 @@ def _engine(size: int, ds: Mapping[str, Any]) -> list[str]:
 
 
 def _model(size: int, skeleton: Any) -> list[str]:
-    """Return why the layers of this model cannot be stages, as far as its modules tell."""
+    """Return why this model cannot be divided into `size` stages, judged by its modules."""
     name = type(skeleton).__name__
     try:
         stacks = find_stacks(skeleton)
@@ -458,7 +458,7 @@ _ANSWERS: dict[tuple[str, str, bool, bool], str] = {}
 
 
 def _try(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    """Return what keeps a small copy of the model from being cut into stages; empty when nothing does."""
+    """Divide a small copy of the model into stages. Return the problem, or "" when there is none."""
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     key = (text, str(model.attention), model.trust_remote_code, packed.apart)
     if key not in _ANSWERS:
@@ -478,12 +478,12 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig
         return f"a small copy of it, to try it out, cannot be built ({packing.first_line(error)})"
     try:
         return _difference(net.eval())
-    except Exception as error:  # so can models that are not made for it
+    except Exception as error:  # a model that does not support it can raise any error too
         return packing.first_line(error)
 
 
 def _difference(net: Any) -> str:
-    """Return how the logits of stages differ from those of the whole model; empty when they do not."""
+    """Return how the logits of stages differ from those of the whole model; "" when they do not."""
     vocabulary = net.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary // 2, vocabulary, (2, 12), generator=torch.Generator().manual_seed(1))
     expected = net(input_ids=ids, use_cache=False).logits

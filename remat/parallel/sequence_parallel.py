@@ -1,11 +1,11 @@
 """Divide each sequence over a group of ranks: every rank trains a block of its tokens.
 
 Groups are consecutive ranks, so a group stays within a node when its size divides the node's number of GPUs. Each rank
-of a group reads its contiguous block of the same rows (`own_part` of remat/data/batches.py). Of the others' tokens it
-knows where documents start.
+of a group reads its contiguous block of the same rows (`own_part` of remat/data/batches.py). It also knows where
+documents start in the other blocks.
 
-DeepSpeed is not told: to it, the ranks of a group are data-parallel ranks like all others. ZeRO then shards over all
-ranks and averages gradients over all of them, which is the gradient of the sum of all blocks at every stage.
+DeepSpeed is not told: it treats the ranks of a group as data-parallel ranks like all others. ZeRO then shards over all
+ranks and averages gradients over all of them. At every stage this gives the gradient of the sum of all blocks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from remat.model import loss, packing
 from remat.model.packing import Packed
 from remat.parallel.ulysses import Group, Installed, RankGroup
 
-TOKENWISE = ("input_ids", "targets", "position_ids")  # of a micro-batch, a value for each token
+TOKENWISE = ("input_ids", "targets", "position_ids")  # tensors of a micro-batch with one value per token
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict without the global batch, which DeepSpeed would check against all ranks."""
+    """Return the DeepSpeed dict without the global batch size, which DeepSpeed would check against all ranks."""
     return {key: value for key, value in ds.items() if size == 1 or key != "train_batch_size"}
 
 
@@ -50,10 +50,10 @@ def join(world: World, size: int, *, timeout_minutes: float) -> tuple[World, Ran
 
 
 class SequenceParallel:
-    """The attention of a model over a group of ranks, and the block of each micro-batch that a rank takes."""
+    """Attention of a model over a group of ranks, and this rank's block of each micro-batch."""
 
     def __init__(self, net: Any, group: Group, packed: Packed, attention: Attention) -> None:
-        """Change the modules of `net` until `remove`. Also for a model on the meta device."""
+        """Replace the attention of `net` until `remove` is called. Works on the meta device too."""
         self.group = group
         self._config: PretrainedConfig = net.config
         self._packed, self._attention = packed, attention
@@ -62,7 +62,7 @@ class SequenceParallel:
 
     @property
     def calls(self) -> int:
-        """Return how often a module has asked for attention."""
+        """Return how often modules have called attention."""
         return self._installed.calls
 
     def sum(self, value: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SequenceParallel:
         return self._with_beside(own, rows, width * self.group.size, device)
 
     def run_whole(self, module: nn.Module, token_loss: loss.TokenLoss, whole: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss of whole rows that this rank computes by itself; `whole` as `gather` returns it."""
+        """Compute the summed loss of whole rows on this rank alone; `whole` is what `gather` returns."""
         rows, width = whole["input_ids"].shape
         self._installed.whole = True
         try:
@@ -90,10 +90,10 @@ class SequenceParallel:
             self._installed.whole = False
 
     def gather(self, own: Mapping[str, Tensor], longest: int, device: torch.device) -> dict[str, Tensor]:
-        """Return about `longest` tokens of a row, whole, on every rank, from the ranks' parts `own`. Collective.
+        """Gather at most `longest` tokens of one row on every rank, from the ranks' parts `own`. Collective.
 
-        It is the row that has most trained tokens, from its first trained one on, in the form of `own` with one row.
-        The length is a multiple of the group.
+        Takes the row with the most trained tokens, if possible from its first trained token on. Returns the same keys
+        as `own`, with one row whose length is a multiple of the group's size.
         """
         size, rank, width = self.group.size, self.group.rank, own["input_ids"].shape[1]
         trained = own["targets"] != loss.IGNORED
@@ -114,7 +114,7 @@ class SequenceParallel:
         return whole
 
     def shorten(self, whole: Mapping[str, Tensor], longest: int) -> dict[str, Tensor]:
-        """Return about `longest` tokens of the row of `gather`, from its first trained one on."""
+        """Return at most `longest` tokens of the row of `gather`, if possible from its first trained token on."""
         trained = whole["targets"][0] != loss.IGNORED
         begin, length = _window(int(trained.int().argmax()), len(trained), longest, self.group.size)
         found = {name: whole[name][:, begin : begin + length] for name in TOKENWISE}
@@ -123,19 +123,19 @@ class SequenceParallel:
         return found
 
     def take_own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's part of whole rows, whose length is a multiple of the group."""
+        """Return this rank's part of whole rows. Their length is a multiple of the group's size."""
         own = {name: whole[name].chunk(self.group.size, 1)[self.group.rank] for name in TOKENWISE}
         return own | {name: whole[name] for name in ("documents",) if name in whole}
 
     def _with_beside(
         self, batch: Mapping[str, Tensor], rows: int, width: int, device: torch.device
     ) -> dict[str, Any]:
-        """Return `batch` on `device` with what keeps attention over rows of `width` within documents and windows."""
+        """Return `batch` on `device` with the ends or masks of `_beside` for rows of `width` tokens."""
         found = {name: batch[name].to(device, non_blocking=True) for name in TOKENWISE}
         return found | self._beside(batch.get("documents"), rows, width, device)
 
     def _beside(self, documents: Tensor | None, rows: int, width: int, device: torch.device) -> dict[str, Any]:
-        """Return the documents' ends for flash's kernels, and the masks that other kernels need; {} or None: causal."""
+        """Return the documents' ends for flash, and the masks for other kernels (None where causal is enough)."""
         ends: dict[str, Any] = {}
         positions = None
         if documents is not None and self._attention is Attention.flash_attention_2:
@@ -148,13 +148,16 @@ class SequenceParallel:
 
 
 def _window(first: int, width: int, longest: int, size: int) -> tuple[int, int]:
-    """Return where at most `longest` of `width` tokens begin, if possible with `first`, and their number."""
+    """Return the first token and the length of a window of at most `longest` of `width` tokens, near `first`.
+
+    The length is a multiple of `size`.
+    """
     length = min(longest, width) // size * size
     return min(first, width - length), length
 
 
 def _within(documents: Tensor, begin: int, length: int) -> Tensor:
-    """Return where documents start, and the end, in the `length` tokens from `begin` on; int32."""
+    """Return the starts of documents within the `length` tokens from `begin` on, and their end; int32."""
     inside = documents[(documents > begin) & (documents < begin + length)] - begin
     return torch.cat([documents.new_tensor([0]), inside, documents.new_tensor([length])])
 
@@ -170,9 +173,9 @@ def _positions(documents: Tensor, rows: int, width: int) -> Tensor:
 def planned(
     train: TrainConfig, model: ModelConfig, packed: Packed, net: Any
 ) -> Iterator[Callable[[dict[str, Tensor]], dict[str, Any]] | None]:
-    """Let `net`, on meta tensors, compute what one rank of the run computes, while the context is entered.
+    """Make `net`, on meta tensors, compute one rank's part while the context is entered.
 
-    It yields a function that turns a micro-batch on meta into the inputs of `net`; None when it already is.
+    Yields a function that turns a micro-batch on meta into the inputs of `net`; None when no change is needed.
     """
     if train.sequence_parallel_size == 1:
         yield packing.planned(packed, model.attention, net)
@@ -186,7 +189,7 @@ def planned(
 
 
 def _own_on_meta(batch: Mapping[str, Tensor], size: int, packed: Packed) -> dict[str, Tensor]:
-    """Return a rank's part of `batch`. Values are not known on meta: one document is assumed in each row."""
+    """Return a rank's part of `batch` on meta. Assumes one document per row, because meta tensors have no values."""
     rows, width = batch["input_ids"].shape
     own = torch.empty((rows, -(-width // size)), dtype=torch.int64, device="meta")
     found = dict.fromkeys(TOKENWISE, own)

@@ -1,9 +1,8 @@
-"""Find out before a run whether a model can share its sequences, and refuse it by name where it cannot.
+"""Test before a run whether a model supports sequence parallelism; refuse it with the reason where it does not.
 
-A small copy of the model is tried on a CPU: two threads stand for two ranks, and their logits must be those of the
-whole sequences. So a layer that mixes tokens outside of the attention interface (state spaces, convolutions, linear
-attention), a mask that is not passed on, or positions that count from a block's begin are found whatever they are
-called.
+A small copy of the model runs on a CPU. Two threads stand for two ranks, and their logits must equal those of the whole
+sequences. So no list of names is needed to find a layer that mixes tokens outside of the attention interface (state
+spaces, convolutions, linear attention), a mask that is not passed on, or positions that count from a block's start.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from remat.parallel.sequence_parallel import SequenceParallel
 from remat.parallel.ulysses import OPTION
 
 RANKS = 2
-SAME_WITHIN = 1e-4  # of the largest logit: fewer heads at a time round differently
+SAME_WITHIN = 1e-4  # share of the largest logit: fewer heads at a time round differently
 WAIT_S = 60.0
 KERNELS = (Attention.sdpa, Attention.eager, Attention.flash_attention_2)
 
@@ -39,9 +38,9 @@ def check(
     skeleton: PreTrainedModel,
     packed: Packed,
 ) -> None:
-    """Raise one ConfigError with every reason why so many ranks cannot share the sequences of this model.
+    """Raise one ConfigError with every reason why ranks cannot share the sequences of this model.
 
-    `skeleton` is the model of `config` without storage.
+    `skeleton` is the model of `config` on the meta device.
     """
     size = train.sequence_parallel_size
     if size == 1:
@@ -65,7 +64,7 @@ def check(
 def _heads(size: int, config: PretrainedConfig, skeleton: PreTrainedModel) -> list[str]:
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if type(heads) is not int or heads % size == 0:
-        return []  # other numbers are compared in the first call of attention
+        return []  # the first call of attention checks heads that differ between layers
     return [
         f"{OPTION}={size} does not divide num_attention_heads={heads} of {type(skeleton).__name__}: use a "
         "size that does"
@@ -76,9 +75,9 @@ _ANSWERS: dict[tuple[str, str, bool, bool], str] = {}
 
 
 def _try(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    """Return what keeps a small copy of the model from sharing its sequences; empty when nothing does.
+    """Run a small copy of the model with shared sequences. Return the problem, or "" when there is none.
 
-    It is tried once per configuration.
+    Each configuration is tried once.
     """
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     key = (text, str(model.attention), model.trust_remote_code, packed.apart)
@@ -105,12 +104,12 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig
             )
     except ConfigError as error:
         return str(error).removeprefix(f"{OPTION}={RANKS}: ").removesuffix(f"; use {OPTION}=1")
-    except Exception as error:  # so can models that are not made for it
+    except Exception as error:  # a model that does not support it can raise any error too
         return packing.first_line(error)
 
 
 def _difference(net: Any, packed: Packed, attention: Attention) -> str:
-    """Return how the logits of ranks differ from those of whole sequences; empty when they do not."""
+    """Return how the logits of ranks differ from those of whole sequences; "" when they do not."""
     batch = _batch(net, packed)
     beside = packing.ends(packed, attention, batch)
     expected = net(**packing.given(packed, batch, net), **beside, use_cache=False).logits
@@ -129,7 +128,7 @@ def _difference(net: Any, packed: Packed, attention: Attention) -> str:
 
 
 def _batch(net: Any, packed: Packed) -> dict[str, Tensor]:
-    """Return two rows of two documents, of a length that does not divide by the ranks."""
+    """Return two rows of two documents each. Their length is not a multiple of the number of ranks."""
     lengths = torch.tensor(packing.LENGTHS)
     shape = (len(lengths), int(lengths[0].sum()) - 1)
     vocabulary = net.get_input_embeddings().weight.shape[0]
@@ -140,7 +139,7 @@ def _batch(net: Any, packed: Packed) -> dict[str, Tensor]:
 
 
 def _blocks(batch: dict[str, Tensor]) -> Blocks:
-    """Return the rows of `batch` as blocks of data, from which ranks read their parts."""
+    """Return the rows of `batch` as `Blocks`, from which ranks read their parts."""
     tokens = batch["input_ids"].numpy().astype(np.int32)
     if "position_ids" not in batch:
         return Blocks(tokens)
@@ -150,7 +149,7 @@ def _blocks(batch: dict[str, Tensor]) -> Blocks:
 
 
 class _ThreadGroup:
-    """Threads of this process in the place of ranks."""
+    """A `Group` whose ranks are threads of this process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -166,7 +165,7 @@ class _ThreadGroup:
         self._here.rank = rank
 
     def leave(self) -> None:
-        """Let the others fail that wait for this thread."""
+        """Make the threads fail that wait for this one."""
         self._meeting.abort()
 
     def exchange(self, blocks: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ class _ThreadGroup:
 def _in_threads(
     net: Any, batch: dict[str, Tensor], packed: Packed, attention: Attention
 ) -> tuple[list[Tensor], int]:
-    """Return the logits of each rank's block, and how often attention was asked for."""
+    """Return the logits of each rank's block, and how often attention was called."""
     group, blocks = _ThreadGroup(RANKS), _blocks(batch)
     sequence = SequenceParallel(net, group, packed, attention)
     pieces: list[Tensor | None] = [None] * RANKS
@@ -192,7 +191,7 @@ def _in_threads(
     def run(rank: int) -> None:
         group.enter(rank)
         try:
-            with torch.no_grad():  # of each thread
+            with torch.no_grad():  # grad mode is per thread
                 own = own_part(blocks, np.arange(len(blocks)), Part(rank, RANKS))
                 inputs = sequence.inputs(own, torch.device("cpu"))
                 del inputs["targets"]

@@ -1,6 +1,6 @@
 """Reduce tensors over the ranks of a group, in forward or in backward.
 
-On meta tensors nothing is sent and no group is asked for: a plan sees the operation.
+On meta tensors nothing is sent and no group is needed; a plan still sees the operation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def reduce(value: Tensor, group: Any, operation: str = "sum") -> Tensor:
-    """Return `value`, in place of which is now the sum or the "max" of the ranks' values."""
+    """Replace `value` in place by the "sum" or "max" of the ranks' values, and return it. Collective."""
     if value.is_meta:
         torch.ops._c10d_functional.all_reduce_(value, operation, "")
     else:
@@ -25,7 +25,7 @@ def reduce(value: Tensor, group: Any, operation: str = "sum") -> Tensor:
 
 
 class SumInForward(torch.autograd.Function):
-    """The sum of the ranks' tensors, in place; its gradient goes to each rank as it is."""
+    """Sum the ranks' tensors in place. In backward each rank gets the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
@@ -37,7 +37,7 @@ class SumInForward(torch.autograd.Function):
 
 
 class SumInBackward(torch.autograd.Function):
-    """A tensor that each rank goes on with by itself: its gradient is the sum of theirs."""
+    """Return the tensor unchanged. In backward sum the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:

@@ -4,9 +4,9 @@ AutoTP follows the tensor-parallel plan that transformers has for the architectu
 whole on every rank of a group. Groups are consecutive ranks, so a group stays within a node when its size divides the
 node's number of GPUs.
 
-Adapters (LoRA) are cut like the matrix beside which they are. Of a matrix cut by its outputs B is cut, of one cut by
-its inputs A is. The other half is whole on every rank of the group, and so is its gradient: what reaches it in forward
-and backward was summed over the ranks by the cut half.
+Adapters (LoRA) are cut like their base matrix. Where the base is cut by its outputs, B is cut; where it is cut by its
+inputs, A is. The other adapter matrix is whole on every rank of the group. Its gradient is whole too, because the cut
+matrix sums its result and its gradient over the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check(
 ) -> None:
     """Raise one ConfigError with every reason why `size` ranks cannot share the layers of this model.
 
-    `on_nvme`: parameters or the optimizer's state lie there.
+    `on_nvme` says that parameters or the optimizer's state are offloaded to NVMe.
     """
     found = [] if size == 1 else [*_run(size, world_size, zero_stage, on_nvme), *_model(size, skeleton)]
     if found:
@@ -47,10 +47,9 @@ def check(
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict `ds` with AutoTP in it.
+    """Return the DeepSpeed dict `ds` with AutoTP and without the global batch size.
 
-    The global batch size is left out, and DeepSpeed derives it: it would check the value against all ranks before it
-    knows the groups.
+    DeepSpeed derives that size itself; it would check a given one against all ranks before it knows the groups.
     """
     if size == 1:
         return dict(ds)
@@ -59,7 +58,7 @@ def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `ds` without AutoTP, for transformers to create whole layers, which are split afterwards."""
+    """Return `ds` without AutoTP, so that transformers creates whole layers. They are split afterwards."""
     return {key: value for key, value in ds.items() if key != "tensor_parallel"}
 
 
@@ -76,7 +75,7 @@ def sizes_per_rank(model: nn.Module, size: int, loss: LossKind) -> list[int]:
 
 
 def share_on_meta(model: nn.Module, size: int, loss: LossKind) -> None:
-    """Let a model on meta tensors hold and compute what one rank of `size` does once its layers are cut.
+    """Reduce a model on meta tensors to the share of one rank of `size`.
 
     The operations are those of AutoTP's layers (deepspeed/module_inject/layers.py: LinearLayer, LinearAllreduce), sums
     over the ranks included. The output layer is not called: the loss uses its weight (`share_of_vocabulary`).
@@ -116,7 +115,7 @@ def _first(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
 
 
 class _SliceOfDropout(nn.Dropout):
-    """Dropout of one rank's columns, [..., columns]: its part of the mask that a rank draws for all columns alone.
+    """Dropout of one rank's columns [..., columns]: its part of the mask that a single rank draws for all columns.
 
     The ranks of a group draw the same numbers, so every column has a mask of its own.
     """
@@ -134,7 +133,7 @@ class _SliceOfDropout(nn.Dropout):
 
 
 def choose_styles(model: Any) -> dict[str, str]:
-    """Map patterns of module names to the styles of AutoTP, which leaves the output layer to us (vocabulary.py)."""
+    """Map patterns of module names to AutoTP's styles. The output layer is left out: vocabulary.py cuts it."""
     styles = {pattern: str(style).lower() for pattern, style in (model.tp_plan or {}).items()}
     return {pattern: WHOLE if pattern == OUTPUT_LAYER else style for pattern, style in styles.items()}
 
@@ -149,12 +148,12 @@ def find_cut(model: Any, size: int, loss: LossKind) -> dict[str, str]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Return whether it is peft's layer around a matrix and its adapter."""
+    """Return whether `module` is peft's layer around a matrix and its adapter."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def _style(path: str, styles: Mapping[str, str]) -> str | None:
-    """Return the style of the module at `path` of a plain model, or of one with adapters."""
+    """Return the style of the module at `path`, in a plain model or in one with adapters."""
     outer = _outer(path)
     style = styles.get(_pattern(outer.removeprefix(adapters.PREFIX)))
     half = path.removeprefix(outer).removesuffix(f".{adapters.ADAPTER}")
@@ -162,10 +161,10 @@ def _style(path: str, styles: Mapping[str, str]) -> str | None:
 
 
 def prepare(model: Any, size: int, loss: LossKind) -> None:
-    """Give the plan to AutoTP, which asks the model, and cut what AutoTP would not. Collective.
+    """Set the plan that AutoTP reads from the model, and cut what AutoTP would not. Collective.
 
-    That is the output layer, and what is in the layers of peft, into which AutoTP does not look. It becomes AutoTP's
-    modules. Call this before the optimizer is built.
+    AutoTP leaves out the output layer and the matrices inside peft's layers. They are replaced by AutoTP's modules.
+    Call this before the optimizer is built.
     """
     if size == 1:
         return
@@ -181,9 +180,9 @@ def prepare(model: Any, size: int, loss: LossKind) -> None:
         _cut(model, path, style)
     _share_dropout(model, cut, size, groups.get_tensor_model_parallel_rank())
     for module in [*adapted.values(), *([model.get_submodule(head)] if head else [])]:
-        module.replaced = True  # for AutoTP: leave it as it is
+        module.replaced = True  # tells AutoTP to leave the module as it is
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # for AutoTP: sum no gradient over the ranks, there is none
+        if not parameter.requires_grad:  # tells AutoTP that there is no gradient to sum over the ranks
             parameter._ds_grad_allreduce_registered = True
 
 
@@ -194,7 +193,7 @@ def describe_whole_head(model: Any, size: int, loss: LossKind) -> str:
 
 
 def share_of_vocabulary(head: Any) -> vocabulary.Share | None:
-    """Return how a rank computes the loss with the output layer `head` of a prepared model; None: it has all rows."""
+    """Return the rank's share of the output layer `head` of a prepared model; None where it has all rows."""
     if isinstance(head, _Column):
         return vocabulary.Share(0, head.weight.shape[0], None)
     if not hasattr(head, "tp_index"):
@@ -209,7 +208,7 @@ def _outer(path: str) -> str:
 
 
 def _cut(model: nn.Module, path: str, style: str) -> None:
-    """Put AutoTP's layer, which holds this rank's share, in the place of the linear module at `path`."""
+    """Replace the linear module at `path` by AutoTP's layer with this rank's share."""
     import deepspeed
     from deepspeed.module_inject import layers
     from deepspeed.utils import groups
@@ -218,14 +217,14 @@ def _cut(model: nn.Module, path: str, style: str) -> None:
     shards = {name: p for name, p in module.named_parameters(recurse=False) if hasattr(p, "ds_id")}
     with deepspeed.zero.GatheredParameters(list(shards.values())):
         whole = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in shards.items()}
-    for name, parameter in whole.items():  # ordinary ones, of which ZeRO-3 shards what is left
+    for name, parameter in whole.items():  # ordinary parameters: ZeRO-3 shards the rank's share further
         setattr(module, name, parameter)
     kind = layers.LinearLayer if style == COLUMN else layers.LinearAllreduce
     model.set_submodule(path, kind(module, groups.get_tensor_model_parallel_group(), name=path))
 
 
 def _share_dropout(model: nn.Module, cut: Iterable[str], size: int, rank: int) -> None:
-    """Let the dropout before each A that is cut know what part of the columns the rank has."""
+    """Give the dropout before each cut A this rank's part of the columns."""
     for path in cut:
         if not path.endswith(f".lora_A.{adapters.ADAPTER}"):
             continue
@@ -236,9 +235,9 @@ def _share_dropout(model: nn.Module, cut: Iterable[str], size: int, rank: int) -
 
 
 def join(world: World, size: int) -> tuple[World, Any | None]:
-    """Divide `world` into groups of `size` ranks; return it with DeepSpeed's object that knows them.
+    """Divide `world` into groups of `size` ranks; return it with DeepSpeed's object for the groups.
 
-    Returns (world, None) for size 1. DeepSpeed keeps one division per process and would keep that of an earlier run.
+    Returns (world, None) for size 1. DeepSpeed would keep the groups of an earlier run in the same process.
     """
     from deepspeed.utils import groups
 

@@ -1,11 +1,11 @@
 """Attention over a sequence whose blocks lie on the ranks of a group (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Before attention the ranks exchange blocks of the sequence for heads: [batch, heads, seq / n, width] becomes
-[batch, heads / n, seq, width]. Each rank attends with its heads over the whole sequence, by the kernel that the run
-chose, and the result goes back. All other parts of a model work on each token alone.
+Before attention the ranks exchange blocks of the sequence for heads: [batch, heads, seq / n, width] becomes [batch,
+heads / n, seq, width]. Each rank computes attention with its heads over the whole sequence, by the kernel of the run.
+Then the exchange is reversed. All other parts of a model work on each token alone.
 
-`install` puts this between the modules and transformers' attention interface. Nothing that other models of the
-process use is replaced.
+`Installed` puts this between the modules of one model and transformers' attention interface. Other models in the
+process are not affected.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from remat.config.options import ConfigError
 
 OPTION = "train.sequence_parallel_size"
-OF_THE_SEQUENCE = ("position_ids", "cache_position")  # known to the kernel from the mask or the documents' ends
-ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of documents in the whole sequence
-SINKS = "s_aux"  # a weight for each head of queries, which takes its share of every row of attention
+OF_THE_SEQUENCE = ("position_ids", "cache_position")  # dropped: the mask or the documents' ends tell the kernel
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # the documents' ends in the whole sequence
+SINKS = "s_aux"  # attention sinks: a weight for each head of queries, which takes a share of every row
 collectives = torch.ops._c10d_functional
 
 
 class Group(Protocol):
-    """The ranks that share a sequence; this one is number `rank` of `size`."""
+    """The `size` ranks that share a sequence. `rank` is the number of this one."""
 
     @property
     def size(self) -> int: ...
@@ -51,7 +51,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of a process group by its name. On meta tensors nothing is sent, and the name may be empty."""
+    """The ranks of a process group, given by its name. On meta tensors nothing is sent, and the name may be empty."""
 
     size: int
     rank: int = 0
@@ -69,7 +69,7 @@ class RankGroup:
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange, whose gradient is the same exchange: what came from rank i goes back to it."""
+    """All-to-all exchange. Its backward is the same exchange: what came from rank i goes back to rank i."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: Group) -> Tensor:
@@ -94,7 +94,7 @@ def take_block(states: Tensor, group: Group) -> Tensor:
 
 
 class Installed:
-    """Attention over the group in the modules of a model, until `remove`.
+    """Replaces the attention in the modules of a model by attention over the group, until `remove` is called.
 
     While `whole` is true, each rank computes whole sequences by itself, as the model does without a group.
     """
@@ -122,7 +122,7 @@ class Installed:
             del ALL_ATTENTION_FUNCTIONS[name]
 
     def _renamed(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Return a copy of `config` that names attention over the group where it named a kernel."""
+        """Return a copy of `config` in which attention over the group replaces the named kernel."""
         own, kernel = copy.copy(config), config._attn_implementation
         if kernel is None:
             return own
@@ -142,9 +142,9 @@ class Installed:
         attention_mask: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend by `kernel`. `query`, `key`, `value` [batch, heads, seq / n, width]; the mask is of whole sequences.
+        """Compute attention with `kernel` from `query`, `key`, `value`, each [batch, heads, seq / n, width].
 
-        Returns [batch, seq / n, heads, width] and no attention weights.
+        The mask is of whole sequences. Returns [batch, seq / n, heads, width] and no attention weights.
         """
         self.calls += 1
         attention = interface(type(module), kernel)
@@ -153,14 +153,14 @@ class Installed:
             return found
         group = self.group
         _check(module, query, attention_mask, given, group.size)
-        seen: dict[str, Any] = {}  # attributes of the module, as a rank with some of the heads has them
+        seen: dict[str, Any] = {}  # the module's attributes that differ for a rank with some of the heads
         shared = math.lcm(key.shape[1], group.size) // key.shape[1]
-        if shared > 1:  # fewer heads of keys than ranks: ranks that share one get it each
+        if shared > 1:  # fewer key heads than ranks: each rank that shares one gets a copy
             key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
             seen["num_key_value_groups"] = query.shape[1] // key.shape[1]
         for name in OF_THE_SEQUENCE:
             given.pop(name, None)
-        if (sinks := given.get(SINKS)) is not None:  # eager attention reads the module's
+        if (sinks := given.get(SINKS)) is not None:  # eager attention reads the module's attribute instead
             own = given[SINKS] = sinks.chunk(group.size)[group.rank]
             seen |= {name: own for name, weight in module.named_parameters(recurse=False) if weight is sinks}
         if seen:
@@ -171,7 +171,7 @@ class Installed:
 
 
 def interface(module: type[nn.Module], kernel: str) -> Callable[..., Any]:
-    """Return the function that modules of this class call for `kernel`; eager attention is a function of their file."""
+    """Return the function that modules of this class call for `kernel`. Eager attention is in the class's own file."""
     own_file = inspect.unwrap(module.forward).__globals__
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
         kernel, own_file.get("eager_attention_forward")
@@ -206,14 +206,14 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, given: dict[st
 
 
 class _Name(str):
-    """Reads as the kernel's own name, which models ask for; in the registry it is a key of its own."""
+    """Equals the kernel's name, which models compare with, but is a key of its own in the registry."""
 
     def __hash__(self) -> int:
         return id(self)
 
 
 class _SomeHeads:
-    """An attention module to a rank that has some of its heads: with the attributes `seen` in the place of its own."""
+    """An attention module as a rank with some of the heads sees it: the attributes `seen` replace the module's."""
 
     def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:
         self._module = module

@@ -1,6 +1,6 @@
 """Cut the output layer by its rows, the vocabulary, over the ranks that share layers.
 
-The chunked loss runs in the output layer's own call, so a rank needs only its logits of a chunk of tokens. Of each
+The chunked loss runs in the output layer's own call, so a rank needs only its logits of a chunk of tokens. For each
 token the ranks exchange three numbers: the highest logit, the sum of exponentials, and the logit of the target, which
 one rank has (Shoeybi et al. 2019, section 3). The gradient of the hidden states is summed over the ranks once, after
 all chunks. `train.loss=full` reads the logits of all tokens, so it keeps the output layer whole.
@@ -17,11 +17,11 @@ from remat.config.options import LossKind
 from remat.model.loss import IGNORED
 from remat.parallel import sums
 
-BLOCK_ELEMENTS = 1 << 22  # of the fp32 copies of logits, 16 MiB
+BLOCK_ELEMENTS = 1 << 22  # logits copied to fp32 at a time: 16 MiB
 
 
 def find_head(model: Any, size: int, kind: LossKind) -> str | None:
-    """Return the path of the output layer in `model` if `size` ranks share it, None if it is whole on each rank."""
+    """Return the path of the output layer in `model` if `size` ranks share it; None if it is whole on each rank."""
     if size == 1 or why_whole(model, size, kind):
         return None
     head = model.get_output_embeddings()
@@ -43,33 +43,33 @@ def why_whole(model: Any, size: int, kind: LossKind) -> str:
 
 
 class Share:
-    """The loss of a rank that has the rows `first` to `first + count` of the output layer.
+    """The loss on a rank that has the rows `first` to `first + count` of the output layer.
 
-    `group` are the ranks that share it; None on meta tensors, where nothing is sent.
+    `group` are the ranks that share the layer; None on meta tensors, where nothing is sent.
     """
 
     def __init__(self, first: int, count: int, group: Any) -> None:
         self.first, self.count, self.group = first, count, group
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states, whose gradient will be the sum over the ranks."""
+        """Return the hidden states unchanged. In backward their gradient is summed over the ranks."""
         entered: Tensor = sums.SumInBackward.apply(hidden, self.group)
         return entered
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the rows' cross entropies, float32: of `logits` [rows, count], `targets` [rows]."""
+        """Return the summed cross entropy, a float32 scalar, of `logits` [rows, count] and `targets` [rows]."""
         found: Tensor = _CrossEntropy.apply(logits, targets, self)
         return found
 
     def place(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of this rank's columns the targets are, and whether they are any."""
+        """Return the column of each target among this rank's columns, and whether the target is one of them."""
         columns = targets - self.first
         inside = (columns >= 0) & (columns < self.count)
         return columns.clamp(0, self.count - 1), inside
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits and two numbers per row. Copies in fp32 are of a few rows at a time."""
+    """Cross entropy over the ranks. Keeps the logits and two numbers per row; copies a few rows at a time to fp32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, share: Share) -> Tensor:
@@ -84,9 +84,8 @@ class _CrossEntropy(torch.autograd.Function):
         )
         both = sums.reduce(torch.stack([total, torch.where(inside, wanted, 0.0)]), share.group)
         log_sum = both[0].log_()
-        ctx.save_for_backward(
-            logits, targets, highest, log_sum
-        )  # apart: their sum would lose digits of the second
+        # `highest` and `log_sum` are kept apart: their sum would lose digits of `log_sum`
+        ctx.save_for_backward(logits, targets, highest, log_sum)
         ctx.share = share
         return torch.where(targets == IGNORED, 0.0, log_sum - both[1]).sum()
 
