@@ -1,4 +1,4 @@
-"""`remat compare`: the same run under several choices, each a launch of its own, measured side by side.
+"""`remat compare`: launch the same run under several choices, one launch each, and compare what was measured.
 
 May import every room but `cli`. Start with `command.py`, then `experiment.py`.
 """

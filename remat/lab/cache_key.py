@@ -1,4 +1,4 @@
-"""Compute the cache key of a launch's result: the composed configuration, the code that runs it, the machine."""
+"""Compute the cache key of a launch's result from the composed configuration, the code that runs it and the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "deepspeed", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Place:
-    """The machine, as far as figures depend on it. `device` is where a rank computes: cpu or cuda."""
+    """The properties of the machine that figures depend on. `device` is where a rank computes: cpu or cuda."""
 
     device: str
     hardware: dict[str, Any]
@@ -57,7 +57,7 @@ def threads(ranks: int) -> int:
 def key(words: Sequence[str], ranks: int, place: Place) -> str:
     """Return the cache key of a launch. Launches with the same key share one result.
 
-    Where a run lands and what it is called do not count. Raises ConfigError for arguments that no run can have.
+    The run's name and output folder are not part of the key. Raises ConfigError for invalid arguments.
     """
     asked = command_line.parse(list(words))
     made = compose.compose_run(asked.overrides, asked.config_dirs)
@@ -77,7 +77,7 @@ def key(words: Sequence[str], ranks: int, place: Place) -> str:
 def code() -> str:
     """Return a digest of the source that a launch runs, uncommitted changes included.
 
-    The code of the laboratory, which only compares and draws, is left out.
+    The files of remat/lab are left out: they only compare and draw.
     """
     digest = hashlib.sha256()
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE / "lab"]

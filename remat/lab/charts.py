@@ -30,7 +30,7 @@ MEMORY_NAMES = {
     "micro_batch": "peak of a micro-batch without model states",
 }
 LABEL_WIDTH = 32
-OFFSETS = [  # of a number from its point, in points of print; the first free one is used
+OFFSETS = [  # from a point to its number, in typographic points; the first free one is used
     (8, 5), (8, -14), (-20, 5), (-20, -14), (10, -4), (-24, -4), (24, 5), (24, -14), (-36, 5), (-36, -14), (40, -4),
 ]  # fmt: skip
 
@@ -141,7 +141,7 @@ def _line(place: int, theme: Theme) -> dict[str, Any]:
 
 
 def _losses(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
-    """Draw the loss curves. The first points have the widest lines, so that equal curves stay visible."""
+    """Draw the loss curves. Earlier points get wider lines, so that equal curves stay visible."""
     for place, row in enumerate(rows):
         if row.loss:
             steps, values = zip(*row.loss, strict=True)
@@ -208,7 +208,7 @@ def _scale(rows: Sequence[Row]) -> tuple[int, str]:
 def _trade(
     axes: Axes, experiment: Experiment, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme
 ) -> None:
-    """Draw each point against its own baseline, which lies at zero."""
+    """Draw each point relative to its baseline, which lies at zero."""
     found = tradeoff(rows, experiment.tradeoff)
     axes.set_title("Trade-off against each point's baseline")
     if not found:
@@ -296,16 +296,16 @@ def _pareto(rows: Sequence[Row], theme: Theme) -> Figure:
 def _free_spots(
     figure: Figure, axes: Axes, places: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[int, int]]:
-    """Return where to print the number of each point, as an offset in points of print.
+    """Return where to print the number of each point, as an offset in typographic points.
 
-    `places` are in data coordinates of the finished axes. A number overlaps no other number and no point: it takes the
-    first of OFFSETS that is free, or the last where none is.
+    `places` are in data coordinates of the finished axes. Each number takes the first of OFFSETS at which it overlaps
+    no point and no other number, or the last where none is free.
     """
-    figure.draw_without_rendering()  # only the final layout says where data lie
+    figure.draw_without_rendering()  # data coordinates are final only after layout
     at = {name: axes.transData.transform(place) * 72 / figure.dpi for name, place in places.items()}
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at.values()]
     found: dict[str, tuple[int, int]] = {}
-    for name, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):  # from the top, as OFFSETS begin
+    for name, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):  # from the top downwards
         for offset in OFFSETS:
             box = Bbox.from_bounds(x + offset[0], y + offset[1], 14, 10)  # the size of two digits
             if not any(box.overlaps(other) for other in taken):
@@ -316,7 +316,7 @@ def _free_spots(
 
 
 def _key(rows: Sequence[Row], best: set[str], scale: int, unit: str) -> tuple[list[str], int]:
-    """Return what the numbers stand for, in two columns of text, and the lines of the longer one."""
+    """Return the legend of the numbers as two columns of text, and the number of lines of the longer one."""
     entries = []
     for number, row in enumerate(rows, start=1):
         name = textwrap.fill(f"{number}  {row.name}", 72, subsequent_indent="    ")

@@ -1,4 +1,4 @@
-"""Run `remat compare` from its arguments to its files: choose, launch what has no result, print, write, draw."""
+"""Run `remat compare`: choose the points, launch those without a result, print the table, write files, draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWERS = {FINISHED, OUT_OF_MEMORY, DOES_NOT_FIT}
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. 0 and "" mean: as the experiment says."""
+    """The options of the command line. With 0 or "" the experiment's own value holds."""
 
     repeats: int = 0
     ranks: int = 0
@@ -38,7 +38,8 @@ class Options:
 def run(args: Sequence[str], options: Options) -> int:
     """Compare, and return the exit code: 0 when any point has a result, 1 when all failed, 130 when stopped.
 
-    Running out of memory is a result. Raises ConfigError for what cannot be compared, before anything is launched.
+    Running out of memory is a result. Before anything is launched, raises ConfigError for arguments that cannot be
+    compared.
     """
     place = cache_key.here(options.ranks or 1)
     chosen = choose(args, options, place.device)
@@ -65,7 +66,7 @@ def run(args: Sequence[str], options: Options) -> int:
 
 
 def choose(args: Sequence[str], options: Options, device: str) -> Experiment:
-    """Return the experiment that the words ask for. Raises ConfigError."""
+    """Return the experiment that the arguments ask for. Raises ConfigError."""
     found = experiment.choose(args, device, options.baseline)
     return replace(found, repeats=options.repeats or found.repeats, ranks=options.ranks or found.ranks)
 

@@ -1,4 +1,4 @@
-"""Define what is compared: named experiments (`conf/lab/NAME.yaml`) and those of the command line, as one schema."""
+"""Define experiments. Named ones (`conf/lab/NAME.yaml`) and those of a command line share one schema."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ LEAN = (  # first arguments of each launch: a row per step, a short evaluation, 
     "tracking=wandb_disabled",
 )
 MEMORY = ("peak", "kept", "micro_batch")  # figures the trade-off picture can show against time
-# set by the laboratory: where a run lands, and that it is fresh
+# options that this room sets itself, so no experiment may give them
 OWN_WORDS = "name", "run_id", "output_dir", "resume"
-AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # names that YAML does not read as text
+AMBIGUOUS = {"null", "true", "false", "nan", "inf"}  # names that YAML does not read as strings
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointFile:
-    """A point, or several: an argument with commas stands for one point per value.
+    """A point, or several: an argument with commas gives one point per value.
 
-    `cpu` or `gpu` is added after the rest.
+    The arguments in `cpu` or `gpu` are added after `overrides`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PointFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleFile:
-    """What differs on a kind of machine. `reduction` says in one sentence what is smaller than in the claim."""
+    """Overrides for CPUs or for GPUs. `reduction` is a sentence on what is smaller here than in the claim."""
 
     overrides: list[str] = field(default_factory=list)
     reduction: str = ""
@@ -82,7 +82,7 @@ class ExperimentFile:
 class Point:
     """One configuration.
 
-    `words` are all its arguments, `own` those in which it differs from the others, `baseline` is the name of a point.
+    `words` are all arguments, `own` those that differ from other points. `baseline` is the name of a point.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Experiment:
 
 
 def names(folders: Sequence[Path] = ()) -> dict[str, Path]:
-    """Return every named experiment with its file; those of the user's folders replace ours."""
+    """Return every named experiment with its file. A file in the user's folders replaces a shipped one."""
     found: dict[str, Path] = {}
     for folder in (FOLDER, *(path / "lab" for path in folders)):
         found |= {path.stem: path for path in sorted(folder.glob("*.yaml"))}
@@ -145,7 +145,7 @@ def describe_all(folders: Sequence[Path] = ()) -> str:
 
 
 def check(args: Sequence[str], baseline: str = "") -> None:
-    """Raise ConfigError for words that ask for no experiment, and for one of which no machine could launch a point."""
+    """Raise ConfigError for arguments that name no experiment, and where no machine could launch any of its points."""
     chosen = {device: choose(args, device, baseline) for device in ("cpu", "cuda")}
     words = dict.fromkeys(point.words for found in chosen.values() for point in found.points)
     compose.refuse_if_none(words, "remat compare: every point is refused")
@@ -154,7 +154,7 @@ def check(args: Sequence[str], baseline: str = "") -> None:
 
 
 def choose(args: Sequence[str], device: str, baseline: str = "") -> Experiment:
-    """Return the experiment that the words of a command line ask for. Raises ConfigError."""
+    """Return the experiment that a command line asks for. Raises ConfigError."""
     asked = command_line.parse(list(args), compose.option_names())
     labs = [word.partition("=")[2] for word in asked.overrides if word.startswith("lab=")]
     rest = [word for word in asked.overrides if not word.startswith("lab=")]
@@ -198,7 +198,7 @@ def named(
 
 
 def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), baseline: str = "") -> Experiment:
-    """Return the experiment of a command line: words with commas are axes, the rest holds for all points."""
+    """Return the experiment of a command line. Arguments with commas are axes; the others hold for all points."""
     fixed, swept = split_points(args, asker="remat compare")
     expanded = [(_label(words), list(words), list[str]()) for words in swept]
     options = list(dict.fromkeys(word.partition("=")[0] for words in swept for word in words))
@@ -218,9 +218,9 @@ def written(args: Sequence[str], device: str, folders: Sequence[Path] = (), base
 
 
 def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (label, words) of every combination of the values that are listed with commas.
+    """Return (label, arguments) of every combination of values that are listed with commas.
 
-    The label names the values.
+    The label names the values of the combination.
     """
     lists = [
         [f"{word.partition('=')[0]}={value}" for value in read_values(word)] if "=" in word else [word]
@@ -234,7 +234,7 @@ def axes(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def slug(text: str) -> str:
-    """Return a folder name that no reader takes for a number or a constant.
+    """Return a folder name that YAML does not read as a number or a constant.
 
     `small, none` -> small-none, `512` -> p-512.
     """
@@ -243,7 +243,7 @@ def slug(text: str) -> str:
 
 
 def merged(words: Sequence[str]) -> list[str]:
-    """Keep only the last argument of each option; train.steps and train.epochs are one, the length of the run."""
+    """Keep only the last argument of each option. train.steps and train.epochs count as one option."""
     options = [word.partition("=")[0] for word in words]
     meant = ["length" if option in compose.LENGTHS else option for option in options]
     last = dict(zip(meant, words, strict=True))
@@ -251,7 +251,7 @@ def merged(words: Sequence[str]) -> list[str]:
 
 
 def _label(words: Sequence[str]) -> str:
-    """Return a label: for a group its choice alone, for an option also its short name."""
+    """Return a label: only the choice for a config group, short name and value for an option."""
     parts = []
     for word in words:
         option, _, value = word.partition("=")
@@ -268,7 +268,7 @@ def _points(
 ) -> tuple[Point, ...]:
     """Return the points, each with all its arguments.
 
-    Raises ConfigError for names used twice and a baseline that is none of them.
+    Raises ConfigError for a name used twice and for an unknown baseline.
     """
     if len(expanded) > MOST_POINTS:
         raise ConfigError(f"remat compare: {len(expanded)} points, at most {MOST_POINTS}; compare fewer values")

@@ -1,4 +1,4 @@
-"""Turn results into figures: medians and quartiles over all repeats, ratios to the baseline with their spread."""
+"""Compute figures from results: medians and quartiles over all repeats, and ratios to the baseline with a spread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.lab.measure import (
     Measured,
 )
 
-ORDER = (  # the first of these that occurred is the status of a point without figures
+ORDER = (  # a point without figures shows the first of these that occurred
     OUT_OF_MEMORY,
     DOES_NOT_FIT,
     FAILED,
@@ -100,7 +100,7 @@ def rows(experiment: Experiment, results: Sequence[Result]) -> list[Row]:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return median and quartiles; None without values, and one value as all three."""
+    """Return median and quartiles. None without values; a single value is all three."""
     if not values:
         return None
     low, middle, high = (
@@ -110,9 +110,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def ratio(mine: Spread, base: Spread) -> Spread:
-    """Divide two spreads: median by median, and the opposite quartiles by each other.
+    """Divide two spreads.
 
-    The low end is the lower quartile over the baseline's upper one, the high end the reverse.
+    The median is the ratio of medians. `low` is the lower quartile over the baseline's upper quartile, `high` the
+    upper over the baseline's lower.
     """
     return Spread(
         mine.median / base.median, mine.low / base.high, mine.high / base.low, min(mine.count, base.count)
@@ -122,7 +123,7 @@ def ratio(mine: Spread, base: Spread) -> Spread:
 def as_json(
     experiment: Experiment, results: Sequence[Result], found: Sequence[Row], place: Place
 ) -> dict[str, Any]:
-    """Return the content of results.json: what was asked, where, and every row."""
+    """Return the content of results.json: the experiment, the machine and every row."""
     finished = [result for result in results if result.status == FINISHED]
     known = [result.measured for result in finished if result.measured]
     return {
@@ -204,7 +205,7 @@ def _against(row: Row, base: Row) -> Row:
 
 
 def _bytes(measured: Measured) -> tuple[object, ...]:
-    """Return all byte counts, which must be equal whenever the same run is repeated on the same machine."""
+    """Return all byte counts. They must be equal whenever a run is repeated on the same machine."""
     return (
         measured.peak_bytes,
         measured.counted_bytes,

@@ -1,4 +1,4 @@
-"""Launch one point through `remat launch`, and store its result as one file that is whole or absent."""
+"""Launch one point through `remat launch`, and write its result to a file atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from remat.lab.measure import FAILED, FINISHED, Measured
 from remat.launch import processes
 from remat.report import run_dir
 
-GRACE_S = 1.0  # a launch stopped here is thrown away, so its ranks need no time to save
+GRACE_S = 1.0  # ranks get no time to save: the result of a stopped launch is discarded
 KEPT_OF_ENV = ("python", "torch", "deepspeed", "transformers", "commit", "started", "platform")
 
 
@@ -32,15 +32,15 @@ KEPT_OF_ENV = ("python", "torch", "deepspeed", "transformers", "commit", "starte
 class Result:
     """The result of one launch.
 
-    `status`: finished, out of memory, does not fit, failed, not launched or refused. A launch is refused by this
-    machine or, without a `key`, by composition, and then nothing was launched.
+    `status`: finished, out of memory, does not fit, failed, not launched or refused. A refused result with a
+    `key` was refused by this machine; without one its configuration was, and nothing was launched.
     """
 
     key: str
     point: str
     repeat: int
     status: str
-    words: str = ""  # why, when it did not finish
+    words: str = ""  # why the launch did not finish
     exit_code: int = 0
     seconds: float = 0.0  # the whole launch
     command: str = ""
@@ -81,7 +81,7 @@ class Slot:
 
 
 def stored(slot: Slot, key: str) -> Result | None:
-    """Return the result of an earlier launch with the same key; None when there is none."""
+    """Return the stored result of a launch with the same key; None when there is none."""
     try:
         content = json.loads(slot.result.read_text())
         found = Result(**content | {"measured": _measured(content["measured"])})
@@ -91,9 +91,9 @@ def stored(slot: Slot, key: str) -> Result | None:
 
 
 def from_here(path: Path) -> Path:
-    """Return `path` relative to the current folder, so that results name no path of this machine.
+    """Return `path` relative to the current folder, in which launches start.
 
-    Launches start in the current folder.
+    So results contain no path of this machine.
     """
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -148,7 +148,7 @@ def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
 def _run(command: Sequence[str], logs: Path, place: Place) -> int:
     """Run the command and return its exit code.
 
-    The launcher's output goes to a file. The launcher ends when this process does.
+    The launcher's output goes to a file. The launcher stops when this process ends.
     """
     env = dict(os.environ) | {"OMP_NUM_THREADS": str(place.hardware["threads_per_rank"])}
     libc = ctypes.CDLL(None)
@@ -169,7 +169,7 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
         try:
             return process.wait()
         except BaseException:
-            process.send_signal(signal.SIGTERM)  # it ends its ranks, and kills them after GRACE_S
+            process.send_signal(signal.SIGTERM)  # the launcher stops its ranks, and kills them after GRACE_S
             process.wait()
             raise
 

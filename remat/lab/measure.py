@@ -1,4 +1,4 @@
-"""Read what a launch measured from the files it left: memory, time, loss, plan against measured."""
+"""Read a launch's measurements from its files: memory, time, loss, and planned against measured bytes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ KILLED = re.compile(r"rank \d+ was killed \(SIGKILL\).*counts [1-9]\d* out-of-me
 SAYS = re.compile(r"^remat(?: \(rank \d+\))?: (.+)$", re.MULTILINE)
 EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED = 2, 3, 70
 EXIT_KILLED = 137
-STILL = (
-    "Start anyway with force=true"  # last words of a refusal because the plan says that the run does not fit
-)
+# ends the message of a run that is refused because its plan does not fit
+STILL = "Start anyway with force=true"
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of a launch: `counted_bytes` was measured, `planned_bytes` is the plan for the same.
+    """The peak memory of a launch: `counted_bytes` was measured, `planned_bytes` was planned for the same moment.
 
-    `peak_bytes` is higher where an optimizer step needs more (`in_update`). On CPUs that part is planned, not
+    `peak_bytes` is higher where the optimizer step needs more (`in_update`). On CPUs that excess is planned, not
     measured.
     """
 
@@ -66,10 +65,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one rank, the highest where they differ; times in seconds per steady step, losses in nats per token.
+    """Bytes of the rank with the most, times in seconds per steady step, losses in nats per token; None is unknown.
 
-    `steps` has the seconds of each steady step: the whole and its data, forward, backward and optimizer. None means
-    unknown.
+    `steps` has the seconds of each steady step: in all, and for data, forward, backward and optimizer.
     """
 
     peak_bytes: int | None = None
@@ -83,7 +81,7 @@ class Measured:
     moved_bytes: int = 0
     micro_batch_bytes: int | None = None
     states_bytes: dict[str, int] = field(default_factory=dict)  # measured, by category and place
-    off_gpu_bytes: int = 0  # the part that the strategy keeps off the GPU
+    off_gpu_bytes: int = 0  # model states that the strategy keeps off the GPU
     recomputed_percent: float | None = None
     steps: dict[str, list[float]] = field(default_factory=dict)
     first_steady_step: int = 0
@@ -117,12 +115,12 @@ def ended(code: int, text: str) -> Ended:
 
 
 def _refusal(text: str) -> str:
-    """Return what is too small, and by how much: the lines of the refusal that begin with a dash."""
+    """Return what is too small and by how much: the lines of a refusal that begin with a dash."""
     return "; ".join(dict.fromkeys(re.findall(r"^- (.+)$", text.partition(STILL)[0], re.MULTILINE)))
 
 
 def read(folder: Path) -> Measured:
-    """Read the folder of a finished run. Raises ValueError when the run did not come to its end."""
+    """Read the folder of a finished run. Raises ValueError when the run did not finish."""
     ledger, plan, proof = (_json(folder / name) for name in ("ledger.json", "plan.json", "proof.json"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
@@ -181,9 +179,9 @@ def _peak(
 def _counted(
     figures: Mapping[str, tuple[float | None, float | None]], plan: Mapping[str, Any], zero_stage: int
 ) -> int | None:
-    """Return the counted peak: model states that a GPU would hold, and the peak of a micro-batch.
+    """Return the counted peak: model states that a GPU would hold plus the peak of a micro-batch.
 
-    Below stage 3 gradients come and go with a backward, so they are part of the micro-batch.
+    Below stage 3 gradients exist only during backward, so they count to the micro-batch.
     """
     held, off, micro_batch = _held(figures), _off_gpu(plan), figures[MICRO_BATCH][1]
     if micro_batch is None or not held:
@@ -226,13 +224,13 @@ def _off_gpu(plan: Mapping[str, Any]) -> dict[str, int]:
 def _steady(
     rows: list[dict[str, float]], zero_stage: int, micro_batches: int
 ) -> tuple[list[dict[str, float]], int]:
-    """Return the rows after the steps that are traced op by op.
+    """Return the rows after the last step that is traced op by op, and the number of the first steady step.
 
-    These are the first step, and under ZeRO-3 also the step of the fourth micro-batch.
+    The first step is traced, and under ZeRO-3 also the step of the fourth micro-batch.
     """
     watched = math.ceil((LEARNT + 1) / micro_batches) if zero_stage == 3 else 1
     timed = [row for row in rows if STEP_S in row]
-    before = [0.0, *(row["step"] for row in timed)]  # a row is the mean of the steps since the one before it
+    before = [0.0, *(row["step"] for row in timed)]  # a row's times are means since the row before
     return [row for row, since in zip(timed, before, strict=False) if since >= watched], watched + 1
 
 
@@ -241,7 +239,7 @@ def _accumulated(folder: Path) -> int:
 
 
 def _plain(row: Mapping[str, Any], side: str) -> float | None:
-    """Return a figure in bytes where its unit is one of memory. The scale is a power of two, so nothing is lost."""
+    """Return the figure `side` of a ledger row, in bytes where its unit is one of memory."""
     value = row[side]
     return None if value is None else value * UNITS[row["unit"]]
 

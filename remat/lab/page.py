@@ -119,7 +119,7 @@ def _times(rows: Sequence[Row]) -> Table:
 
 
 def _plan(rows: Sequence[Row]) -> Table:
-    """Make the table of plan against measured: every category of every point that has both figures."""
+    """Make the table of planned against measured bytes: every category of every point that has both figures."""
     categories = list(
         dict.fromkeys(
             line["category"]

@@ -1,7 +1,6 @@
-"""Add an experiment to the committed results: `points.csv` has a row for each point, `environments.json` says where.
+"""Add an experiment to the committed results: `points.csv` (a row per point) and `environments.json` (the machines).
 
-Everything that a launch measured stays in its own folder under outputs/. Only what the documentation reads is
-committed.
+All measurements of a launch stay in its folder under outputs/. Only what the documentation reads is committed.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ ABOUT = ("reduction", "ranks", "repeats", "peak_how", "first_steady_step")
 
 
 def name_machine(content: Mapping[str, Any]) -> str:
-    """Return `cpu` or `gpu`."""
+    """Return the kind of machine, `cpu` or `gpu`."""
     return "cpu" if content["device"] == "cpu" else "gpu"
 
 
 def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
-    """Replace the rows of an experiment from the same kind of machine; return the files.
+    """Replace the experiment's rows of this kind of machine; return the files.
 
     `content` is that of results.json.
     """
@@ -94,5 +93,5 @@ def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_environment(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size that was run, versions, commit, date and machine."""
+    """Return ranks, repeats and reduction of an experiment, versions, commit, date and machine."""
     return {**{key: content[key] for key in ABOUT}, **content["env"], **content["hardware"]}

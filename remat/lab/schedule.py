@@ -1,4 +1,4 @@
-"""Launch every point in turns, again and again, so that drift of the machine affects all; known results are kept."""
+"""Launch all points once, then all again, so that drift of the machine affects all. Stored results are reused."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ OpenReport = Callable[[int], AbstractContextManager[ProgressReport]]  # takes th
 
 @dataclass(frozen=True)
 class Outcome:
-    """The `results` in launch order; `launched` of them are new, the others come from an earlier call."""
+    """The `results` in launch order. `launched` of them are new; the others were stored earlier."""
 
     results: list[Result]
     launched: int
 
     @property
     def stopped(self) -> bool:
-        """Return whether Ctrl-C ended it. Points that were not launched then say so."""
+        """Return whether Ctrl-C stopped the experiment before every point was launched."""
         return any(result.status == NOT_LAUNCHED for result in self.results)
 
 
 def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
-    """Return all points once, then all again."""
+    """Return (point, repeat) in launch order: all points once, then all again."""
     return [(point, repeat) for repeat in range(1, repeats + 1) for point in points]
 
 
 def asked_keys(experiment: Experiment, place: Place) -> dict[str, str | ConfigError]:
-    """Return for each point the key of its results, or why it is refused.
+    """Return for each point the cache key of its results, or the error that refuses it.
 
     Raises ConfigError when every point is refused.
     """
@@ -77,10 +77,9 @@ def run(
     *,
     fresh: bool = False,
 ) -> Outcome:
-    """Launch what has no result yet; with `fresh` everything.
+    """Launch every point that has no stored result, or with `fresh` every point.
 
-    Points that failed or were refused by the machine are tried again. Points that did not fit or ran out of memory are
-    not.
+    Points that failed or were refused are launched again; those that did not fit or ran out of memory are not.
     """
     asked = asked_keys(experiment, place)
     turns = [Slot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
@@ -115,7 +114,7 @@ def _not_launched(slot: Slot) -> Result:
 
 
 class _Seconds:
-    """The durations of launches, to estimate the time left."""
+    """Estimates the time left from the durations of launches."""
 
     def __init__(self, known: dict[Slot, Result]) -> None:
         self._of: dict[str, list[float]] = {}
@@ -127,7 +126,7 @@ class _Seconds:
             self._of.setdefault(result.point, []).append(result.seconds)
 
     def left(self, to_do: Sequence[Slot]) -> float | None:
-        """Return the estimated seconds; None before the first launch.
+        """Return the estimated seconds for `to_do`; None before the first launch.
 
         A point that never ran is assumed to take as long as the others.
         """
@@ -171,7 +170,7 @@ class Bar:
 
 @contextmanager
 def on_terminal(total: int, console: Console) -> Iterator[ProgressReport]:
-    """Use a bar on a terminal, plain lines elsewhere."""
+    """Return a reporter: a bar on a terminal, plain lines elsewhere."""
     if not total or not console.is_terminal:
         yield Lines(total, lambda text: print(text, file=sys.stderr, flush=True))
         return
@@ -187,7 +186,7 @@ def on_terminal(total: int, console: Console) -> Iterator[ProgressReport]:
 
 
 def in_a_line(result: Result) -> str:
-    """Return `small, none, r1: 0.83 s per step, peak 812.3 MiB`, or what went wrong."""
+    """Describe a result: `small, none, r1: 0.83 s per step, peak 812.3 MiB`, or what went wrong."""
     name = f"{result.point}, r{result.repeat}"
     if result.measured is None:
         return f"{name}: {result.status}: {result.words}"

@@ -49,7 +49,7 @@ def title(experiment: Experiment) -> str:
 
 
 def headings(rows: Sequence[Row]) -> list[str]:
-    """Return the headings with the unit of bytes: GiB where a peak is that large."""
+    """Return the headings. The unit of bytes is GiB where a peak is that large, else MiB."""
     name, _ = unit(rows)
     return [f"{text}, {name}" if text in ("peak memory", "kept activations") else text for text in HEADINGS]
 
@@ -77,12 +77,12 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def error(planned: float | None, measured: float | None) -> str:
-    """Return how far the plan is off: `-0.3%` where it planned too little."""
+    """Return the plan's error relative to the measured value: `-0.3%` where it planned too little."""
     return f"{planned / measured - 1:+.1%}" if planned and measured else ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Return what did not finish and why, and what a reader could misread."""
+    """Return notes below the table: which points did not finish and why, and remarks on figures."""
     found = [f"{row.name}: {row.status}: {row.words}" for row in rows if row.status != "finished"]
     found += [f"{row.name}: {row.words}" for row in rows if row.status == "finished" and row.words]
     found += [

@@ -1,8 +1,8 @@
 """Attention over a sequence whose blocks lie on the ranks of a group (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Before attention the ranks exchange blocks of the sequence for heads: [batch, heads, seq / n, width] becomes [batch,
-heads / n, seq, width]. Each rank computes attention with its heads over the whole sequence, by the kernel of the run.
-Then the exchange is reversed. All other parts of a model work on each token alone.
+Before attention the ranks exchange blocks of the sequence for heads: [batch, heads, seq / n, width] becomes
+[batch, heads / n, seq, width]. Each rank computes attention with its heads over the whole sequence, by the kernel of
+the run. Then the exchange is reversed. All other parts of a model work on each token alone.
 
 `Installed` puts this between the modules of one model and transformers' attention interface. Other models in the
 process are not affected.

@@ -1,4 +1,4 @@
-"""Draw a run with matplotlib: four pictures from `metrics.jsonl`, memory snapshots, and samples of the GPU's driver.
+"""Draw a run with matplotlib: four charts from `metrics.jsonl`, memory snapshots, and samples of the GPU driver.
 
 Needs no display and keeps no global state.
 """
@@ -40,7 +40,7 @@ from remat.config.metrics import (
 )
 from remat.config.units import GIB
 
-BARS = {  # key: name in the legend, colour of the theme
+BARS = {  # key -> name in the legend, colour of the theme
     "gpu_reserved_bytes": ("GPU reserved", "purple"),
     "gpu_allocated_bytes": ("GPU allocated", "blue"),
     "host_resident_bytes": ("host resident", "green"),
@@ -99,7 +99,7 @@ DARK = Theme(
 
 
 def charts(rows: Rows, theme: Theme, resumed: Sequence[int] = ()) -> dict[str, bytes]:
-    """Return PNG bytes by name: loss, step_time, memory and throughput, as far as their metrics were logged.
+    """Return PNG bytes by name for those of loss, step_time, memory and throughput whose metrics were logged.
 
     Every panel marks the steps at which the run was `resumed`.
     """
@@ -122,7 +122,7 @@ def charts(rows: Rows, theme: Theme, resumed: Sequence[int] = ()) -> dict[str, b
 
 
 def _mark_resumes(figure: Figure, steps: Sequence[int], theme: Theme) -> None:
-    """Draw a dashed line at each step of `steps`, named in the legend of the first panel."""
+    """Draw a dashed line at each step of `steps`. The legend of the first panel names it."""
     for place, axes in enumerate(figure.axes):
         for number, step in enumerate(steps):
             label = "resumed" if place == number == 0 else None
@@ -134,7 +134,7 @@ def _mark_resumes(figure: Figure, steps: Sequence[int], theme: Theme) -> None:
 
 
 def _begin_at_zero(axes: Axes) -> None:
-    """Begin the y axis at 0, with room above the data: that of `margins` is a part of the data's own range."""
+    """Begin the y axis at 0 and leave 6 % of its height above the data."""
     axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
 
 
@@ -182,7 +182,7 @@ def style(theme: Theme) -> Any:
 
 
 def _axes(height_in: float, ratios: tuple[float, ...] = (1.0,)) -> tuple[Figure, list[Axes]]:
-    """Make panels below each other over one step axis; only the last panel shows its labels."""
+    """Make panels one below the other with a shared step axis. Only the last panel shows its labels."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
     panels = [axes for row in grid for axes in row]
@@ -193,7 +193,7 @@ def _axes(height_in: float, ratios: tuple[float, ...] = (1.0,)) -> tuple[Figure,
 
 
 def _legend(axes: Axes) -> None:
-    """Put the legend on one line above the plot, at the right, where it can hide no data."""
+    """Put the legend on one line at the top right, above the plot, where it hides no data."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
@@ -209,7 +209,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _plot(axes: Axes, rows: Rows, name: str, color: str, label: str) -> None:
-    """Draw a line; mark each row where there are few."""
+    """Draw a line. Where there are few rows, mark each."""
     steps, values = series(rows, name)
     if values:
         marker = "o" if len(values) <= 25 else ""
@@ -291,9 +291,9 @@ def _step_time(rows: Rows, theme: Theme) -> Figure | None:
 
 
 def _cut_warm_up(axes: Axes, values: list[float], steps: list[float], theme: Theme) -> None:
-    """Cut the first row, which pays for first allocations, where it would flatten the rest.
+    """Cut off the first row, which includes first allocations, where it would flatten the rest.
 
-    The picture says so and shows the value.
+    A note in the picture gives its value.
     """
     rest = values[1:]
     if len(rest) >= 3 and values[0] > 2 * max(rest):
@@ -379,7 +379,7 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
 
 
 def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
-    """Return PNG bytes of `snapshots` and `nvml`, as far as the run has files for them."""
+    """Return PNG bytes of those of `snapshots` and `nvml` for which the run has files."""
     found: dict[str, Figure] = {}
     images: dict[str, bytes] = {}
     path, sampled = run_dir / "snapshots.json", run_dir / "profile" / "nvml-rank-0.jsonl"
@@ -397,7 +397,7 @@ def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
 
 
 def samples(path: Path) -> list[dict[str, float]]:
-    """Return the rows of the driver's samples, without a torn last row and without errors of the driver."""
+    """Return the rows of the driver's samples. Leaves out an incomplete last row and rows with driver errors."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

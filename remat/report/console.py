@@ -45,7 +45,7 @@ from remat.config.redact import redact_text
 
 PLAIN_WIDTH = 80
 PANEL_WIDTH = 96
-WIDE = 104  # terminal columns from which optional figures are shown too
+WIDE = 104  # terminal columns; from this width on, optional figures are shown too
 HEADING_EVERY = 20  # lines between headings of the step table
 PHASES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 NOISY_MODULES = r"(torch|deepspeed|transformers|datasets|huggingface_hub|accelerate|peft)(\.|$)"
@@ -70,11 +70,11 @@ class Console:
         return self._rich.width if self._rich else PLAIN_WIDTH
 
     def header(self, title: str, rows: Mapping[str, str]) -> None:
-        """Print the run at a glance: labels and values, in the order given."""
+        """Print labels and values about the run, in the order given."""
         self._box(title, rows, style="cyan")
 
     def line(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Print one logged step from the metrics of `metrics.jsonl`; absent figures are left out."""
+        """Print one logged step from its row in `metrics.jsonl`. Absent figures are left out."""
         if not self._is_main:
             return
         left_s = (total - step) * metrics.get(STEP_S, math.nan)
@@ -88,7 +88,7 @@ class Console:
             self._progress.update(self._progress.task_ids[0], left_s=left_s, left_at=time.monotonic())
 
     def progress(self, step: int, total: int, doing: str = "training") -> None:
-        """Move the bar (terminal only). Call it every step and when evaluation or saving begins."""
+        """Advance the bar (terminal only). Call it every step and when evaluation or saving begins."""
         if not self._is_main or not self._rich:
             return
         if self._progress is None:
@@ -126,7 +126,7 @@ class Console:
 
     def _print(self, text: Text) -> None:
         if self._rich:
-            self._rich.print(text)  # wrapped between words
+            self._rich.print(text)  # rich wraps between words
         else:
             print(text.plain.rstrip(), file=self._file, flush=True)
 
@@ -145,9 +145,9 @@ class Console:
 def final_rows(
     summary: Mapping[str, float], peaks: Mapping[str, float], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return rows for `final_table`: speed and step split, peaks of memory over the run, the mixture, and files.
+    """Return rows for `final_table`: speed, the parts of a step, memory peaks of the run, the mixture and files.
 
-    `summary` comes from `Window.summary()`; `peaks` has maxima of memory, and the last value of other metrics.
+    `summary` comes from `Window.summary()`. `peaks` has the maximum of each memory metric and the last value of others.
     """
     rows: dict[str, str] = {}
     if LOSS_EVAL in peaks:
@@ -180,10 +180,9 @@ def final_rows(
 
 
 def quiet_libraries(debug: bool, is_main: bool = True) -> None:
-    """Silence what libraries print on every healthy start; with `debug` they print it all. Imports none of them.
+    """Silence what libraries print on every normal start, unless `debug`. Imports none of them.
 
-    Call it before importing them. Errors always pass. Progress bars stay where a person watches: on rank 0 in a
-    terminal.
+    Call this before importing them. Errors are always printed. Progress bars stay on rank 0 in a terminal.
     """
     if debug:
         return
@@ -195,7 +194,7 @@ def quiet_libraries(debug: bool, is_main: bool = True) -> None:
     logger = logging.getLogger("DeepSpeed")
     if _errors_only not in logger.filters:
         logger.addFilter(_errors_only)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store or socket that closes prints 30 lines
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each closed store or socket prints 30 lines
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     for name in ("transformers", "datasets"):
@@ -221,7 +220,7 @@ class _Cell:
 def _cells(
     step: int, total: int, metrics: Mapping[str, float], *, left_s: float | None, width: int
 ) -> list[_Cell]:
-    """Return the figures of one row. The total steps are dropped where `width` columns cannot hold them."""
+    """Return the cells of one row. The total number of steps is left out where it does not fit `width` columns."""
     loss, norm = metrics.get(LOSS_TRAIN, math.nan), metrics.get(GRAD_NORM, math.nan)
     digits = len(str(total))
     cells = [
@@ -252,9 +251,9 @@ def _cells(
 
 
 def _split(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return each phase as a part of the step.
+    """Return each phase's share of the step.
 
-    Maxima over ranks can sum to more than the step; the parts are then scaled to sum to 1.
+    Maxima over ranks can sum to more than the step; the shares are then scaled to sum to 1.
     """
     seconds = {short: metrics[phase_s(name)] for name, short in PHASES.items() if phase_s(name) in metrics}
     whole = max(metrics.get(STEP_S, 0.0), sum(seconds.values()))
@@ -266,7 +265,7 @@ def _loss(value: float) -> str:
 
 
 def _exponent(value: float) -> str:
-    """Format like 3.0e-4, two digits shorter than Python's own."""
+    """Format like 3.0e-4, shorter than Python's 3.0e-04."""
     if not math.isfinite(value) or value == 0:
         return "-" if math.isnan(value) else f"{value:g}"
     mantissa, exponent = f"{value:.1e}".split("e")
@@ -305,7 +304,7 @@ def _duration(seconds: float) -> str:
 class _TimeLeft(ProgressColumn):
     """A column with the time left: steps left times the mean step of the last row.
 
-    It counts down between rows. rich's own estimate jumps.
+    It counts down between rows. rich's own estimate would jump.
     """
 
     def render(self, task: Task) -> Text:

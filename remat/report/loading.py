@@ -1,4 +1,4 @@
-"""Say how far the reading of weights, or the check of a saved state, is."""
+"""Report the progress of reading weights or checking a saved state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CHECKING = "checking the saved state: {} of {}"
 
 
 class LoadingProgress:
-    """Called with the bytes that were read, and those to read in all; with 0 the clock starts anew.
+    """A callable that takes the bytes read so far and the bytes in all. A call with 0 restarts its clock.
 
-    `say` gets a line with rate and time left every few seconds; `alive` is called each second at most. `form` is the
-    beginning of the line, for both sizes.
+    Every TOLD_EVERY_S `say` gets a line with rate and time left. `alive` is called at most once a second. `form` is the
+    beginning of the line, with a place for each of the two sizes.
     """
 
     def __init__(

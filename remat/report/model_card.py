@@ -1,6 +1,6 @@
-"""Write the model card of an export, README.md, from the files in the run directory: what ran, and what was measured.
+"""Write the model card of an export, README.md, from the run directory: what ran and what was measured.
 
-Folders of this machine are named without their path, and nothing secret is written.
+Local folders are named without their path. Secrets are removed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LOAD = {
 
 
 def compose(run_dir: Path, records: Path, *, adapter: bool) -> str:
-    """Return the card of the model that the run at `run_dir` has trained so far; `adapter`: of its adapters alone.
+    """Return the model card of the run at `run_dir` as trained so far. `adapter` says that only adapters are exported.
 
-    `records` is the folder of the launch's own records, in a resumed run not `run_dir` itself. Raises ConfigError when
+    `records` is the folder with the launch's own records; in a resumed run it is not `run_dir`. Raises ConfigError when
     one of them cannot be read.
     """
     config = run_report.read_record(records / "config.yaml")
@@ -70,7 +70,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _is_hub_name(path: Any) -> bool:
-    """Return whether `path` reads as NAME or OWNER/NAME and is no folder here."""
+    """Return whether `path` has the form NAME or OWNER/NAME and is no local folder."""
     text = str(path or "")
     return (
         bool(text) and not text.startswith((".", "/", "~")) and text.count("/") < 2 and not Path(text).exists()
@@ -78,5 +78,5 @@ def _is_hub_name(path: Any) -> bool:
 
 
 def _name(path: Any) -> str:
-    """Return a hub name as it is, and of a path on this machine the last part."""
+    """Return a hub name unchanged, and the last part of a local path."""
     return str(path) if path and _is_hub_name(path) else Path(str(path)).name if path else ""

@@ -13,9 +13,9 @@ import markupsafe
 
 @dataclass(frozen=True)
 class Table:
-    """A table under its title; every cell is text.
+    """A table with a title; every cell is text.
 
-    `note` explains what could be misread. A `wide` table has no neighbour.
+    `note` explains what could be misread. A `wide` table takes the full width of the page.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """All that the page shows. `figures` are (label, value, detail); `sources` are (file name, its text)."""
+    """The content of the page. `figures` are (label, value, detail); `sources` are (file name, its text)."""
 
     title: str
     subtitle: str
@@ -52,7 +52,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the HTML text, which refers to nothing outside itself."""
+    """Return the page as HTML without references to other files."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["data_uri"] = _data_uri
     count = len(page.figures)

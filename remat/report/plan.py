@@ -1,4 +1,4 @@
-"""Print plans and sweeps on a terminal: where every GiB goes, when the peak is, whether it fits, and what would fit."""
+"""Print plans and sweeps on a terminal: bytes by place, the peak, whether the run fits, and what would fit."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def show(
     title: str = "",
     explain: bool = False,
 ) -> None:
-    """Print the plan: the verdict, one table, the peaks, and how weights are read where that is planned.
+    """Print the plan: the verdict, a table of bytes, the peaks, and how weights are read where that is planned.
 
-    `title` is what was asked for; `explain` adds assumptions.
+    `title` names the plan; `explain` adds assumptions.
     """
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
@@ -84,7 +84,7 @@ def show(
 
 
 def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
-    """Return the recipe or name that the words of a command ask for; without one the words that it has."""
+    """Return the name of the recipe or run that the arguments give; without one, the arguments themselves."""
     given = dict(word.split("=", 1) for word in args if "=" in word)
     if "recipe" in given or "name" in given or not given:
         return cfg.name
@@ -93,9 +93,9 @@ def name_asked(args: Sequence[str], cfg: RunConfig) -> str:
 
 
 def _show_memory(planned: Planned, console: Console) -> None:
-    """Print one table of what lies where. A node's column is only there where a node has several ranks.
+    """Print a table of bytes by place and category. A column per node is added where a node has several ranks.
 
-    What is less than SHOWN_FROM of its place has no row of its own.
+    A category below the share SHOWN_FROM of its place has no row.
     """
     plan = planned.plan
     places = {
@@ -123,7 +123,7 @@ def _show_memory(planned: Planned, console: Console) -> None:
 
 
 def _show_stages(planned: Planned, console: Console) -> None:
-    """Print a row for each stage of a pipeline; the rest of the plan is of the fullest."""
+    """Print a row for each pipeline stage. The rest of the plan shows the stage that needs most memory."""
     if not planned.stages:
         return
     table = Table(box=box.SIMPLE_HEAD)
@@ -166,13 +166,13 @@ def _show_stages(planned: Planned, console: Console) -> None:
 
 
 def _gib(size: int, ranks_per_node: int) -> list[str]:
-    """Return the cells of a size: of a rank, and of a node of several."""
+    """Return the cells of a size: GiB per rank and, where a node has several ranks, GiB per node."""
     counts = [1, ranks_per_node] if ranks_per_node > 1 else [1]
     return [f"{count * size / GIB:.2f}" for count in counts]
 
 
 def _show_peaks(plan: Plan, console: Console) -> None:
-    """Print the three figures of a GPU, where its peak is, and the peak of each part of a step."""
+    """Print the GPU's three figures, where its peak is, and the peak of each part of a step."""
     if plan.reserved_bytes:
         figures = {
             "allocated": plan.peak_bytes,
@@ -255,7 +255,7 @@ def _show_faster(advice: Advice, planned: Planned, console: Console) -> None:
 
 
 def show_ways(ways: Sequence[Way], console: Console) -> None:
-    """Print what each way to shard the model states costs a run on several nodes, and which to take."""
+    """Print what each way to shard model states costs on several nodes, and which one to take."""
     if not ways:
         return
     nodes = ways[0].setting.planned.cfg.hardware.num_nodes
@@ -283,7 +283,7 @@ def show_ways(ways: Sequence[Way], console: Console) -> None:
 
 
 def show_best(settings: Sequence[Setting], console: Console) -> None:
-    """Print the fastest setting, and those that follow with what they would cost."""
+    """Print the fastest setting, and the next ones with what they would cost."""
     fastest = settings[0].planned
     console.print(
         f"fastest on {fastest.cfg.hardware.name} with a global batch of {fastest.cfg.train.global_batch_size}; add "
@@ -296,11 +296,11 @@ def show_best(settings: Sequence[Setting], console: Console) -> None:
         _show_change(setting, fastest, console)
 
 
-WIDEST_WORD = len("recomputed")  # in the name of a rung
+WIDEST_WORD = len("recomputed")  # longest word in the name of a rung
 
 
 def show_ladder(rungs: Sequence[Rung], console: Console, *, title: str = "") -> None:
-    """Print the longest sequence of each rung, what binds there, and the overrides of the longest of all."""
+    """Print the longest sequence of each rung, what limits it, and the overrides for the longest of all."""
     console.print(
         f"longest sequence of {title}, micro-batch 1, as planned; each rung adds to those above", style="bold"
     )
@@ -367,7 +367,7 @@ def _moves(change: Setting) -> bool:
 
 
 def show_sweep(points: Sequence[Point], console: Console) -> None:
-    """Print a row for each point; those on the Pareto front of memory and time are marked."""
+    """Print a row for each point. Points on the Pareto front of memory and time are marked."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("overrides", overflow="fold")
     for title in ("GPU GiB", "host GiB", "s/step", "tokens/s"):
@@ -440,7 +440,7 @@ def _parts(time: StepTime) -> dict[str, float]:
 
 
 def _show_time(planned: Planned, console: Console) -> None:
-    """Print the seconds of an optimizer step by cause: a best case, with unknown terms named."""
+    """Print the seconds of an optimizer step by cause. They are a best case; unknown terms are named."""
     time = planned.time
     line = "step time: not known"
     if time.between:

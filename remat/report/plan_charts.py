@@ -1,4 +1,4 @@
-"""Draw a plan and a sweep in the style of the report. What is drawn is computed apart from the drawing."""
+"""Draw a plan and a sweep in the style of the report. Some functions compute what is drawn, the others draw it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe", "pipeline": "waits for stages"}
 
 @dataclass(frozen=True)
 class Bar:
-    """One place: GiB by name, largest first, and what the machine has there (None: not known)."""
+    """One place: GiB by name, largest first, and the machine's capacity there (None: unknown)."""
 
     title: str
     parts: list[tuple[str, float]]
@@ -51,9 +51,9 @@ class Bar:
 
 
 def bars(planned: Planned) -> list[Bar]:
-    """Return a bar for the GPU of one rank, and for the host memory and NVMe that a node needs.
+    """Return the bars: GPU memory of one rank, and host memory and NVMe of one node.
 
-    Pinned host memory has a bar of its own.
+    Pinned host memory has its own bar.
     """
     plan = planned.plan
     found = {r.name: None if r.found_bytes is None else r.found_bytes / GIB for r in plan.resources}
@@ -71,20 +71,20 @@ def bars(planned: Planned) -> list[Bar]:
 
 
 def times(planned: Planned) -> list[tuple[str, float]]:
-    """Return the seconds of a step by cause, without those that are zero."""
+    """Return the seconds of a step by cause, leaving out zeros."""
     rows = [(TIME_NAMES.get(name, name), float(getattr(planned.time, f"{name}_s"))) for name in TIMES]
     return [row for row in rows if row[1] > 0]
 
 
 def curve(planned: Planned, recording: Recording) -> list[Instant]:
-    """Return the bytes that torch has allocated on the GPU over one micro-batch, model states included."""
+    """Return the planned GPU bytes of tensors at each moment of one micro-batch, model states included."""
     zero = ZeroSettings.of(planned.strategy.ds, planned.world_size)
     base = planned.plan.states_bytes
     return [instant._replace(total_bytes=instant.total_bytes + base) for instant in recording.curve(zero)]
 
 
 def scatter(points: Sequence[Point]) -> list[tuple[float, float, Point]]:
-    """Return GiB of a GPU and seconds of a step for the points that have both."""
+    """Return (GiB per GPU, seconds per step, point) for the points that have both figures."""
     return [
         (needed_bytes(point.planned, GPU_MEMORY) / GIB, point.planned.time.total_s, point)
         for point in points
@@ -116,7 +116,7 @@ def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
 
 
 def draw_sweep(points: Sequence[Point], path: Path) -> None:
-    """Draw memory against time, with the Pareto front and a line through the tables of a curve.
+    """Draw memory against time, with the Pareto front and a line through the points of checkpointing=budget.
 
     Raises ConfigError when no time is known.
     """
@@ -181,7 +181,7 @@ def _stack(axes: Axes, parts: Sequence[tuple[str, float, str]], unit: str) -> fl
 
 
 def _draw_bar(axes: Axes, bar: Bar) -> None:
-    """Draw a bar and, where it is known, mark what the machine has."""
+    """Draw a bar and mark the machine's capacity where it is known."""
     parts = [(name, size, _color(name, place)) for place, (name, size) in enumerate(bar.parts)]
     length = _stack(axes, parts, "GiB")
     has = f" of {bar.found_gib:,.1f} GiB" if bar.found_gib is not None else " GiB (the machine's is not known)"
@@ -197,7 +197,7 @@ def _color(name: str, place: int) -> str:
 
 
 def _draw_curve(axes: Axes, instants: list[Instant], planned: Planned) -> None:
-    """Draw what is allocated from moment to moment; forward gets a third of the width where few are recorded there."""
+    """Draw allocated memory from moment to moment. Forward gets at least a third of the width."""
     gib = [instant.total_bytes / GIB for instant in instants]
     half = next((i for i, instant in enumerate(instants) if instant.phase is Phase.backward), len(instants))
     across, border = _spread(len(gib), half)
@@ -222,7 +222,7 @@ def _draw_curve(axes: Axes, instants: list[Instant], planned: Planned) -> None:
 
 
 def _spread(count: int, half: int) -> tuple[list[float], float]:
-    """Return where each of `count` instants lies from 0 to 1, and where backward begins: after `half` of them."""
+    """Return the x position (0 to 1) of each of `count` instants, and of the start of backward after `half` of them."""
     border = min(max(half / count, 1 / 3), 2 / 3) if 0 < half < count else half / count
     before = [border * place / max(1, half) for place in range(half)]
     after = [border + (1 - border) * place / max(1, count - half - 1) for place in range(count - half)]
@@ -239,7 +239,7 @@ def _draw_times(axes: Axes, planned: Planned) -> None:
 
 
 def _name_front(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
-    """Number the points of the Pareto front from the smallest, and list beside the picture what each stands for."""
+    """Number the points of the Pareto front from the smallest, and list beside the picture what each number means."""
     front = sorted((entry for entry in known if entry[2].on_pareto_front), key=lambda entry: entry[0])
     lines = []
     for number, (x, y, point) in enumerate(front, start=1):
@@ -258,7 +258,7 @@ def _name_front(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
 
 
 def _mark_capacity(axes: Axes, known: list[tuple[float, float, Point]]) -> None:
-    """Mark the machine's GPU memory where it is the same for all points and near them."""
+    """Draw the machine's GPU memory as a line, if it is the same for all points and near them."""
     sizes = {
         r.found_bytes
         for _, _, point in known

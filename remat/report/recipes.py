@@ -1,4 +1,4 @@
-"""List what there is to start from: recipes of named machines with their planned figures, and starting points."""
+"""List what a run can start from: recipes for named machines with planned figures, and starting points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.config.options import DeepSpeedConfig, MetaConfig
 
 
 class Row(NamedTuple):
-    """A recipe in words. `gpu_gib` and `tokens_per_s` are planned; "-" where a plan has no such figure."""
+    """A row of the table. `gpu_gib` and `tokens_per_s` are planned figures, "-" where the plan has none."""
 
     name: str
     summary: str
@@ -26,12 +26,12 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Return the recipes of named machines, by name."""
+    """Return the recipes for named machines, sorted by name."""
     return [_row(name, (compose.RECIPE_DIR / f"{name}.yaml").read_text()) for name in compose.recipe_names()]
 
 
 def _row(name: str, text: str) -> Row:
-    """Read a recipe's file: what is listed stands there, and composing each takes a hundred times as long."""
+    """Return the row of a recipe from the text of its file; composing it would take a hundred times as long."""
     recipe = yaml.safe_load(text)
     meta, deepspeed = MetaConfig(**recipe["meta"]), DeepSpeedConfig(**recipe["deepspeed"])
     planned, chosen = meta.planned, re.search(r"override /checkpointing: (\S+)", text)
@@ -47,7 +47,7 @@ def _row(name: str, text: str) -> Row:
 
 
 def show(console: Console) -> None:
-    """Print the table of recipes, and how to start from a model of one's own."""
+    """Print the table of recipes, and how to start from the user's own model."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("recipe", no_wrap=True)
     for title in ("machine", "strategy"):

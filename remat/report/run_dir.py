@@ -1,6 +1,6 @@
-"""Make the run directory: one folder per run, made by rank 0 and shared by all ranks. Its layout is a contract.
+"""Make the run directory: one folder per run, made by rank 0 and shared by all ranks. Other tools rely on its layout.
 
-One launch owns it. Meanwhile no other launch resumes from its saved states, deletes what is unfinished or writes its
+One launch owns it. Meanwhile no other launch resumes from its saved states, deletes unfinished ones or writes its
 record. Commands that only read (`remat report`, `remat export`) need not own it.
 """
 
@@ -34,7 +34,7 @@ class Ownership:
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self._say = say
         self._lock: OwnerLock | None = None
-        self.made: list[Path] = []  # folders that this launch has made for its run, the run's own first
+        self.made: list[Path] = []  # folders that this launch made, the run's own first
 
     def take(self, folder: Path) -> None:
         """Own `folder` and give up any other; a folder that does not exist is not owned. Collective.
@@ -50,12 +50,12 @@ class Ownership:
             raise ConfigError(problem)
 
     def release(self) -> None:
-        """Give up the folder. For every end of a launch, also from another thread. Raises nothing."""
+        """Give up the folder. Every end of a launch calls this, also from another thread. Raises nothing."""
         if self._lock is not None:
             self._lock.release()
 
     def remove_unused(self) -> None:
-        """Remove the folders that this launch has made, as long as nothing is in them: a refused run leaves nothing."""
+        """Remove the empty folders that this launch made, so that a refused run leaves nothing behind."""
         with contextlib.suppress(OSError):
             for folder in self.made:
                 folder.rmdir()
@@ -81,9 +81,9 @@ class Ownership:
 
 
 def _end(folder: Path, holder: Holder) -> None:
-    """End this launch at once, because another took it for dead and continues its run.
+    """End this process at once: another launch took it for dead and continues its run.
 
-    It must not write anything more.
+    It must write nothing more.
     """
     text = (
         f"{folder} now belongs to {holder.in_words()}: this launch gave no sign for {STALE_S:.0f} s, as when its node "
@@ -98,8 +98,8 @@ def open_run_dir(
 ) -> Path:
     """Return the run's folder on every rank, owned by this launch. Collective.
 
-    `existing` is the folder of a resumed run, which is owned already. Raises ConfigError on all ranks when the folder
-    of a new run exists already.
+    `existing` is the folder of a resumed run, which this launch owns already. Raises ConfigError on all ranks when the
+    folder of a new run exists.
     """
     if existing is not None:
         return existing
@@ -129,9 +129,9 @@ def open_run_dir(
 
 
 def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
-    """Make the folder in this process, and note in `made` which folders were not there before.
+    """Make the run's folder and add every folder that is new to `made`.
 
-    Without a run_id it is named after the launch time, which another launch may share.
+    Without a run_id the folder is named after the launch time, with a suffix when another launch has the same.
     """
     above = [folder for folder in (recipe, *recipe.parents) if not folder.exists()]
     names = (
@@ -149,20 +149,20 @@ def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
 
 
 def retreats(run_dir: Path) -> list[dict[str, Any]]:
-    """Return each time that a run was started again with less memory: `time_unix_s`, `why`, `overrides`."""
+    """Return each restart of a run with less memory: `time_unix_s`, `why`, `overrides`."""
     file = run_dir / retreat.RECORD
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write the whole file or none of it, without secrets."""
+    """Write a JSON file atomically, with secrets removed."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(redact(content), indent=2, sort_keys=False, default=str) + "\n")
     part.replace(path)
 
 
 def environment(world: distributed.World, formulas: str) -> dict[str, Any]:
-    """Return versions, hardware and formulas: without them a figure means little."""
+    """Return versions, hardware and formulas, which are needed to interpret a figure."""
     import deepspeed
     import torch
     import transformers
@@ -201,9 +201,9 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with -dirty when files differ; outside git REMAT_COMMIT or None."""
+    """Return the commit of this checkout, with -dirty when files differ; outside git, REMAT_COMMIT or None."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed: a repository around it is another's
+    if not (root / ".git").exists():  # remat is installed: a repository around it is not remat's
         return os.environ.get("REMAT_COMMIT")
     try:
         done = subprocess.run(

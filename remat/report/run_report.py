@@ -1,4 +1,4 @@
-"""Make `remat report`: the pictures, tables and page of a run, from the files in its run directory."""
+"""Make the report of a run for `remat report`: charts, tables and a page, from the files in its run directory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def draw(run_dir: Path) -> list[Path]:
 
 
 def _launches(run_dir: Path) -> dict[Path, int]:
-    """Return the folder of each launch's records, the latest launch last, and the step it began at."""
+    """Map the folder of each launch's records to the step at which the launch began, the latest launch last."""
     found = {run_dir: 0}
     for folder in run_dir.glob("resumed-at-*"):
         if (folder / "config.yaml").is_file():
@@ -96,7 +96,7 @@ def _launches(run_dir: Path) -> dict[Path, int]:
 
 
 def _latest(launches: dict[Path, int], name: str) -> dict[str, Any]:
-    """Return the content of a record of the latest launch that has one; {} where none has."""
+    """Return the record `name` of the latest launch that has it; {} where none has."""
     return next((content for folder in reversed(launches) if (content := read_record(folder / name))), {})
 
 
@@ -145,7 +145,7 @@ def _page(run_dir: Path, launches: dict[Path, int], rows: Rows, pictures: list[P
 
 
 def tables_of(config: dict[str, Any], records: Path, run_dir: Path) -> list[Table]:
-    """Return what ran and what was measured so far, for a text beside the model; `records` are those of a launch."""
+    """Return tables of what ran and what was measured so far, for a model card; `records` is the folder of a launch."""
     rows = read_metrics(run_dir) if (run_dir / RECORD).exists() else []
     env, data = (read_record(records / name) for name in ("env.json", "data.json"))
     found = [Table("Training", ("", ""), _facts(config, env, data, []))]
@@ -176,13 +176,13 @@ def _at(tree: dict[str, Any], *names: str) -> Any:
 
 
 def _summary(config: dict[str, Any]) -> str:
-    """Return the recipe's own summary; that of a starting point says nothing of the model."""
+    """Return the recipe's summary; "" for a starting point, whose summary does not describe the model."""
     meta = config.get("meta") or {}
     return "" if meta.get("status") == "starting_point" else str(meta.get("summary") or "")
 
 
 def _retreat_table(run_dir: Path) -> Table:
-    """Return each time that the run ran out of memory and was started again, with what it went on with."""
+    """Make the table of restarts after running out of memory, with the overrides of each restart."""
     rows = [
         (
             f"{datetime.datetime.fromtimestamp(each['time_unix_s'], datetime.UTC):%Y-%m-%d %H:%M} UTC",
@@ -251,7 +251,7 @@ def _facts(
 
 
 def _adapters(peft: dict[str, Any]) -> str:
-    """Return what is trained where that is not every weight."""
+    """Describe the adapters; "" where every weight is trained."""
     if peft.get("method") in (None, "none"):
         return ""
     kind = {"lora": "DoRA" if peft.get("dora") else "LoRA", "qlora": "QLoRA"}.get(
@@ -263,7 +263,7 @@ def _adapters(peft: dict[str, Any]) -> str:
 
 
 def _data_in_words(options: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return where the data is from, and what was found there."""
+    """Describe where the data is from and what was found there."""
     paths = options.get("path") or []
     named = ", ".join(map(str, paths)) if isinstance(paths, list) else str(paths)
     found = _at(data, "cache", "found")
@@ -275,9 +275,9 @@ def _join(*parts: tuple[Any, str]) -> str:
 
 
 def _totals(rows: Rows) -> dict[str, float]:
-    """Return means per step over the record, without its first row, which holds the warm-up.
+    """Return means per step over the record without its first row, which includes the warm-up.
 
-    Rows are weighted by their steps: a row's means cover the steps since the timed row before it.
+    Rows are weighted by their number of steps: a row's means cover the steps since the timed row before it.
     """
     timed = [row for row in rows if STEP_S in row]
     counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)]
@@ -331,7 +331,7 @@ def _absent(rows: Rows) -> list[str]:
 
 
 def _shares(rows: Rows) -> dict[str, str]:
-    """Return the share of each source of a mixture in the tokens seen, by its label."""
+    """Return, by label, the share of each source of a mixture in the tokens seen."""
     start = share_of("")
     last = {name: value for row in rows for name, value in row.items() if name.startswith(start)}
     return {
@@ -428,7 +428,7 @@ DATA_ROWS = {
 
 
 def _data_table(data: dict[str, Any]) -> Table | None:
-    """Make the table of `data.json`: what became of the data. Counts of 0 are left out."""
+    """Make the table of `data.json`: documents, blocks and tokens of the data. Counts of 0 are left out."""
     cache = data.get("cache")
     if not cache:
         return None
@@ -446,10 +446,10 @@ def _data_table(data: dict[str, Any]) -> Table | None:
 
 
 def _ledger_table(ledger: dict[str, Any]) -> Table | None:
-    """Make the table of `ledger.json`, planned against measured.
+    """Make the table of `ledger.json`: planned against measured.
 
-    The file has {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": why there is none, or null}. A
-    figure may be null.
+    The file has {"rows": [{"category", "planned", "measured", "unit"}], "no_plan": null or the reason}. A figure may be
+    null.
     """
     cells = []
     for row in ledger.get("rows", []):

@@ -96,7 +96,7 @@ def describe(run: Described) -> dict[str, str]:
 
 
 def _filling(run: Described) -> str:
-    """Say how much of what is computed is padding, and how many rows share a block; "" for text, which fills blocks."""
+    """Describe the share of padding and how many rows share a block; "" for plain text, which fills its blocks."""
     train, counts = run.splits.train, run.splits.report["train"]
     if not train.of_rows:
         return ""
@@ -110,7 +110,7 @@ def _epochs(count: float) -> str:
 
 
 def _data(run: Described) -> str:
-    """Return where the data is from and what was found there."""
+    """Describe where the data is from and what was found there."""
     if sources := run.splits.report.get("sources"):
         return "; ".join(
             f"{name}: {source['source']} {source['path'] or ''} ({source['found']})"
@@ -129,7 +129,7 @@ def _warmup(warmup_steps: int, run_steps: int) -> str:
 
 
 def _mixture(sources: dict[str, Any], epochs: float) -> str:
-    """Say the share of each source in the tokens of an epoch, and how often the run has each of its blocks."""
+    """Describe each source's share of an epoch's tokens, and how often the run sees each of its blocks."""
     parts = [
         f"{name} {source['share']:.1%} of tokens ({source['passes_per_epoch'] * epochs:.3g} times in this run)"
         for name, source in sources.items()
@@ -141,7 +141,7 @@ def seconds_since_launch() -> float:
     """Return the seconds since this process began, or since the launcher above it began."""
     process = psutil.Process()
     begun = process.create_time()
-    with contextlib.suppress(psutil.Error):  # other users' processes may be hidden
+    with contextlib.suppress(psutil.Error):  # the system may hide other users' processes
         for parent in process.parents():
             if any(name in " ".join(parent.cmdline()[:4]) for name in ("deepspeed", "torch.distributed")):
                 begun = parent.create_time()
@@ -149,7 +149,7 @@ def seconds_since_launch() -> float:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Return where everything is, and how to look at it."""
+    """Return labels and the paths of the run's files, and the commands that show them."""
     found = {"run": str(folder), "metrics": "metrics.jsonl"}
     states = sorted((folder / "saved").glob("step-*"))
     if states:
@@ -175,7 +175,7 @@ def _ranks(world: World) -> str:
 
 
 def _readers(world: World) -> str:
-    """Say how many read rows of their own: ranks, or groups of ranks that share layers or sequences."""
+    """Describe how many readers of different rows there are: ranks, or groups of ranks that share their rows."""
     count = world.data_size
     if count == world.size:
         return f"{count} ranks"

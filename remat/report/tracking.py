@@ -1,8 +1,8 @@
-"""Write the record of a run, `metrics.jsonl`, and pass it to Weights & Biases and TensorBoard. Only wandb's importer.
+"""Write the record of a run, `metrics.jsonl`, and pass it to Weights & Biases (W&B) and TensorBoard.
 
-Rank 0 alone writes the record, and writes it first. Each of the two then gets the same numbers in a thread of its own.
+Rank 0 alone writes the record, and writes it first. W&B and TensorBoard then get the same rows, each in its own thread.
 That thread may fail, hang or be absent: training neither stops nor waits for it. The mode of W&B is chosen before
-`wandb.init`, so an offline run opens no connection.
+`wandb.init`, so an offline run opens no connection. No other module imports wandb.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import psutil
 from remat.config.options import TrackingConfig, WandbMode
 from remat.config.redact import redact, redact_text
 
-FINISH_TIMEOUT_S = 15.0  # the longest a run's end waits for W&B
+FINISH_TIMEOUT_S = 15.0  # the longest time that the end of a run waits for W&B
 LAST_WAIT_S = 1.0  # time for W&B to notice that its helper process has ended
-QUEUE_ROWS = 4096  # rows kept while a view is slow; when the queue is full, rows reach metrics.jsonl only
-TENSORBOARD = "tensorboard"  # the folder of its events in the run directory
+QUEUE_ROWS = (
+    4096  # rows kept for a slow W&B or TensorBoard; when the queue is full, rows reach metrics.jsonl only
+)
+TENSORBOARD = "tensorboard"  # the folder of events in the run directory
 RECORD = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -80,13 +82,13 @@ class Tracker:
 
     @property
     def wandb_run_id(self) -> str | None:
-        """Return the W&B run to continue after a resume; None when W&B is disabled or on ranks other than 0."""
+        """Return the id of the W&B run, to continue it after a resume; None without W&B and on ranks other than 0."""
         return self._wandb.run_id if self._wandb else None
 
     def begin(self) -> None:
-        """Open W&B and TensorBoard, after the first step, which would wait for seconds of their imports.
+        """Open W&B and TensorBoard. Call this after the first step, so that it need not wait for their slow imports.
 
-        `finish` does it where no step was made. Rows of before are kept for them.
+        Earlier rows are queued. `finish` opens both where no step was made.
         """
         for view in filter(None, (self._wandb, self._tensorboard)):
             view.begin()
@@ -106,12 +108,12 @@ class Tracker:
             view.put(step, dict(metrics))
 
     def summarise(self, figures: dict[str, float]) -> None:
-        """Put figures of the whole run into W&B's summary. The record does not get them."""
+        """Put figures of the whole run into W&B's summary. They are not written to the record."""
         if self._wandb:
             self._wandb.put(None, dict(figures))
 
     def rewind(self, step: int) -> None:
-        """Drop rows after `step`, because a run resumed there writes them again. Also drop a row torn by a crash."""
+        """Drop rows after `step`, which a run resumed there writes again, and a row left incomplete by a crash."""
         if not self._is_main:
             return
         if self._tensorboard:
@@ -124,9 +126,9 @@ class Tracker:
         self._file = self._path.open("a", encoding="utf-8")
 
     def finish_wandb_soon(self, exit_code: int = 0) -> None:
-        """Let W&B write what it holds and end while the run continues; later rows reach the record alone.
+        """Let W&B write its rows and end while the run continues. Later rows reach the record only.
 
-        For a stop: W&B keeps rows in memory, and whoever sent the signal may kill the run before a save is done.
+        Used when a stop is requested: W&B keeps rows in memory, and the run may be killed before its save is done.
         """
         if self._wandb:
             self._wandb.close(exit_code)
@@ -154,7 +156,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def _module() -> Any:
-    """Import W&B here only: it takes seconds, and its telemetry also opens connections and waits at exit."""
+    """Import W&B without its telemetry, which would open connections and wait at exit. The import takes seconds."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -162,7 +164,7 @@ def _module() -> Any:
 
 
 def _stop_service() -> None:
-    """End W&B's helper process, which would keep trying and make its parent's exit wait."""
+    """End W&B's helper process, which would keep retrying and delay the exit of this process."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if child.name().startswith("wandb-core"):
@@ -180,7 +182,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _jsonable(value: float) -> float | str:
-    """Replace a number that is not finite by W&B's string for it, which Python's float() reads back.
+    """Replace a number that is not finite by a string that W&B and Python's float() read.
 
     JSON has no NaN.
     """
@@ -190,9 +192,9 @@ def _jsonable(value: float) -> float | str:
 
 
 class _View(threading.Thread):
-    """Everything that shows the rows elsewhere does, in a daemon thread behind a bounded queue.
+    """A daemon thread that takes rows from a bounded queue and passes them on; base of W&B's and TensorBoard's threads.
 
-    `label` is its name in a warning, which ends with `remedy`.
+    `label` is its name in warnings, `remedy` ends each warning.
     """
 
     def __init__(self, label: str, remedy: str, warn: Callable[[str], None]) -> None:
@@ -207,7 +209,7 @@ class _View(threading.Thread):
         self._rows: queue.Queue[tuple[int | None, dict[str, float]] | None] = queue.Queue(maxsize=QUEUE_ROWS)
 
     def put(self, step: int | None, metrics: dict[str, float]) -> None:
-        """Queue a row of `step`, or with None figures of the whole run."""
+        """Queue a row of `step`; with None, queue figures of the whole run."""
         if self._failed or self._closed:
             return
         try:
@@ -216,7 +218,7 @@ class _View(threading.Thread):
             self._give_up("it has not taken a row for too long")
 
     def close(self, exit_code: int) -> None:
-        """Queue the end after the rows that wait. Does not block."""
+        """Queue the end behind the waiting rows. Does not block."""
         if self._closed:
             return
         self._closed, self._exit_code = True, exit_code
@@ -240,12 +242,12 @@ class _View(threading.Thread):
             self.join(LAST_WAIT_S)
 
     def _abandon(self) -> None:
-        """End what else is still at work."""
+        """End helpers that still run after the thread was given up."""
 
     def _next(self) -> tuple[int | None, dict[str, float]] | None:
         """Return the next item; None ends the thread.
 
-        After the view was given up no new item comes, so only the waiting ones are returned.
+        After the thread was given up no item is added, so only waiting ones are returned.
         """
         try:
             return self._rows.get(block=not self._failed)
@@ -283,14 +285,14 @@ class _WandbThread(_View):
                 else:
                     run.log(metrics, step=step)
             run.finish(exit_code=self._exit_code)
-        except BaseException as error:  # wandb also raises KeyboardInterrupt and SystemExit
+        except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit too
             self._give_up(f"{type(error).__name__}: {error}")
         with contextlib.suppress(BaseException):  # here: W&B's exit hook would do it and block the interpreter
             wandb.teardown(self._exit_code)
 
     def _open(self, wandb: Any) -> Any:
         settings = wandb.Settings(
-            silent=True,  # also: never prompt for a key
+            silent=True,  # also prevents a prompt for the key
             console="off",
             x_disable_stats=True,
             x_save_requirements=False,
@@ -305,11 +307,11 @@ class _WandbThread(_View):
 
 
 class _TensorBoardThread(_View):
-    """A writer of events; before it begins, a resume may say which older events count no more."""
+    """Writes TensorBoard events. Before it begins, a resume may set `purge_step`."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         super().__init__("TensorBoard", "", warn)
-        self.purge_step: int | None = None  # events of this step and later, of former launches, are hidden
+        self.purge_step: int | None = None  # events of earlier launches from this step on are hidden
         self._folder = folder
 
     def run(self) -> None:
