@@ -1,6 +1,6 @@
-"""Build the micro-batches of a step from blocks; its samples are the same for any number of ranks.
+"""Build the micro-batches of a step from blocks. Its samples are the same for any number of ranks.
 
-A thread reads the next step's blocks while the present step is computed, so training does not wait for the disk.
+A thread reads the next step's blocks while the current step is computed, so training does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from remat.config.options import ConfigError
 from remat.data.blocks import Blocks, positions_within
 
 NO_LOSS = -100  # PyTorch's and Hugging Face's ignore_index
-LOOKED_AHEAD = 100_000  # samples
+LOOKED_AHEAD = 100_000  # most samples that `padding_share` looks at
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of each row that a rank reads: block number `rank` of `size` equal ones. The last may have padding."""
+    """The part of each row that a rank reads: number `rank` of `size` equal parts. The last may have padding."""
 
     rank: int = 0
     size: int = 1
@@ -37,10 +37,10 @@ WHOLE = Part()
 class StepBatch:
     """One rank's micro-batches of one optimizer step, and figures of the global batch.
 
-    `micro_batches`: what `micro_batch` returns, or `own_part` where ranks share sequences. `sample_ids` int64 [global
-    batch]: block indices of all ranks, in order. `trained_tokens`: targets that carry loss; `seen_tokens`: tokens
-    without padding; `positions`: with padding; all over the global batch. `epoch`: the epoch of the first sample.
-    `seen_of`: tokens without padding of each source of a mixture; {} where nothing is mixed.
+    `micro_batches`: results of `micro_batch`, or of `own_part` where ranks share sequences. `sample_ids` int64 [global
+    batch]: block indices of all ranks, in order. Over the global batch, `trained_tokens` counts targets that carry
+    loss, `seen_tokens` tokens without padding, and `positions` tokens with padding. `epoch`: the epoch of the first
+    sample. `seen_of`: tokens without padding of each source of a mixture; {} without a mixture.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -55,11 +55,11 @@ class StepBatch:
 class GlobalBatches:
     """An endless stream of steps: each epoch is a permutation of the blocks, each step takes `global_batch_size`.
 
-    Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step. So neither ranks nor
-    micro-batches nor accumulation change which samples a step has. One number is the whole position.
+    Micro-step a on rank r of n takes samples [(a * n + r) * micro : + micro] of the step. So the number of ranks,
+    the micro-batch size and gradient accumulation do not change a step's samples. The position is a single number.
 
-    Rows of which each has its own block are sorted within the step, the longest first: so the rows of a micro-batch,
-    and the micro-batches that ranks compute at the same time, are of about the same length.
+    Where each row has its own block, a step's rows are sorted, the longest first. So the rows of a micro-batch, and the
+    micro-batches that ranks compute at the same time, have about the same length.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class GlobalBatches:
         position: int = 0,
         part: Part = WHOLE,
     ) -> None:
-        """Start at `position`, in samples since the start; of each row, read `part`.
+        """Start at `position`, counted in samples since the start of training, and read `part` of each row.
 
-        Raises ConfigError if the global batch does not divide.
+        Raises ConfigError if the global batch size is not a multiple of the micro-batch size times the ranks.
         """
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -100,12 +100,12 @@ class GlobalBatches:
         return found
 
     def read(self, position: int) -> StepBatch:
-        """Return the step that begins after `position` samples; the stream does not move."""
+        """Return the step that begins after `position` samples, without moving the stream."""
         ids = self._sample_ids(position, self._global_batch_size)
         return self._step(self._blocks, ids, ids, position // self._blocks.epoch_length)
 
     def _step(self, blocks: Blocks, ids: np.ndarray, sample_ids: np.ndarray, epoch: int) -> StepBatch:
-        """Return the step of the blocks `ids` of `blocks`, which are recorded as `sample_ids`."""
+        """Return the step with the blocks `ids` of `blocks`; `sample_ids` are their numbers for the record."""
         micro_batches = ids.reshape(-1, self._micro_batch_size)
         mine = micro_batches[self._rank :: self._world_size]
         return StepBatch(
@@ -119,7 +119,7 @@ class GlobalBatches:
         )
 
     def padding_share(self) -> float:
-        """Return the share of padding in the positions of the first epoch, as far as LOOKED_AHEAD samples go."""
+        """Return the share of padding in the first epoch, from at most LOOKED_AHEAD samples."""
         steps = min(self._blocks.epoch_length, LOOKED_AHEAD) // self._global_batch_size or 1
         seen = positions = 0
         for step in range(steps):
@@ -132,8 +132,8 @@ class GlobalBatches:
     def state(self) -> dict[str, Any]:
         """Return the stream's state for a saved state.
 
-        `position` restores the stream where number of blocks, seed and shuffle are the same (`check_same_order`).
-        Epoch and index say the same to a human reader.
+        `position` restores the stream if the number of blocks, seed and shuffle are the same (`check_same_order`).
+        Epoch and index give the same position for a human reader.
         """
         epoch, index = divmod(self.position, self._blocks.epoch_length)
         return {
@@ -147,7 +147,7 @@ class GlobalBatches:
         }
 
     def lost(self) -> dict[str, int]:
-        """Return the rows cut, left out, dropped or unusable since the start of training: known before of a cache."""
+        """Return the rows cut, left out, dropped or unusable since the start; {} for a cache, whose report has them."""
         return {}
 
     def _sample_ids(self, position: int, count: int) -> np.ndarray:
@@ -170,13 +170,13 @@ class GlobalBatches:
 
 
 def check_same_order(saved: dict[str, Any], batches: GlobalBatches) -> list[str]:
-    """Return why the position in `saved`, an earlier `GlobalBatches.state()`, would mean other samples now.
+    """Return why the position in `saved`, an earlier `GlobalBatches.state()`, would give other samples now.
 
-    Each problem names the option, its values now and at the save, and the remedy; [] when there is none. The world
-    size and the batch sizes may differ: they do not change the order.
+    Each problem names the option, its values now and at the save, and the remedy; [] without problems. The world size
+    and the batch sizes may differ, because they do not change the order.
     """
     now = batches.state()
-    saved = {"documents_apart": False} | saved  # older states did not keep documents apart
+    saved = {"documents_apart": False} | saved  # older saved states lack it: they did not keep documents apart
     missing = sorted(now.keys() - saved.keys())
     if missing:
         return [f"the order of the data was not saved ({', '.join(missing)} missing): resume from another save"]
@@ -202,7 +202,7 @@ def check_same_order(saved: dict[str, Any], batches: GlobalBatches) -> list[str]
 
 
 def steps_of(epochs: float, blocks: int, global_batch_size: int) -> int:
-    """Return the steps in which `blocks` blocks are seen `epochs` times: rounded up, so none is seen less often."""
+    """Return the steps needed to see `blocks` blocks `epochs` times, rounded up."""
     return max(1, math.ceil(round(epochs * blocks, 6) / global_batch_size))
 
 
@@ -229,11 +229,10 @@ def micro_batch(blocks: Blocks, ids: np.ndarray) -> dict[str, torch.Tensor]:
 def own_part(blocks: Blocks, ids: np.ndarray, part: Part) -> dict[str, torch.Tensor]:
     """Return {"input_ids", "targets", "position_ids"} int64 [len(ids), width / part.size]: `part` of each row.
 
-    Rows are padded to a multiple of `part.size`. Targets are labels that were shifted in the whole rows, so that of the
-    other parts' tokens only the one after this part is read. Padding comes last, where no token of a row sees it, and
-    carries no loss. Positions are those in the row. Where documents are kept apart they restart with every document,
-    padding is another one, and "documents" int32 [documents + 1] says where they start in the whole rows laid end to
-    end, with the end.
+    Rows are padded at their end to a multiple of `part.size`; padding carries no loss. Targets are labels shifted
+    within the whole row, so the token after this part is read too. Positions count from the start of the row. Where
+    documents are kept apart, positions restart with every document, and padding counts as a document. Then "documents"
+    int32 [documents + 1] has the start of each document in the whole rows laid end to end, and the end of the last.
     """
     width = blocks.width(ids)
     own = -(-width // part.size)
@@ -259,7 +258,7 @@ def own_part(blocks: Blocks, ids: np.ndarray, part: Part) -> dict[str, torch.Ten
 def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:
     """Return the micro-batches per rank in one pass over `blocks`, equal on all ranks.
 
-    They are at most `max_batches`; 0 means no limit.
+    `max_batches` limits them; 0 means no limit.
     """
     count = -(-len(blocks) // (micro_batch_size * world_size))
     return min(count, max_batches) if max_batches else count
@@ -274,9 +273,9 @@ def eval_micro_batches(
     max_batches: int,
     part: Part = WHOLE,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this rank's micro-batches for an evaluation, in fixed order and equally many on every rank.
+    """Yield this rank's micro-batches for an evaluation, in a fixed order and the same number on every rank.
 
-    Of each row they have `part`. Past the end of `blocks` no token carries loss.
+    They hold `part` of each row. Rows past the end of `blocks` fill the last ones and carry no loss.
     """
     count = eval_micro_batch_count(
         blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
@@ -290,14 +289,14 @@ def eval_micro_batches(
         yield batch
 
 
-CLOSE_S = 5.0  # time for a read in progress to end; one that hangs on a disk is left behind
+CLOSE_S = 5.0  # time for a read in progress to end; after it, a thread that hangs on a disk is abandoned
 
 
 class ReadAhead:
-    """The stream `batches`, read one step ahead in one thread.
+    """Reads the stream `batches` one step ahead in a thread.
 
-    With a GPU the tensors are in pinned memory: from other memory no copy is asynchronous. Which samples a step
-    has, and the position in a saved state, are those of the stream itself. An error there is raised by the
+    With a GPU the tensors are in pinned memory, because only copies from pinned memory are asynchronous. Reading ahead
+    changes neither the samples of a step nor the position in a saved state. An error in the thread is raised by the
     `next_step` that needs the step.
     """
 
@@ -306,11 +305,11 @@ class ReadAhead:
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[tuple[int, StepBatch | BaseException]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._ahead: int | None = None  # the position that is being read, or has been
+        self._ahead: int | None = None  # the position of the step that the thread reads or has read
 
     @property
     def position(self) -> int:
-        """Return the samples consumed since the start; those only read ahead do not count."""
+        """Return the samples consumed since the start of training, without those read ahead."""
         return self._batches.position
 
     def state(self) -> dict[str, Any]:
@@ -320,7 +319,7 @@ class ReadAhead:
         return self._batches.lost()
 
     def next_step(self) -> StepBatch:
-        """Return the step at `position`, and start to read the one after it."""
+        """Return the step at `position` and start reading the next one."""
         self._ask(self._batches.position)
         position, found = self._read.get()
         self._ahead = None
@@ -338,7 +337,7 @@ class ReadAhead:
             self._thread = None
 
     def _ask(self, position: int) -> None:
-        if self._ahead is not None and self._ahead != position:  # somebody moved the stream
+        if self._ahead is not None and self._ahead != position:  # the stream was moved since
             self._read.get()
             self._ahead = None
         if self._thread is None:
@@ -350,7 +349,7 @@ class ReadAhead:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            # a new thread starts on the first GPU, and would create a context there
+            # a new thread starts with the first GPU selected and would create a context on it
             torch.cuda.set_device(self._device)
         while (position := self._asked.get()) is not None:
             try:

@@ -1,9 +1,9 @@
-"""Fixed blocks of tokens on disk: written once, front to back, then memory-mapped by every process.
+"""Store fixed blocks of tokens on disk: written once, front to back, then memory-mapped by every process.
 
-A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). Where a block may hold several documents, two more files say
-where they start: `.starts.bin` (one bit per token, numpy.packbits along each block) and `.restarts.bin` (int32
-[blocks], how many start after position 0). For instruction data, packed or not, there are `.trained.bin` (bool, same
-shape as the tokens), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
+A split is `<name>.tokens.bin` (int32 [blocks, seq_len]). Where a block may hold several documents, two more files give
+their starts: `.starts.bin` (one bit per token, numpy.packbits along each block) and `.restarts.bin` (int32 [blocks],
+the number that start after position 0). Instruction data, packed or not, also has `.trained.bin` (bool, same shape as
+the tokens), `.trained_tokens.bin` and `.lengths.bin` (int32 [blocks]).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from remat.data.formats import Example
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Return the examples of each block: indices into `lengths` int [examples], all at most `room` tokens.
+    """Pack examples into blocks of `room` tokens. Return the indices into `lengths` int [examples] of each block.
 
-    This is best-fit decreasing (Johnson 1974): the longest example first, each into the block with the least room
-    that still holds it. The short ones fill what the long ones leave. No example is divided.
+    This is best-fit decreasing (Johnson 1974): take the longest example first, and put it into the block with the least
+    room that still holds it. No example is divided; each has at most `room` tokens.
 
-    The result depends on `lengths` and `room` alone. Within a block, and from block to block by their first ones,
-    examples stay in the order given. Takes O(examples x log(room)) steps and, per example, one search.
+    The result depends on `lengths` and `room` alone. Examples stay in the given order within a block, and blocks are in
+    the order of their first examples. Takes O(examples x log(room)) steps.
     """
     if len(lengths) and int(np.max(lengths)) > room:
         raise ValueError(f"an example of {int(np.max(lengths))} tokens does not fit a block of {room}")
     blocks: list[list[int]] = []
-    left: list[int] = []  # room that some block still has, each once, ascending
+    left: list[int] = []  # the different amounts of room that blocks still have, ascending
     with_room: dict[int, list[int]] = {}
     for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[index])
@@ -55,12 +55,12 @@ def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     return sorted(sorted(block) for block in blocks)
 
 
-# of rows that are packed together: 20 MB, and the part left empty at its end is small
+# tokens of the rows that are packed together: 20 MB; the last, partly empty block matters little
 WINDOW_TOKENS = 4 * 1024**2
-WINDOW_BLOCKS = 128  # the same for long blocks
-FIRST_LONG_ROWS = 5  # kept in the cache's report
-PER_BLOCK = ("trained_tokens", "lengths", "restarts")  # parts with one number a block, which are kept in memory
-STEP_OF_WIDTHS = 8  # tokens; matrix products are slow at odd sizes
+WINDOW_BLOCKS = 128  # with long blocks a window has at least so many
+FIRST_LONG_ROWS = 5  # listed in the cache's report
+PER_BLOCK = ("trained_tokens", "lengths", "restarts")  # parts with one number per block, kept in memory
+STEP_OF_WIDTHS = 8  # widths are multiples of it: matrix products are slow at odd sizes
 
 
 class Blocks:
@@ -71,7 +71,7 @@ class Blocks:
 
     Padding needs no attention mask: it is on the right, and under causal attention no token sees what follows it.
     `apart`: each document of a block has its own positions, and its first token is not a target. `one_each`: a block
-    is one row and its padding, of which a batch needs only as much as its longest row.
+    is one row and padding, and a batch is only as wide as its longest row.
     """
 
     apart = False
@@ -90,8 +90,8 @@ class Blocks:
 
         `trained_tokens` and `lengths` are derived where they are not given. `starts` uint8 [blocks, ceil(seq_len / 8)]
         has a bit set where a document starts; `restarts` int32 [blocks] counts the documents that start after position
-        0. Both are None when no block holds more than one document. With `trained` and `starts` documents are kept
-        apart: the first token of each must not be in `trained`.
+        0. Both are None when no block holds more than one document. With both `trained` and `starts`, documents
+        are kept apart, and the first token of each must not be in `trained`.
         """
         count, self.seq_len = tokens.shape
         self._tokens, self._trained = tokens, trained
@@ -119,7 +119,7 @@ class Blocks:
 
     @classmethod
     def _of_parts(cls, part: Callable[[str, type], np.ndarray | None], seq_len: int) -> Blocks:
-        """Return the blocks of a writer's parts, each a flat array by its name; None where it was not written."""
+        """Return a writer's blocks. `part` returns a flat array by the part's name, None if it was not written."""
         tokens, trained, starts = part("tokens", np.int32), part("trained", np.bool_), part("starts", np.uint8)
         assert tokens is not None
         tokens = tokens.reshape(-1, seq_len)
@@ -136,19 +136,19 @@ class Blocks:
 
     @property
     def epoch_length(self) -> int:
-        """Return how many blocks one epoch takes."""
+        """Return the number of blocks in an epoch."""
         return len(self)
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """Return the blocks of an epoch in their order, int64 [epoch_length]."""
+        """Return the order of the blocks in an epoch, int64 [epoch_length]."""
         return epoch_order(len(self), seed, epoch, shuffle)
 
     def seen_of(self, indices: np.ndarray) -> dict[str, int]:
-        """Return the tokens of the blocks `indices` by the source of a mixture; {} where nothing is mixed."""
+        """Return the tokens of the blocks `indices` by source of a mixture; {} without a mixture."""
         return {}
 
     def width(self, indices: np.ndarray) -> int:
-        """Return how many positions a batch of the blocks `indices` needs: seq_len, or its longest row rounded up."""
+        """Return the width of a batch of the blocks `indices`: seq_len, or the longest row rounded up."""
         return int(self.widths(indices[None])[0])
 
     def widths(self, groups: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class Blocks:
         return np.minimum(-(-longest // STEP_OF_WIDTHS) * STEP_OF_WIDTHS, self.seq_len)
 
     def tokens(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Return the tokens of the blocks `indices` from `begin` to `end`, int32 [n, end - begin]; None: to the last.
+        """Return the tokens from `begin` to `end` (None: the last) of the blocks `indices`, int32 [n, end - begin].
 
         No other tokens are read.
         """
@@ -168,7 +168,7 @@ class Blocks:
     def documents_apart(self) -> Blocks:
         """Return the same blocks with `apart` set.
 
-        Blocks of one document each, and those of packed rows, are returned as they are.
+        Blocks of one document each, and blocks of packed rows, are returned unchanged.
         """
         if self._starts is None or self._restarts is None or self.of_rows:
             return self
@@ -183,7 +183,7 @@ class Blocks:
         return found
 
     def packed_starts(self, indices: np.ndarray) -> np.ndarray:
-        """Return uint8 [n, ceil(seq_len / 8)]: a bit for each token, set where a document starts."""
+        """Return uint8 [n, ceil(seq_len / 8)] with one bit per token, set where a document starts."""
         if self._starts is not None:
             return np.asarray(self._starts[indices])
         found = np.zeros((len(indices), -(-self.seq_len // 8)), dtype=np.uint8)
@@ -193,15 +193,15 @@ class Blocks:
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """Return bool [n, seq_len]: whether a token is the first of a document.
 
-        At position 0 a document may continue from the block before.
+        The document at position 0 may continue from the block before.
         """
         return np.unpackbits(self.packed_starts(indices), axis=1, count=self.seq_len).astype(bool)
 
     def bounds(self, indices: np.ndarray, width: int | None = None) -> np.ndarray:
-        """Return where documents start, and the end: int64 [documents + 1], in rows of `width` laid end to end.
+        """Return the starts of documents and the end, int64 [documents + 1], in rows of `width` laid end to end.
 
-        A row starts a document, and so does its padding: no kernel computes its attention to the tokens before it.
-        Read are the bits of `packed_starts` alone, an eighth of a byte for each token.
+        Each row starts a document. Its padding starts another, so that no kernel computes attention between them.
+        Only the bits of `packed_starts` are read, one per token.
         """
         width, rows = width or self.seq_len, len(indices)
         begins = np.arange(rows, dtype=np.int64) * width
@@ -215,13 +215,13 @@ class Blocks:
         )
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64 [n, seq_len]: tokens since the start of the document, or of the block where that is later."""
+        """Return int64 [n, seq_len]: tokens since the start of the document or of the block, whichever is later."""
         return positions_within(self.bounds(indices), 0, len(indices) * self.seq_len).reshape(-1, self.seq_len)
 
     def trained(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Return bool [n, end - begin]: whether a token is a target that carries loss (unshifted, as labels are).
+        """Return bool [n, end - begin]: whether a token is a target that carries loss (not shifted, like labels).
 
-        The first token of a document that is kept apart is no target: what comes before it is another document.
+        Where documents are kept apart, the first token of each is no target: it follows another document.
         """
         if self._trained is not None:
             return np.asarray(self._trained[indices, begin:end])
@@ -235,16 +235,16 @@ class Blocks:
 
 
 def positions_within(bounds: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Return int64 [end - begin]: tokens since the last of `bounds`, ascending from 0, of the places begin to end."""
+    """Return how far each place from begin to end is from the last of the ascending `bounds`, int64 [end - begin]."""
     lengths = np.diff(np.clip(bounds, begin, end))
     return np.arange(begin, end) - np.repeat(bounds[:-1], lengths)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool, *more: int) -> np.ndarray:
-    """Return an order of `count` blocks, int64 [count], which follows from the seed, the epoch and `more`.
+    """Return an order of `count` blocks, int64 [count], that depends only on the seed, the epoch and `more`.
 
-    It sorts raw bits, because NumPy never changes their stream (NEP 19) but may change that of `permutation`: a run
-    resumed under another NumPy must see the same order.
+    It sorts raw bits. NumPy never changes their stream (NEP 19) but may change `permutation`, and a run resumed under
+    another version of NumPy must see the same order.
     """
     if not shuffle:
         return np.arange(count, dtype=np.int64)
@@ -256,18 +256,18 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool, *more: int) ->
 class BlockCounts:
     """Counts of the documents, blocks and tokens of one split."""
 
-    documents: int = 0  # counted where they end, so a text in pieces counts once; cut and dropped ones included
-    rows_more: int = 0  # than documents: chats whose template rewrites earlier turns are several
-    turns_left_out: int = 0  # of such chats, not trained: data.rewritten_turns=last
+    documents: int = 0  # cut and dropped ones included; a text in pieces counts once, where it ends
+    rows_more: int = 0  # rows beyond one per document, of chats whose template rewrites earlier turns
+    turns_left_out: int = 0  # turns of such chats that data.rewritten_turns=last does not train
     blocks: int = 0
     tokens: int = 0  # in blocks, padding left out
     trained_tokens: int = 0  # targets that carry loss; for packed text, as if documents were not kept apart
-    restarts: int = 0  # documents that start within a block; kept apart, there are so many targets fewer
-    squared_lengths: int = 0  # of the documents in blocks: what their attention costs, kept apart
+    restarts: int = 0  # documents that start after position 0; kept apart, each is one target less
+    squared_lengths: int = 0  # summed over documents in blocks: the cost of attention within documents
     truncated_documents: int = 0  # longer than a block, cut at its end
-    truncated_tokens: int = 0  # that were cut off
-    truncated_trained_tokens: int = 0  # of those, the ones that would have carried loss
-    dropped_documents: int = 0  # nothing left to train on
+    truncated_tokens: int = 0  # cut off from these documents
+    truncated_trained_tokens: int = 0  # those of them that would have carried loss
+    dropped_documents: int = 0  # documents without a trained token
     dropped_tokens: int = 0  # the last, partial block of packed text
     long_documents: int = 0  # left out because they are longer than a block
     long_tokens: int = 0
@@ -291,43 +291,43 @@ class LongRowLog:
 
 
 class BlockWriter:
-    """Writer that appends to the files of one split, or to memory: the part that text and rows share."""
+    """Appends tokens to the files of one split, or to memory. Base of the writers for text and for rows."""
 
     def __init__(self, folder: Path | None, name: str, parts: tuple[str, ...], *, seq_len: int) -> None:
-        """Write to `folder`; None: to memory, for `in_memory`."""
+        """Write to `folder`, or with None to memory for `in_memory`."""
         self._files: dict[str, BinaryIO] = {
             part: io.BytesIO() if folder is None else (folder / f"{name}.{part}.bin").open("wb")
             for part in parts
         }
         self.seq_len = seq_len
         self.counts, self.long_rows = BlockCounts(), LongRowLog()
-        self.added = 0  # tokens, with those that do not fill a block yet
+        self.added = 0  # tokens so far, including those that do not fill a block yet
 
     def begin(self) -> None:
-        """Mark the next token that is added as the first of a document."""
+        """Mark the next token as the first of a document."""
 
     def add(
         self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: bool = True, origin: str = ""
     ) -> None:
         """Add tokens: `ids` int32 [length], `trained` bool [length] or None for all.
 
-        `ends`: they complete a document, which is then counted. `origin` names it.
+        With `ends` the tokens complete a document, which is then counted. `origin` names the document.
         """
         raise NotImplementedError
 
     def add_all(self, examples: Sequence[Example], ends: bool, origin: str) -> None:
-        """Add the examples of one document, or of a piece that `ends` it or does not."""
+        """Add the examples of one document or of a piece of it. `ends` says whether the document ends here."""
         for place, example in enumerate(examples, 1):
             self.add(example.ids, example.trained, ends=ends and place == len(examples), origin=origin)
             self.counts.turns_left_out += example.turns_left_out
         self.counts.rows_more += max(0, len(examples) - 1)
 
     def flush(self) -> None:
-        """Write what fills whole blocks; keep the rest for the next flush."""
+        """Write whole blocks; keep the rest for the next flush."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Write what is still kept."""
+        """Write the rest."""
         raise NotImplementedError
 
     def close(self) -> BlockCounts:
@@ -340,7 +340,7 @@ class BlockWriter:
         return self.counts
 
     def in_memory(self) -> Blocks:
-        """Return the blocks that were written to memory. The writer is done."""
+        """Return the blocks written to memory. Nothing can be added afterwards."""
         self.finish()
 
         def part(name: str, dtype: type) -> np.ndarray | None:
@@ -354,7 +354,7 @@ class BlockWriter:
             file.close()
 
     def _write_starts(self, starts: np.ndarray) -> None:
-        """Write where documents start, bool [blocks, seq_len], and count those after position 0."""
+        """Write the starts of documents, bool [blocks, seq_len], and count those after position 0."""
         restarts = starts[:, 1:].sum(axis=1, dtype=np.int32)
         self._files["starts"].write(np.packbits(starts, axis=1).tobytes())
         self._files["restarts"].write(restarts.tobytes())
@@ -362,13 +362,13 @@ class BlockWriter:
 
 
 class TextWriter(BlockWriter):
-    """Writer of plain text: documents follow one another, and a block ends wherever it is full."""
+    """Writes plain text: documents follow one another, and a block ends when it is full."""
 
     def __init__(self, folder: Path | None, name: str, *, seq_len: int) -> None:
         super().__init__(folder, name, ("tokens", "starts", "restarts"), seq_len=seq_len)
         self._waiting: list[np.ndarray] = []
         self._waiting_starts: list[np.ndarray] = []
-        self._starts_next = False  # a document began, and has no token yet
+        self._starts_next = False  # a document began and has no token yet
 
     def begin(self) -> None:
         self._starts_next = True
@@ -383,7 +383,7 @@ class TextWriter(BlockWriter):
         self.add_packed(ids, starts)
 
     def add_packed(self, ids: np.ndarray, starts: np.ndarray) -> None:
-        """Add tokens of any documents, int32 [length]; `starts` bool [length] marks the first of each document."""
+        """Add tokens of several documents, int32 [length]; `starts` bool [length] marks the first token of each."""
         self.added += len(ids)
         self._waiting.append(ids)
         self._waiting_starts.append(starts)
@@ -408,10 +408,11 @@ class TextWriter(BlockWriter):
 
 
 class RowWriter(BlockWriter):
-    """Writer of instruction data: rows are never divided between blocks.
+    """Writes instruction data: rows are never divided between blocks.
 
-    With `packed` a block holds as many rows as fit (`best_fit`), chosen within windows of WINDOW_TOKENS, so that
-    memory does not grow with the data; otherwise one. A row longer than a block is cut, or left out with `drop_long`.
+    With `packed` a block holds as many rows as fit (`best_fit`), otherwise one. Rows are packed within windows of
+    WINDOW_TOKENS, so that memory does not grow with the data. A row longer than a block is cut, or with `drop_long`
+    left out.
     """
 
     def __init__(
@@ -468,7 +469,7 @@ class RowWriter(BlockWriter):
         self.counts.squared_lengths += int((lengths**2).sum())
 
     def _write(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Write a block of these rows, one after another, and padding. A row's first token is no target."""
+        """Write a block of these rows, one after another, with padding. The first token of a row is no target."""
         tokens = np.full(self.seq_len, self._pad_id, dtype=np.int32)
         trained, starts = np.zeros(self.seq_len, dtype=bool), np.zeros(self.seq_len, dtype=bool)
         used = 0
@@ -499,9 +500,9 @@ def _squared_lengths(starts: np.ndarray) -> int:
 
 
 def divide(folder: Path, name: str, writers: dict[bool, BlockWriter], held_out: np.ndarray) -> None:
-    """Copy the blocks of split `name` to the writers of the two halves; `held_out` bool [blocks] says to which.
+    """Copy the blocks of split `name` to the writers of the two halves, chosen by `held_out` bool [blocks].
 
-    Blocks of instruction data hold one row each, which is counted as a document again: a block of text is not one.
+    Blocks of instruction data hold one row each, which the writer counts as a document. A block of text is no document.
     """
     blocks = Blocks.open(folder, name, writers[True].seq_len)
     for index in range(len(blocks)):

@@ -1,9 +1,9 @@
 """Plan and write a cache of blocks: its sources, the key that names it, and its files.
 
-Batches of documents are encoded on all cores. What a batch becomes depends on nothing but its documents, so neither
-the number of processes nor their order changes the cache. The result of one batch is a shard, which stays on disk
-until the cache is complete. After a killed build, the next one finds the shards, checks each by its digest, and
-encodes only what is missing.
+Batches of documents are encoded on all cores. The result of a batch depends only on its documents, so the number of
+processes and their order do not change the cache. The result of one batch is a shard, which stays on disk until the
+cache is complete. After a killed build, the next build checks each shard by its digest and encodes only what is
+missing.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, in_both, open_corpus, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
-CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks, or another report
+CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks or another report
 BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
-SHARDED_FROM = 16 * MIB  # bytes of shards: about 4 M tokens, some seconds of one core
+SHARDED_FROM = 16 * MIB  # from so many bytes on, several processes encode: about 4 M tokens
 SHARD_BYTES_PER_TOKEN = 4.2
 TOLD_EVERY_S = 15.0
-SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, tokenised to know how many tokens all of them are
-SURE = 0.8  # of what they let expect on the disk: the others may be shorter
+SAMPLE_CHARACTERS = 128 * 1024  # of the first documents, which are tokenised to estimate the tokens of all
+SURE = 0.8  # share of the estimated bytes that must be free: other documents may be shorter
 HALVES = ("train", "held_out")
 
 
 class NoRoom(ConfigError):
-    """The error raised when the disk has no room for the cache, whatever the options say."""
+    """Raised when the disk has no room for the cache."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A cache to be written. With `held_out` None, `cfg.eval_fraction` of `corpus` is held out, if not 0.
+    """A cache to be written. With `held_out` None, the share `cfg.eval_fraction` of `corpus` is held out.
 
-    Rows are packed where `cfg.packing` is documents, and have a block each otherwise.
+    Rows are packed where `cfg.packing` is documents; otherwise each has its own block.
     """
 
     cfg: DataConfig
@@ -104,7 +104,7 @@ class Plan:
 def make_plan(
     cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int, hashes: Hashes
 ) -> Plan:
-    """Find the data, hash it and return the plan. Raises ConfigError when there is no data or it is also held out."""
+    """Find the data, hash it and return the plan. Raises ConfigError for no data and for data that is also held out."""
     corpus = held_out = None
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
     if cfg.source == DataSource.synthetic:
@@ -149,8 +149,8 @@ class _Written:
 def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool) -> None:
     """Write both halves and report.json into `folder` and sync them. Memory use does not grow with the data.
 
-    Much data is encoded by several processes, and what they have done stays in `shards` for another try. Raises
-    ConfigError when the data has changed since the plan's key was computed, NoRoom when the disk has no room.
+    Large data is encoded by several processes, whose results stay in `shards` for the next try. Raises ConfigError when
+    the data has changed since the plan's key was computed, NoRoom when the disk has no room.
     """
     started = time.perf_counter()
     blocks_bytes, shards_bytes = _estimate(plan)
@@ -185,7 +185,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
 
 
 def found_in_words(corpus: Corpus | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say what the data is and how its rows become text, for the header and the report."""
+    """Describe the data and how its rows become text, for the header and the report."""
     parts = [corpus.found, describe(cfg, tokenizer)] if corpus else []
     return "; ".join(part for part in parts if part)
 
@@ -211,8 +211,8 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | 
 
 
 def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
-    """Return the first documents of `corpus` and their tokens: they tell how many tokens all of them are."""
-    bad_rows = BadRowLog(plan.cfg.on_bad_row)  # its own: all rows are read again
+    """Return the first documents of `corpus` and their numbers of tokens, to estimate the tokens of all."""
+    bad_rows = BadRowLog(plan.cfg.on_bad_row)  # a log of its own: these rows are read again later
     first: list[Document] = []
     characters = 0
     for document in _advancing(corpus.read(bad_rows), plan):
@@ -226,7 +226,7 @@ def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
 
 
 def _estimate(plan: Plan) -> tuple[float, float]:
-    """Return the bytes that the blocks and the shards will take on the disk, judged by first documents."""
+    """Estimate the bytes of the blocks and of the shards on the disk, from the first documents."""
     blocks = shards = 0.0
     for corpus in filter(None, (plan.corpus, plan.held_out)):
         sample = _sample(plan, corpus)
@@ -250,7 +250,7 @@ def _check_room(plan: Plan, folder: Path, needed: float) -> None:
 
 
 def _bytes_of(plan: Plan, length: int) -> float:
-    """Return what a document of `length` tokens takes on the disk: int32 ids, flags of rows, bits of starts."""
+    """Return the bytes on disk of a document of `length` tokens: int32 ids, flags of rows, bits of starts."""
     if not plan.cfg.has_rows:
         return 4.2 * length
     if plan.cfg.packing is Packing.documents:
@@ -265,10 +265,10 @@ def _long_rows(writers: dict[str, BlockWriter]) -> LongRowLog:
 
 
 def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
-    """Write the halves by holding out blocks, for documents too few or too unequal to give both halves a block.
+    """Write the halves by holding out blocks, where documents are too few or too unequal to give both halves a block.
 
-    Rows are held out one by one: they have a block each until they are divided. Cut and dropped documents are counted
-    for training: they were so before the blocks were divided.
+    Rows have a block each until then, so they are held out one by one. Cut and dropped documents count to training,
+    because they were cut before the blocks were divided.
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
@@ -304,7 +304,7 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 def _writers(
     plan: Plan, folder: Path, file_names: dict[str, str], *, packs_rows: bool = True
 ) -> Iterator[dict[str, BlockWriter]]:
-    """Yield a writer for each half, under the given file name. All are closed in the end, also after an error."""
+    """Yield a writer for each half, with the given file names. All are closed at the end, also after an error."""
     cfg, seq_len = plan.cfg, plan.seq_len
 
     def open_writer(name: str) -> BlockWriter:
@@ -336,7 +336,7 @@ def _write_documents(
     show_progress: bool,
     shards: Path | None = None,
 ) -> int:
-    """Encode and write all documents; return how many were empty. `shards`: where several processes leave theirs."""
+    """Encode and write all documents; return how many were empty. With `shards` several processes encode."""
     empty = 0
     total = corpus.total + (plan.held_out.total if plan.held_out else 0)
     with _Progress(total, in_bytes=corpus.kind != "hub", shown=show_progress) as progress:
@@ -349,7 +349,7 @@ def _write_documents(
             empty += sum(not document.content for _, document in batch)
             examples = iter(found)
             for half, document in batch:
-                if document.starts:  # an empty piece too: the next one is not of the document before
+                if document.starts:  # also for an empty piece: the next piece must not join the document before
                     writers[half].begin()
                 ends = document.ends and not document.goes_on
                 writers[half].add_all(next(examples) if document.content else [], ends, document.origin)
@@ -364,14 +364,14 @@ def _write_documents(
 def _encoded(
     batches: Iterator[Batch], plan: Plan, bad_rows: BadRowLog
 ) -> Iterator[tuple[Batch, list[list[Example]]]]:
-    """Yield each batch with the examples of its documents, encoded here."""
+    """Yield each batch with the examples of its documents, encoded in this process."""
     for batch in batches:
         filled = [document for _, document in batch if document.content]
         yield batch, encode(filled, plan.cfg, plan.tokenizer, bad_rows)
 
 
 class _Progress:
-    """A bar with rate and time left; where nobody watches a terminal, a line every TOLD_EVERY_S."""
+    """A bar with rate and time left on a terminal; elsewhere a line every TOLD_EVERY_S."""
 
     def __init__(self, total: int, *, in_bytes: bool, shown: bool) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -411,7 +411,7 @@ def _advancing(documents: Iterator[Document], plan: Plan) -> Iterator[Document]:
 
 
 def _from_corpus(corpus: Corpus, is_held_out: Chooser, bad_rows: BadRowLog) -> Iterator[tuple[str, Document]]:
-    """Yield each document with its half. Where a file goes on in the other half, the document ends and a new starts."""
+    """Yield each document with its half. Where a file continues in the other half, a new document starts."""
     chosen = ((HALVES[is_held_out(d)], d) for d in corpus.read(bad_rows))
     half_before = None
     for (half, document), following in pairwise(chain(chosen, [(None, None)])):
@@ -450,7 +450,7 @@ def _batches(items: Iterator[tuple[str, Document]]) -> Iterator[Batch]:
 
 
 def _write_synthetic(plan: Plan, writers: dict[str, BlockWriter]) -> None:
-    """Write `data.synthetic_blocks` blocks for training; hold out as many more as data.eval_* say."""
+    """Write `data.synthetic_blocks` blocks for training, and further blocks to hold out as data.eval_* say."""
     held_out = max(1, round(plan.cfg.eval_fraction * plan.cfg.synthetic_blocks))
     if plan.cfg.eval_tokens:
         held_out = min(held_out, max(1, plan.cfg.eval_tokens // plan.seq_len))
@@ -475,7 +475,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     identity: dict[str, Any] = {"ids": ids, "chat_template": tokenizer.chat_template}
     if tokenizer.is_fast:
         serialized = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Truncation and padding are state of the last call, not part of what the tokenizer is.
+        # Truncation and padding are left over from the last call and no property of the tokenizer.
         return identity | {"json": {k: v for k, v in serialized.items() if k not in ("truncation", "padding")}}
     return identity | {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
 
@@ -510,7 +510,7 @@ def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: Ba
         remedy = "give more examples, or a larger train.seq_len that does not cut answers off"
     if empty == ["held_out"] and plan.held_out:
         option, purpose = f"data.eval_path={plan.cfg.eval_path}", "evaluation"
-    elif empty == ["held_out"]:  # one block in all, which went to training
+    elif empty == ["held_out"]:  # there is one block, which went to training
         found, purpose = counts["train"], "evaluation beside the one for training"
         remedy += ", set data.eval_fraction=0 to hold nothing out, or name data.eval_path"
     else:
@@ -525,13 +525,13 @@ def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: Ba
 
 DIGEST_BYTES = 32
 LOOK_FOR_PARENT_S = 1.0
-AHEAD = 2  # batches of each process that are read before the first is written
-_work: tuple[DataConfig, PreTrainedTokenizerBase, Path]  # of a process of the pool
-Batch = list[tuple[str, Document]]  # the half of each document, and the document
+AHEAD = 2  # batches read per process before the first result is written
+_work: tuple[DataConfig, PreTrainedTokenizerBase, Path]  # set in each process of the pool
+Batch = list[tuple[str, Document]]  # (half, document)
 
 
 def processes_of(cfg: DataConfig) -> int:
-    """Return how many processes encode: `data.processes`, or one for each core that this process may use."""
+    """Return the number of encoding processes: `data.processes`, or one per core that this process may use."""
     return cfg.processes or available_cores()
 
 
@@ -542,9 +542,10 @@ def encoded(
     folder: Path,
     bad_rows: BadRowLog,
 ) -> Iterator[tuple[Batch, list[list[Example]]]]:
-    """Yield the batches in order, each with the examples of those of its documents that are not empty.
+    """Yield the batches in order, each with the examples of its documents that are not empty.
 
-    The shards are kept in `folder`. Rows that a template refuses go to `bad_rows`. Raises what `encode` raises.
+    Several processes encode. Shards are kept in `folder`. Rows that a template refuses go to `bad_rows`. Raises what
+    `encode` raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = processes_of(cfg)
@@ -556,7 +557,7 @@ def encoded(
             if _read_shard(folder, index, batch) is None:
                 if pool is None:
                     arguments = (cfg, tokenizer, folder, os.getpid())
-                    # Forked: a new process would import torch and transformers once more.
+                    # Forked: a spawned process would import torch and transformers again.
                     pool = ProcessPoolExecutor(count, get_context("fork"), _begin_worker, arguments)
                     stack.callback(pool.shutdown, cancel_futures=True)
                 future = pool.submit(_encode_batch, index, _without_empty(batch))
@@ -586,12 +587,12 @@ def _finished_shards(
 
 
 def _begin_worker(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, parent: int) -> None:
-    """Make this process one that encodes: alone on its core, and gone when its parent is."""
+    """Initialise a process of the pool: it uses one core and ends when its parent ends."""
     global _work
     _work = (cfg, tokenizer, folder)
-    gc.freeze()  # to look for garbage among the parent's objects would copy the memory of all of them
+    gc.freeze()  # a collection would touch all objects of the parent, and so copy their memory
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def follow() -> None:
@@ -603,7 +604,7 @@ def _begin_worker(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 class _Refused(BadRowLog):
-    """Keep every row that a template refuses: whether it stops the build is for the parent to say."""
+    """Collects every row that a template refuses. The parent decides whether it stops the build."""
 
     def __init__(self) -> None:
         super().__init__(BadRows.skip)
@@ -654,7 +655,7 @@ def _write_shard(
 def _read_shard(
     folder: Path, index: int, batch: Batch
 ) -> tuple[list[list[Example]], list[tuple[str, str]]] | None:
-    """Return the examples of a shard and its refused rows; None where it is not there, damaged or of other rows."""
+    """Return the examples and the refused rows of a shard; None where it is missing, damaged or of other documents."""
     try:
         content = _shard_path(folder, index).read_bytes()
     except FileNotFoundError:
@@ -678,6 +679,6 @@ def _read_shard(
 
 
 def _digest_of(documents: list[Document]) -> bytes:
-    """Return a digest of which documents a shard is of; what is in them is part of the cache's key."""
+    """Return a digest of the identity of a shard's documents. Their content is part of the cache's key."""
     names = json.dumps([[d.unit, d.starts, d.ends] for d in documents])
     return hashlib.blake2b(names.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,10 +1,10 @@
-"""Cache of tokenised data: a folder of memory-mapped blocks, named by a hash of everything its content depends on.
+"""Cache tokenised data: a folder of memory-mapped blocks, named by a hash of everything its content depends on.
 
-Rank 0 reads the data, and so does the first rank of each node that does not see rank 0's cache folder. It builds what
-is missing, in a temporary folder that is renamed when complete. The other ranks wait without a collective that could
-time out, and open the result. A launch that finds another launch building waits for it, and takes over when that one
-has died (remat/machine/owner_lock.py). Two launches may still build at once, as on hosts that do not see each other's
-lock: then both use what the first one has built.
+Rank 0 reads the data, and so does the first rank of each node that does not see rank 0's cache folder. It builds a
+missing cache in a temporary folder, which is renamed when complete. The other ranks wait without a collective that
+could time out, and open the result. A launch waits for another launch that builds the same cache, and takes over if
+that one has died (remat/machine/owner_lock.py). Two launches may still build at once, for example on hosts that do not
+see each other's lock. Then both use the cache that was complete first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, holder_of, labelled
 
 LOOK_AGAIN_S = 0.5
-SHARDS = ".shards"  # after the key of a cache: what is done of it, until it is complete
+SHARDS = ".shards"  # suffix of the folder with the shards of a cache that is not complete yet
 OLD_SHARDS_S = 7 * 24 * 3600.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
@@ -51,20 +51,20 @@ class Splits(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name of the data, the tokenizer and the block length, which changes with each of them."""
+        """Return the key, a hash of the data, the tokenizer, the block length and the options that change blocks."""
         return str(self.report["key"])
 
     @property
     def tokens_per_block(self) -> float:
-        """Return the mean number of tokens in a block of training; the rest of a block is padding."""
+        """Return the mean number of tokens in a training block, without padding."""
         counts = self.report["train"]
         return float(counts["tokens"] / counts["blocks"])
 
     @property
     def context(self) -> int:
-        """Return the tokens that attention is computed over, as a mean over the tokens of training: what FLOPs need.
+        """Return the mean length of attention over the training tokens, from which FLOPs are counted.
 
-        Where documents share a block and see each other it is the block; else the mean length of a token's document.
+        It is the block length where documents of a block see each other, else the mean length of a token's document.
         """
         if not (self.train.apart or self.train.one_each):
             return self.train.seq_len
@@ -88,12 +88,13 @@ def open_blocks(
 ) -> Splits:
     """Return blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
 
-    `cfg.packing` is what the model can do: documents share a block and are kept apart only where it says so. Builds
-    the cache if it is missing. `show_progress` draws a bar where blocks are built. `on_progress` is called on every
-    rank while any rank makes progress. The seed chooses what is held out (and the tokens of `synthetic`); it does not
-    shuffle. `report` is the cache's `report.json` with its folder added. Raises ConfigError on every rank for data
-    that cannot be used, rows that are refused as too long, a cache that cannot be written, and nodes with other data
-    than rank 0's, NoRoom on rank 0 (elsewhere ConfigError) where the disk has no room. Collective.
+    Builds the cache if it is missing. Collective. `cfg.packing` is already resolved for the model: with `documents`,
+    several documents share a block and are kept apart. `show_progress` draws a bar while blocks are built.
+    `on_progress` is called on every rank while any rank makes progress. The seed chooses what is held out (and the
+    tokens of `synthetic`); it does not shuffle. `report` is the cache's `report.json` with its folder added.
+
+    Raises ConfigError on every rank for unusable data, rows refused as too long, a cache that cannot be written, and
+    nodes with other data than rank 0's. Without room on the disk raises NoRoom on rank 0 and ConfigError elsewhere.
     """
     options: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
     options |= {"show_progress": show_progress, "on_progress": on_progress}
@@ -109,7 +110,7 @@ def _open_stream(
     seed: int,
     on_progress: Callable[[], None],
 ) -> Splits:
-    """Open a stream on every rank; raise ConfigError on all of them where one sees other data. Collective."""
+    """Open a stream on every rank. Raises ConfigError on all ranks if one sees other data. Collective."""
     found: list[Splits] = []
 
     def prepare(advance: Callable[[], None]) -> str:
@@ -127,7 +128,7 @@ def _open_stream(
 
 
 def _open_mixture(cfg: DataConfig, options: dict[str, Any]) -> Splits:
-    """Open the sources one after another, each with a cache of its own, and mix them."""
+    """Open the sources one after another, each with its own cache, and mix them."""
     found: dict[str, Splits] = {}
     for name, source in cfg.sources().items():
         try:
@@ -203,12 +204,12 @@ def _looks(root: Path) -> bool:
         try:
             root.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
-        except OSError:  # perhaps a filled cache that is read-only: then each node's first rank finds it filled
+        except OSError:  # read-only: if the cache is complete, the first rank of each node finds it
             name = ""
     name = distributed.broadcast(name)
     first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     looks = rank == 0 or (first_of_node and not (name and (root / name).exists()))
-    distributed.gather(None)  # all have looked
+    distributed.gather(None)  # wait until all ranks have looked
     if rank == 0 and name:
         (root / name).unlink(missing_ok=True)
     return looks
@@ -223,7 +224,7 @@ def summary(report: dict[str, Any]) -> str:
         total[name] for name in ("documents", "truncated_documents", "dropped_documents")
     )
     empty, bad = report["empty_documents"], report["bad_rows"]["count"]
-    synthetic = report["source"] == DataSource.synthetic  # blocks of nothing but tokens
+    synthetic = report["source"] == DataSource.synthetic  # synthetic data has no documents
     by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
     parts = [
         "of the first window and what is held out:" * report.get("streamed", False),
@@ -243,7 +244,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def loss_of_tokens(report: dict[str, Any]) -> str:
-    """Say how many rows of a `Splits.report` were too long and what of them is not trained; "" when none was."""
+    """Describe the rows of a `Splits.report` that were too long, and the tokens lost; "" when there are none."""
     if sources := report.get("sources"):
         lost = {name: loss_of_tokens(source) for name, source in sources.items()}
         return "\n".join(of_source(name, f"data.mix.{name}: {text}") for name, text in lost.items() if text)
@@ -291,7 +292,7 @@ def _refuse_long(report: dict[str, Any], cfg: DataConfig) -> None:
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
     """Build `folder`, or wait for another process that builds it.
 
-    A ConfigError is raised in the processes that waited as well: otherwise each of them would run into it in turn.
+    A ConfigError of the builder is also raised in the processes that wait, which would otherwise repeat the build.
     """
     lock = OwnerLock(folder.with_name(f"{folder.name}.lock"))
     failure = folder.with_name(f"{folder.name}.error.json")
@@ -302,13 +303,13 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
         return
 
     def counted() -> None:
-        lock.progress += 1  # launches that wait read it
+        lock.progress += 1  # waiting launches read it
         advance()
 
     plan.hashes.advance = counted
     try:
         latest = _read(failure)
-        if latest and latest != earlier:  # written while this process waited
+        if latest and latest != earlier:  # the error was written while this process waited
             told = json.loads(latest)
             raise (NoRoom if told.get("no_room") else ConfigError)(told["error"])
         _remove_dead(folder)
@@ -321,7 +322,7 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
             _publish(temporary, folder)
             shutil.rmtree(shards, ignore_errors=True)
         except ConfigError as error:
-            shutil.rmtree(shards, ignore_errors=True)  # the data will be other data
+            shutil.rmtree(shards, ignore_errors=True)  # a remedy changes data or options
             # The random id tells this failure from the same one in an earlier run.
             told = {"id": uuid.uuid4().hex, "error": redact_text(str(error))}
             failure.write_text(json.dumps(told | {"no_room": isinstance(error, NoRoom)}))
@@ -334,12 +335,12 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
 
 
 def _wait_for(lock: OwnerLock, folder: Path, advance: Callable[[], None]) -> None:
-    """Wait until this process has the lock, or the folder is there. Another builder's progress calls `advance`."""
+    """Wait until this process has the lock or the folder exists. Calls `advance` when another builder progresses."""
     before = None
     while not _is_there(folder):
         holder = lock.take()
         if holder is None:
-            if _is_there(folder):  # its builder has just finished
+            if _is_there(folder):  # the other builder has just finished
                 lock.release()
             return
         if before is None:
@@ -351,7 +352,7 @@ def _wait_for(lock: OwnerLock, folder: Path, advance: Callable[[], None]) -> Non
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename the finished folder to its name, unless another builder, whose lock was not seen here, was first."""
+    """Rename the finished folder to its final name, unless a builder whose lock was not seen here was first."""
     _fsync_folder(temporary)
     try:
         temporary.rename(folder)
@@ -362,7 +363,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove what killed builders on this host left. Whether a builder on another host lives is not known here."""
+    """Remove the temporary folders of killed builders on this host. Builders on other hosts may still live."""
     start = f"{folder.name}.tmp-"
     for left in folder.parent.glob(f"{start}*"):
         process = labelled(left.name.removeprefix(start))
@@ -373,10 +374,10 @@ def _remove_dead(folder: Path) -> None:
 
 
 def _remove_old_shards(folder: Path) -> None:
-    """Remove what builds of other data left that were killed and not begun again for OLD_SHARDS_S."""
+    """Remove shards of killed builds of other data that nobody has resumed for OLD_SHARDS_S."""
     for left in folder.parent.glob(f"*{SHARDS}"):
         lock = left.with_name(f"{left.name.removesuffix(SHARDS)}.lock")
-        with contextlib.suppress(OSError):  # another launch removes it
+        with contextlib.suppress(OSError):  # another launch may remove it too
             old = time.time() - left.stat().st_mtime > OLD_SHARDS_S
             if old and left.name.removesuffix(SHARDS) != folder.name and holder_of(lock) is None:
                 log.info("removing %s, which a build that was killed left", left)
@@ -386,7 +387,7 @@ def _remove_old_shards(folder: Path) -> None:
 def _is_there(folder: Path) -> bool:
     """Return whether `folder` exists, by listing its parent.
 
-    NFS caches for a minute that a name was not there, but reads a folder's listing anew.
+    NFS caches for a minute that a name does not exist, but not the listing of a folder.
     """
     try:
         return folder.name in os.listdir(folder.parent)  # noqa: PTH208 - only names are needed

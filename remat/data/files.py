@@ -1,9 +1,9 @@
 """Find the files that a path names, tell what each is, open it decompressed, and hash its content.
 
-A file is read whole once. Its hash is kept in a file beside the cache, and the data file is not read again while its
-size, mtime, ctime and inode stay the same. Setting the mtime back changes the ctime, so such an edit is seen too. Only
-an edit that leaves all four as they were is missed; that takes a clock that was set back, or a file system that does
-not keep these times. Losing the kept hashes costs only another reading.
+Each file is read once in full. Its hash is stored in the cache folder, and the file is not read again while its size,
+mtime, ctime and inode stay the same. Setting the mtime back changes the ctime, so such an edit is noticed too. An edit
+is missed only if all four stay the same, which needs a clock that was set back or a file system that does not keep
+these times. If the stored hashes are lost, the files are read again.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ TEXTS = (".txt", ".text", ".md")
 
 
 class Kind(NamedTuple):
-    """What a file is: `compression` is "", "gzip" or "zstd"."""
+    """The type of a file; `compression` is "", "gzip" or "zstd"."""
 
     file_type: FileType
     compression: str
 
 
 def bare_name(path: Path) -> str:
-    """Return the name in lower case, without the suffix of a compression."""
+    """Return the file name in lower case, without the suffix of a compression."""
     name = path.name.lower()
     for suffix in COMPRESSED_SUFFIXES:
         name = name.removesuffix(suffix)
@@ -71,9 +71,9 @@ def bare_name(path: Path) -> str:
 
 
 def recognise(path: Path, asked: FileType, option: str) -> Kind:
-    """Return what `path` is. `asked` decides over what its bytes and its name say, except for a compression.
+    """Return the kind of `path`. `asked` overrides what bytes and name say, except for a compression.
 
-    Raises ConfigError, naming `option`, for a file that is damaged or of a kind that is not read.
+    Raises ConfigError, naming `option`, for a file that is damaged or of an unsupported kind.
     """
     with path.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
@@ -101,7 +101,7 @@ def recognise(path: Path, asked: FileType, option: str) -> Kind:
 
 def _of_text(name: str, head: bytes) -> FileType:
     if name.endswith(SUFFIXES[FileType.parquet]):
-        return FileType.parquet  # its reader says what is wrong with it
+        return FileType.parquet  # the parquet reader says what is wrong
     if name.endswith(SUFFIXES[FileType.csv]):
         return FileType.csv
     if name.endswith(TEXTS):
@@ -140,12 +140,12 @@ def open_stream(path: Path, compression: str) -> BinaryIO:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether `error` says that a file's bytes are not what its kind asks for."""
+    """Return whether `error` means that a file's bytes do not match its kind."""
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__module__.startswith(
         "pyarrow"
     ):
         return True
-    return isinstance(error, OSError) and error.errno is None  # pyarrow's for what cannot be decompressed
+    return isinstance(error, OSError) and error.errno is None  # pyarrow: it cannot decompress the data
 
 
 def tell_damaged(path: Path, option: str, error: BaseException) -> str:
@@ -156,14 +156,13 @@ FOLDER = "hashes"  # in the cache
 VERSION = 1
 READ_BYTES = 8 * MIB
 READERS = 4
-SKETCHED_BYTES = 64 * 1024  # of the beginning and of the end of a file
-SETTLED_S = (
-    2.0  # a file changed less than this ago may change again in the same tick of its file system's clock
-)
+SKETCHED_BYTES = 64 * 1024  # read at the beginning and at the end of a file
+# a file changed more recently may change again within the same clock tick of its file system
+SETTLED_S = 2.0
 Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
 TEXT = Kind(FileType.text, "")
-ONE = "data"  # name of a single file that the user named, so that a copy under another name is the same data
+ONE = "data"  # stands for the name of a single file, so that a copy under another name is the same data
 # as datasets writes
 ABOUT_DATA = "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -175,17 +174,17 @@ class SourceFile:
     name: str  # relative to the folder that the user named, with forward slashes; ONE for a single file
     size_bytes: int
     kind: Kind = TEXT
-    option: str = "data.path"  # where the user named it
+    option: str = "data.path"  # the option that names the file
 
 
 def find_files(
     path: Any, option: str, *, file_type: FileType = FileType.auto, split: str = "train"
 ) -> list[SourceFile]:
-    """Return the files of a path, or of a list of paths, with what each is.
+    """Return the files of a path, or of a list of paths, with the kind of each.
 
-    A path is a file, a folder (recursive, without hidden ones), a folder that `datasets.save_to_disk` wrote (of which
-    `split` is taken) or a glob; its files are sorted by name. `option` is the option's dotted name in errors. Raises
-    ConfigError, with every problem, when there is nothing to read or a file is named twice.
+    A path is a file, a folder (recursive, without hidden files), a glob, or a folder that `datasets.save_to_disk`
+    wrote, of which `split` is taken. Its files are sorted by name. `option` is the dotted name of the option for
+    errors. Raises ConfigError, with every problem, when there is nothing to read or a file is named twice.
     """
     paths = [str(entry) for entry in path] if isinstance(path, list) else [str(path)]
     found: list[SourceFile] = []
@@ -234,7 +233,7 @@ def _find(path: str, option: str, file_type: FileType, split: str) -> list[Sourc
 
 
 def _data_files(root: Path, option: str, file_type: FileType) -> list[Path]:
-    """Return the files of a folder that are data. Of `auto`, text is data only where no file has rows."""
+    """Return the data files of a folder. With `auto`, text files are data only where no file has rows."""
     inside = [file for file in root.rglob("*") if file.is_file() and file.name not in ABOUT_DATA]
     shown = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(root).parts)]
     wanted: list[tuple[str, ...]] = [ROWS, TEXTS] if file_type is FileType.auto else [SUFFIXES[file_type]]
@@ -314,9 +313,9 @@ def _is_utf8(path: Path) -> bool:
 
 
 class Hashes:
-    """Hashes of files, kept in the cache folder `memory`; None keeps nothing.
+    """Hashes of files, stored in the cache folder `memory`; None stores nothing.
 
-    `advance` is called at every READ_BYTES read, and by those who read the files later: it shows progress.
+    `advance` reports progress: it is called after each READ_BYTES, and by later readers of the files.
     """
 
     def __init__(self, memory: Path | None = None, advance: Callable[[], None] = lambda: None) -> None:
@@ -324,7 +323,7 @@ class Hashes:
         self._read: dict[Path, Signs] = {}
 
     def of(self, files: list[SourceFile], named: str) -> list[str]:
-        """Return name, size and content hash of each file: equal lists mean equal data. `named` is the user's path.
+        """Return name, size and content hash of each file; equal lists mean equal data. `named` is the user's path.
 
         Raises ConfigError when a file changes while it is read, OSError when one cannot be read.
         """
@@ -341,7 +340,7 @@ class Hashes:
         ]
 
     def refuse_changed(self) -> None:
-        """Raise ConfigError if a file has changed since it was hashed: its blocks would have a wrong key."""
+        """Raise ConfigError if a file has changed since it was hashed, because its blocks would have a wrong key."""
         for path, signs in self._read.items():
             if _signs(path.stat()) != signs:
                 raise ConfigError(_changed(path))
@@ -415,7 +414,7 @@ def _as_signs(values: list[int]) -> Signs:
 
 
 def _key(path: Path) -> str:
-    """Return a digest to use in place of the path, which may hold a password."""
+    """Return a digest of the path, because the path may contain a password."""
     return hashlib.sha256(str(path.absolute()).encode()).hexdigest()
 
 

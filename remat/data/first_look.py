@@ -1,4 +1,4 @@
-"""Look at the data and the tokenizer of a launch before anything slow: do they exist, and do they fit each other?"""
+"""Check the data and the tokenizer of a launch before anything slow: whether they exist and fit each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FirstLook(NamedTuple):
-    """The data with the format of its rows, every problem with option, value and remedy, and the tokenizer if any."""
+    """The data options with the format found, every problem (option, value, remedy), and the tokenizer if any."""
 
     data: DataConfig
     problems: list[str]
@@ -24,7 +24,7 @@ class FirstLook(NamedTuple):
 
 
 def file_problems(data: DataConfig) -> list[str]:
-    """Return what is wrong with local files, their first rows and the chat template's file. Imports no torch."""
+    """Return the problems of local files, their first rows and the chat template's file. Imports no torch."""
     local = all(source.source is DataSource.files for source in data.sources().values())
     problems = _look_at_rows(data)[1] if local else []
     if data.chat_template not in (None, NO_TEMPLATE):
@@ -36,7 +36,7 @@ def file_problems(data: DataConfig) -> list[str]:
 
 
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
-    """Look for the files of `data` and at their first rows, and load the tokenizer. Reads no more than that."""
+    """Find the files of `data`, read only their first rows, and load the tokenizer."""
     data, problems = _look_at_rows(data)
     tokenizer = None
     try:
@@ -49,7 +49,7 @@ def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:
 
 
 def _look_at_rows(data: DataConfig) -> tuple[DataConfig, list[str]]:
-    """Return `data` with the format that its first rows have, and what is wrong."""
+    """Return `data` with the format of its first rows, and the problems."""
     problems = list[str]()
     formats: dict[str, DataFormat] = {}
     for name, source in data.sources().items():
@@ -78,7 +78,7 @@ def _with_formats(data: DataConfig, formats: dict[str, DataFormat]) -> DataConfi
 
 
 def _named_twice(data: DataConfig) -> list[str]:
-    """Return which files two sources of a mixture have in common: what one holds out the other could train."""
+    """Return a problem for each file in two sources of a mixture: one could train what the other holds out."""
     owners: dict[Path, str] = {}
     found = []
     for name, source in data.sources().items() if data.mix else ():
@@ -121,7 +121,7 @@ def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokeni
 
 
 def _format_of(data: DataConfig) -> DataFormat:
-    """Return the format of the training data. The held-out data must be of the same. Raises ConfigError."""
+    """Return the format of the training data. Raises ConfigError, also for held-out data of another format."""
     if data.source is DataSource.synthetic:
         return DataFormat.plain
     problems: list[str] = []

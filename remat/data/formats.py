@@ -5,12 +5,12 @@ alpaca              the chat template over instruction and output, or the Stanfo
 prompt_completion   the chat template where there is one, else both joined; only the completion is trained
 chat, sharegpt      the chat template over the messages; only turns of data.train_on_roles are trained
 
-In a rendered chat what is trained is found as spans of characters, which the tokenizer's offsets map to tokens. There
-are two ways to find the spans:
-1. the template marks the assistant's with {% generation %} ... {% endgeneration %};
-2. the conversation is rendered up to each turn and with it. This holds only if each of these texts is a prefix of the
-   whole. A template that rewrites earlier turns, as Qwen3's drops what they thought, breaks it: then a turn is trained
-   in a row of its own, the conversation up to it, which is what the model sees when it answers there.
+The trained parts of a rendered chat are spans of characters, which the tokenizer's offsets map to tokens. There are two
+ways to find the spans:
+1. The template marks the assistant's turns with {% generation %} ... {% endgeneration %}.
+2. The chat is rendered up to each turn, without it and with it. This works only if both texts are prefixes of the
+   whole. A template that rewrites earlier turns breaks it; Qwen3's, for example, drops their thinking. Then a turn is
+   trained in a row of its own: the chat up to this turn, which is what the model sees when it answers.
 
 transformers' `apply_chat_template(return_assistant_tokens_mask=True)` is not used: in 5.23 it drops every later turn,
 or trains to the end of the chat, when a span begins or ends with a space that the tokenizer strips.
@@ -32,7 +32,7 @@ from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
 
-if TYPE_CHECKING:  # a wrong file is told before transformers is imported
+if TYPE_CHECKING:  # a wrong file is reported before transformers is imported
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
@@ -43,7 +43,7 @@ REMEDY = (
     "Surround what the assistant says with {% generation %} and {% endgeneration %} in a copy of the template, and "
     "name it with data.chat_template"
 )
-PROBE = "PROBE OF CONTENT"  # stands in the place of a turn's content; any text that no template writes
+PROBE = "PROBE OF CONTENT"  # replaces the content of a turn; any text that no template writes
 Spans = list[tuple[int, int]]
 
 # Source: tatsu-lab/stanford_alpaca, train.py (PROMPT_DICT), with a line break after "Response:".
@@ -61,7 +61,7 @@ ALPACA_WITHOUT_INPUT = (
 class Example(NamedTuple):
     """Tokens of one row of training: `ids` int32 [length], and `trained` bool [length] or None for all.
 
-    `turns_left_out` are those of its chat that data.rewritten_turns=last leaves untrained.
+    `turns_left_out` counts the turns of its chat that data.rewritten_turns=last does not train.
     """
 
     ids: np.ndarray
@@ -70,7 +70,7 @@ class Example(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A chat, or its beginning, as text; the spans of characters that are trained; and `Example.turns_left_out`."""
+    """A chat, or its beginning, as text, with the trained spans of characters and `Example.turns_left_out`."""
 
     text: str
     spans: Spans
@@ -80,10 +80,10 @@ class Rendered(NamedTuple):
 def encode(
     documents: list[Document], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRowLog
 ) -> list[list[Example]]:
-    """Return the examples of each document: none for a chat that the template refuses, which is then in `bad_rows`.
+    """Return the examples of each document. A chat that the template refuses has none and goes to `bad_rows`.
 
-    A chat is several where the template rewrites earlier turns. Raises ConfigError when the chat template makes it
-    impossible to tell what is trained from the rest.
+    A chat gives several examples where the template rewrites earlier turns. Raises ConfigError when the chat template
+    makes it impossible to find the trained parts.
     """
     if cfg.format == DataFormat.plain:
         return [[example] for example in _plain(documents, tokenizer)]
@@ -99,7 +99,7 @@ def encode(
 
 
 def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the options that decide which tokens rows of `cfg.format` become, beside the tokenizer."""
+    """Return the options that, with the tokenizer, determine the tokens of rows of `cfg.format`."""
     if cfg.format == DataFormat.plain:
         found: dict[str, Any] = {"text_field": cfg.columns.get("text", cfg.text_field)}
         if cfg.join_files:
@@ -121,7 +121,7 @@ def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def describe(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say how rows become text and what of it is trained; "" for plain text."""
+    """Describe how rows become text and which part is trained; "" for plain text."""
     if cfg.format == DataFormat.plain:
         return "files joined by repository" if cfg.join_files else ""
     if cfg.format in (DataFormat.chat, DataFormat.sharegpt) or _by_template(cfg, tokenizer):
@@ -141,7 +141,7 @@ def _by_template(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _form(document: Document, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Chat | Pair:
-    """Return a row as what is encoded: a chat for the template, or a prompt and what follows it."""
+    """Return a row in the form to encode: a chat for the template, or a prompt and its completion."""
     content = document.content
     if isinstance(content, Chat):
         return content
@@ -176,7 +176,7 @@ def _as_chat(turns: list[tuple[str, str]], answer: str, cfg: DataConfig) -> Chat
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the ids of each text, without the special tokens that a tokenizer puts around it."""
+    """Return the token ids of each text, without the special tokens that a tokenizer adds."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -190,7 +190,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return [bos] for a tokenizer that by itself opens every text with it, as Llama's does; else []."""
+    """Return [bos] if the tokenizer begins every text with it, as Llama's does; else []."""
     bare, dressed = tokenize(["a"], tokenizer)[0], tokenizer("a")["input_ids"]
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and dressed[:1] == [bos] and bare[:1] != [bos] else []
@@ -211,7 +211,7 @@ def _plain(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def _pairs(pairs: list[Pair], cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Encode prompts and completions, each tokenised apart, as when the model answers: no token spans both."""
+    """Encode prompts and completions. They are tokenised separately, as at inference, so no token spans both."""
     opening, end = opening_ids(tokenizer), [tokenizer.eos_token_id]
     roles = cfg.trained_roles()
     of_prompt, of_answer = (roles is None or role in roles for role in ("user", "assistant"))
@@ -232,7 +232,7 @@ def encode_chats(
     bad_rows: BadRowLog,
     cfg: DataConfig,
 ) -> list[list[Example]]:
-    """Return the examples of each (chat, origin); none for a chat the template refuses.
+    """Return the examples of each (chat, origin); a chat that the template refuses has none.
 
     Raises ConfigError when the tokenizer has no chat template or no offsets, or when turns cannot be told apart.
     """
@@ -242,7 +242,7 @@ def encode_chats(
         try:
             _check_calls(chat, tokenizer)
             found.append(_rendered(chat, origin, tokenizer, cfg.rewritten_turns))
-        except (TemplateError, TypeError) as error:  # TypeError: the template joins text with something else
+        except (TemplateError, TypeError) as error:  # TypeError: the template joins text and another type
             bad_rows.bad(origin, f"the chat template refuses it: {error}")
             found.append([])
     encoded = iter(_tokens([one for each in found for one in each], tokenizer, cfg.train_on_end_token))
@@ -250,7 +250,7 @@ def encode_chats(
 
 
 def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise TemplateError where the template leaves out trained calls of tools: the turn would be empty."""
+    """Raise TemplateError if the template leaves out trained tool calls, because the turn would be empty."""
     if not any("tool_calls" in message and chat.trained[place] for place, message in enumerate(chat.messages)):
         return
     without = [
@@ -260,7 +260,7 @@ def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         bare = _Prefixes(replace(chat, messages=without), tokenizer).render(len(without))
     except (TemplateError, TypeError):
-        return  # it asks for the calls
+        return  # the template uses tool calls
     if shown == bare:
         raise TemplateError(
             "it does not write calls of tools: name a template that does with data.chat_template, or give the messages "
@@ -328,7 +328,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def needs_template(cfg: DataConfig) -> bool:
-    """Return whether rows of `cfg.format` cannot do without a chat template."""
+    """Return whether rows of `cfg.format` need a chat template."""
     by_name = cfg.format in (DataFormat.chat, DataFormat.sharegpt)
     return by_name or (cfg.format is DataFormat.alpaca and cfg.alpaca_prompt is AlpacaPrompt.template)
 
@@ -336,7 +336,7 @@ def needs_template(cfg: DataConfig) -> bool:
 def _rendered(
     chat: Chat, origin: str, tokenizer: PreTrainedTokenizerBase, rewritten: RewrittenTurns
 ) -> list[Rendered]:
-    """Return the texts that the turns of `chat` are trained in: one, unless the template rewrites earlier turns."""
+    """Return the texts to train for `chat`: one, or several where the template rewrites earlier turns."""
     template = tokenizer.get_chat_template(tools=chat.tools)
     if not GENERATION.search(template):
         return _by_prefixes(chat, chat.trained, origin, tokenizer, rewritten)
@@ -348,7 +348,7 @@ def _rendered(
     said = [message["role"] == "assistant" for message in chat.messages]
     if chat.trained == said:
         return [Rendered(text, marked)]
-    if len(marked) != sum(said):  # a turn may have several marked spans, or none: which is whose is not known
+    if len(marked) != sum(said):  # a turn with several marked spans or none: owners are unknown
         return _by_prefixes(chat, chat.trained, origin, tokenizer, rewritten)
     owners = [place for place, is_said in enumerate(said) if is_said]
     spans = [span for span, place in zip(marked, owners, strict=True) if chat.trained[place]]
@@ -368,10 +368,10 @@ def _by_prefixes(
     tokenizer: PreTrainedTokenizerBase,
     rewritten: RewrittenTurns,
 ) -> list[Rendered]:
-    """Return the whole chat and the spans of `trained` turns in it.
+    """Return the whole chat with the spans of its `trained` turns, after shorter beginnings of the chat where needed.
 
-    A turn that the template renders otherwise once others follow is trained in the chat up to a turn where it still
-    is what the model said; or, with RewrittenTurns.last, not at all.
+    A turn that the template rewrites once other turns follow is trained in a beginning of the chat where it is not yet
+    rewritten; with RewrittenTurns.last it is not trained.
     """
     places = [place for place, is_trained in enumerate(trained) if is_trained]
     prefix = _Prefixes(chat, tokenizer)
@@ -405,20 +405,20 @@ class _Prefixes:
         self._known: dict[tuple[int, bool], str] = {}
 
     def render(self, count: int, prompt: bool = False) -> str:
-        """Return the first `count` messages as text, with the prompt for an answer behind them if asked."""
+        """Return the first `count` messages as text, with `prompt` followed by the generation prompt."""
         if (count, prompt) not in self._known:
             self._known[count, prompt] = self._text(self._chat.messages[:count], prompt)
         return self._known[count, prompt]
 
     def span(self, place: int, whole: str) -> tuple[int, int] | None:
-        """Return the characters of `whole` that turn `place` is; None where it is not in it as it was said.
+        """Return the span of characters of turn `place` in `whole`; None where `whole` does not contain it unchanged.
 
-        An assistant's turn begins behind its generation prompt; that of others, and a first turn, where another
-        content in its place would begin, or with the turn where the template does more with it. All go to the end of
-        the turn.
+        An assistant's turn begins after its generation prompt. Turns of other roles, and a first turn, begin where
+        their content begins, which is found by rendering PROBE instead. If PROBE is not found, the whole turn is the
+        span. Each span ends with the turn.
         """
         message = self._chat.messages[place]
-        by_assistant = message["role"] == "assistant" and place > 0  # nothing comes before a first turn
+        by_assistant = message["role"] == "assistant" and place > 0  # a first turn has no generation prompt
         before, after = self.render(place, prompt=by_assistant), self.render(place + 1)
         continues = after.startswith(before)
         if not whole.startswith(after) or (by_assistant and not continues):
@@ -452,7 +452,7 @@ def _tokens(rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, with_e
         return []
     encoded = tokenizer(
         [each.text for each in rendered],
-        add_special_tokens=False,  # the template writes them
+        add_special_tokens=False,  # the template writes the special tokens
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
@@ -479,9 +479,9 @@ def _offsets(encoding: Encoding) -> np.ndarray:
 
 
 def mask_of(encoding: Encoding, spans: Spans) -> np.ndarray:
-    """Return the `trained_mask` of a text's tokens, without the offsets of each where the ends of the spans suffice.
+    """Return the `trained_mask` of a text's tokens. Where possible, looks up only the tokens at the ends of the spans.
 
-    To make those of all tokens takes a quarter of the time of the encoding.
+    The offsets of all tokens would take a quarter of the time of the encoding.
     """
     mask = np.zeros(len(encoding), dtype=bool)
     for begin, end in spans:
@@ -493,9 +493,9 @@ def mask_of(encoding: Encoding, spans: Spans) -> np.ndarray:
 
 
 def _first_token_at(encoding: Encoding, place: int) -> int | None:
-    """Return the first token that begins at character `place` or later; None where only all offsets tell.
+    """Return the first token that begins at character `place` or later; None where all offsets are needed to find it.
 
-    They do where a token goes across it or a token beside it is reported as empty.
+    That is so where a token spans `place`, or a token beside it is reported as empty.
     """
     token = encoding.char_to_token(place)
     if token is None:
@@ -515,8 +515,8 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def without_end(mask: np.ndarray, is_special: np.ndarray, offsets: np.ndarray, text: str) -> np.ndarray:
     """Return `mask` of one turn, bool [length], without the special tokens that end it and the white space after them.
 
-    `is_special` bool [length]; `offsets` int [length, 2] are the characters of `text` from and to. A turn that no
-    special token ends stays as it is.
+    `is_special` bool [length]; `offsets` int [length, 2]: begin and end of each token in `text`. A turn that does not
+    end with a special token is returned unchanged.
     """
     places = np.flatnonzero(mask)
     specials = places[is_special[places]]
@@ -533,8 +533,8 @@ def without_end(mask: np.ndarray, is_special: np.ndarray, offsets: np.ndarray, t
 def trained_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Return bool [length]: whether a token begins inside a span.
 
-    `offsets` is int [length, 2], the characters from and to. A token of white space alone may be reported as empty, at
-    its end: it begins where the token before it ended.
+    `offsets` int [length, 2]: begin and end of each token in characters. Tokenizers may report a token of white space
+    as empty, at its end; it begins where the token before it ended.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     before = np.concatenate([[0], ends[:-1]])

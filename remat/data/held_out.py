@@ -1,4 +1,4 @@
-"""Choose which documents are held out, by hashes of the seed and of names, so every machine chooses the same."""
+"""Choose the documents to hold out by hashes of the seed and of names, so that every machine chooses the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from remat.data.rows import Document
 
-PLANNED_UNITS = 2000  # with more units, chance alone comes close to the fraction: 100 +- 10 units at 5%
+PLANNED_UNITS = 2000  # with more units, a random choice is close to the fraction: 100 +- 10 units at 5%
 
 
 def never(unit: str) -> bool:
@@ -19,8 +19,8 @@ def never(unit: str) -> bool:
 def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callable[[str], bool]:
     """Return the function that says whether a unit is held out. Reads `documents` until PLANNED_UNITS are exceeded.
 
-    With few units they are chosen together, so that the share is near `fraction` (see `choose`). With many, each unit
-    is decided alone, so that documents added later change nothing for the others.
+    Few units are chosen together, so that their share is near `fraction` (see `choose`). With many, each unit is
+    decided by itself, so that documents added later change nothing for the others.
     """
     weights: dict[str, int] = {}
     for document in documents:
@@ -35,17 +35,17 @@ def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callab
 
 @dataclass(frozen=True)
 class Bound:
-    """The most that is held out: a share of the documents, and of their characters."""
+    """The most that may be held out: a share of the documents, and a number of characters."""
 
     fraction: float
     characters: float
 
 
 def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, int]], total: int) -> Bound:
-    """Return the bound that holds out `fraction` of the data, but about `most_tokens` tokens at most (0: no bound).
+    """Return the bound for holding out `fraction` of the data, but at most about `most_tokens` tokens (0: no limit).
 
-    `sample` are the first documents and their tokens, `total` the size of all (`Corpus.total`). So the bound follows
-    from what the data is, never from where it lies.
+    `sample` are the first documents and their numbers of tokens, `total` the size of all (`Corpus.total`). So the bound
+    depends on the content of the data, not on its location.
     """
     size = tokens = characters = 0
     for document, length in sample:
@@ -58,10 +58,10 @@ def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, in
 
 
 class Chooser:
-    """Say of one document after another whether it is held out; the pieces of a unit go together.
+    """Decides for one document after another whether it is held out. All pieces of a unit get the same answer.
 
-    `is_held_out` decides, until `characters` of held-out documents were seen: then the rest is for training. This
-    matters only where the first documents were a poor sample of the others.
+    `is_held_out` decides until `characters` characters are held out; the rest is for training. This limit matters only
+    where the first documents were a poor sample of the others.
     """
 
     def __init__(self, is_held_out: Callable[[str], bool], characters: float = math.inf) -> None:
@@ -77,16 +77,16 @@ class Chooser:
 
 
 def characters_of(document: Document) -> int:
-    """Return the length of a text, or of a row written out."""
+    """Return the characters of a text, or of a row as a string."""
     content = document.content
     return len(content) if isinstance(content, str) else len(str(content))
 
 
 def choose(weights: dict[str, int], *, seed: int, fraction: float) -> frozenset[str]:
-    """Return the units to hold out: in the order of their hashes, those that bring the sum nearer to `fraction` of all.
+    """Return the units to hold out: in the order of their hashes, each that brings the sum nearer to `fraction` of all.
 
-    Where there are two units or more, at least one is held out and never all. At most twice `fraction` of the units
-    are held out by number: otherwise, beside a few large units, all the small ones could leave training.
+    Of two units or more, at least one is held out and never all. At most twice `fraction` of the number of units are
+    held out; otherwise all small units beside a few large ones could be missing from training.
     """
     order = sorted(weights, key=lambda unit: _hash(unit, seed))
     most = min(math.ceil(2 * fraction * len(order)), len(order) - 1)

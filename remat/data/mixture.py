@@ -1,9 +1,8 @@
-"""Mix several sources: how much of each is in an epoch, and in which order their blocks come.
+"""Mix several sources: how many blocks of each an epoch has, and in which order.
 
-An epoch of a mixture ends when one of its sources has been seen once. It has as many blocks of the other sources as
-their weights say, counted in tokens. The next epoch continues in each source where this one stopped, so over a run all
-blocks of a source are seen about equally often. Each source has an order of its own, which does not depend on the
-others.
+An epoch of a mixture ends when one of its sources has been seen once. The weights, in tokens, give the number of blocks
+of the other sources. The next epoch continues in each source where this one stopped, so over a run all blocks of a
+source are seen about equally often. Each source has its own order, which does not depend on the others.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import numpy as np
 
 from remat.data.blocks import Blocks, epoch_order
 
-# counts that weights change
+# counts of a report that depend on the weights
 OF_AN_EPOCH = "blocks", "tokens", "trained_tokens", "restarts", "squared_lengths"
 
 
 class Joined(Blocks):
-    """Blocks of several parts under one numbering: those of the first part, then those of the next."""
+    """Blocks of several parts, numbered through: those of the first part, then those of the next."""
 
     def __init__(self, parts: Sequence[Blocks]) -> None:
         """Join parts of the same length.
 
-        Raises ValueError when some keep documents apart, or have rows alone, and others do not.
+        Raises ValueError when only some keep documents apart, or only some have one row per block.
         """
         first = parts[0]
         if any((each.apart, each.one_each) != (first.apart, first.one_each) for each in parts):
@@ -51,7 +50,7 @@ class Joined(Blocks):
         return self._gathered(indices, lambda part, own: part.trained(own, begin, end))
 
     def documents_apart(self) -> Blocks:
-        return self  # its parts are what they are
+        return self  # the parts decide this themselves
 
     def _owners(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._ends, indices, side="right")
@@ -120,14 +119,14 @@ class Mixture(Joined):
         return {name: value / sum(tokens.values()) for name, value in tokens.items()}
 
     def passes(self) -> dict[str, float]:
-        """Return how often an epoch has each block of a source, as a mean; at most 1."""
+        """Return how often an epoch has a block of each source, as a mean; at most 1."""
         return {name: count / len(self._parts[name]) for name, count in self.blocks_of.items()}
 
 
 def mixed_report(reports: Mapping[str, dict[str, Any]], train: Mixture) -> dict[str, Any]:
-    """Return a report like that of one source, with those of all under "sources".
+    """Return a report like that of one source, with the reports of all sources under "sources".
 
-    Counts of training's blocks and tokens are of one epoch of the mixture, all others of all the data.
+    Training's blocks and tokens are counted over one epoch of the mixture, everything else over all data.
     """
     shares, passes = train.shares(), train.passes()
     halves: dict[str, dict[str, int] | None] = {}

@@ -1,8 +1,8 @@
-"""Read the rows of JSONL, JSON, CSV, parquet and Arrow files, one after another, in memory that does not grow.
+"""Read the rows of JSONL, JSON, CSV, parquet and Arrow files one after another, in bounded memory.
 
 `datasets` reads the same files, but its JSON reader holds a whole array in memory several times, its CSV reader turns
-columns of digits into numbers, and none of them says in which line a row is unusable. So lines and arrays are taken
-apart by Python's own `json` and `csv`, and tables by `pyarrow`, which `datasets` reads them with too.
+columns of digits into numbers, and none of them reports the line of an unusable row. So Python's `json` and `csv`
+parse lines and arrays, and `pyarrow`, which `datasets` uses too, reads tables.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from remat.data.files import SourceFile, is_damage, open_stream, tell_damaged
 
 ROWS_PER_BATCH = 1024
 CHUNK_BYTES = MIB
-LARGEST_ROW = 256 * MIB  # bytes or characters: an open quote must not pull the rest of a file into memory
+LARGEST_ROW = 256 * MIB  # bytes or characters: an open quote must not read the rest of a file into memory
 BLANK = " \t\r\n"
 
 
 class Unusable(NamedTuple):
-    """What stands in the place of a row that cannot be read."""
+    """Replaces a row that cannot be read."""
 
     reason: str
 
 
 class Row(NamedTuple):
-    """One row: `place` follows the file's name in messages, `number` tells it from the file's other rows."""
+    """One row. `place` follows the file's name in messages; `number` is different for each row of a file."""
 
     place: str
     number: int
@@ -42,11 +42,10 @@ class Row(NamedTuple):
 def read_rows(
     file: SourceFile, columns: Sequence[str] | None = None, rows_per_batch: int = ROWS_PER_BATCH
 ) -> Iterator[Row]:
-    """Yield the rows of a file; of a table only those of `columns` that it has, where they are given.
+    """Yield the rows of a file. Of a table only `columns` are read, where they are given.
 
-    The other columns of a table can be large, and are never decoded; `rows_per_batch` of a table are at a time.
-
-    Raises ConfigError where the file is damaged, so that nothing after that place can be read.
+    The other columns of a table can be large and are never decoded. A table is read `rows_per_batch` rows at a time.
+    Raises ConfigError at damage after which nothing in the file can be read.
     """
     reader = {
         FileType.jsonl: _lines,
@@ -64,7 +63,7 @@ def read_rows(
 
 
 def count_rows(file: SourceFile) -> int:
-    """Return the rows of a parquet file. Raises ConfigError when it is none."""
+    """Return the number of rows of a parquet file. Raises ConfigError when it is no parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -75,12 +74,12 @@ def count_rows(file: SourceFile) -> int:
 
 
 def _lines(file: SourceFile, *_: Any) -> Iterator[Row]:
-    """Read JSONL: a line that cannot be used leaves the others as they are."""
+    """Yield the rows of JSONL. An unusable line does not affect the others."""
     compressed = bool(file.kind.compression)
     with open_stream(file.path, file.kind.compression) as stream:
         for line, raw in enumerate(stream, 1):
             raw = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-            if raw.strip():  # blank lines are customary at the end
+            if raw.strip():  # files often end with blank lines
                 yield Row(str(line), line, _parse(raw), 0 if compressed else len(raw))
 
 
@@ -94,14 +93,14 @@ def _parse(raw: bytes) -> Any:
 
 
 def _reason(error: Exception, told: str) -> str:
-    """Return `told`, or where Python's own quotes stand in the place of JSON's, what wrote them and what to write."""
+    """Return `told`, or the remedy where a row has Python's single quotes instead of JSON's double quotes."""
     if isinstance(error, json.JSONDecodeError) and error.doc[error.pos : error.pos + 1] == "'":
         return "single quotes are Python's, not JSON's: write each row with json.dumps"
     return told
 
 
 class _ArrayText:
-    """The text of a JSON file, read as far as its decoder needs it and forgotten behind it."""
+    """The text of a JSON file. It is read as far as the decoder needs it, and dropped once it is decoded."""
 
     def __init__(self, file: SourceFile, stream: Any) -> None:
         self._file, self._stream = file, stream
@@ -124,7 +123,7 @@ class _ArrayText:
         self._at += 1
 
     def value(self) -> Any:
-        """Return the value that begins here, and go behind it."""
+        """Return the value that begins here, and move past it."""
         before: tuple[str, int] | None = None
         while True:
             try:
@@ -133,13 +132,13 @@ class _ArrayText:
                 raise self.broken("it is nested too deeply") from error
             except json.JSONDecodeError as error:
                 now = (error.msg, error.pos - self._at)
-                # An error that stays where it is with twice the text is no matter of missing text, but in a string.
+                # An error that stays at its place with twice the text is not due to missing text, except in a string.
                 settled = now == before and not error.msg.startswith("Unterminated string")
                 if settled or len(self._text) - self._at > LARGEST_ROW or not self._read(len(self._text)):
                     raise self.broken(_reason(error, error.msg)) from error
                 before = now
                 continue
-            # A number or a word may go on in what is not yet read.
+            # A number or a word may continue in text that is not read yet.
             if end < len(self._text) or isinstance(value, (dict, list, str)) or not self._read(CHUNK_BYTES):
                 self.line += self._text.count("\n", self._at, end)
                 self._at = end
@@ -168,7 +167,7 @@ class _ArrayText:
 
 
 def _array(file: SourceFile, *_: Any) -> Iterator[Row]:
-    """Yield the elements of one array. Only some MiB around the element are held."""
+    """Yield the elements of one array. Only a few MiB around the element are in memory."""
     with open_stream(file.path, file.kind.compression) as stream:
         text = _ArrayText(file, stream)
         opening = text.peek()
@@ -214,7 +213,7 @@ def _not_an_array(file: SourceFile, text: _ArrayText) -> ConfigError:
 
 
 def _csv(file: SourceFile, *_: Any) -> Iterator[Row]:
-    """Yield a dict of texts per record; the first record names the fields."""
+    """Yield a dict of strings per record. The first record names the fields."""
     csv.field_size_limit(LARGEST_ROW)
     compressed = bool(file.kind.compression)
     with open_stream(file.path, file.kind.compression) as stream:
@@ -240,7 +239,7 @@ def _csv(file: SourceFile, *_: Any) -> Iterator[Row]:
                 number += 1
                 size = 0 if compressed else sum(len(cell) + 1 for cell in record or [])
                 yield Row(str(line), number, content, size)
-            line = records.line_num + 2  # the header is not among its lines
+            line = records.line_num + 2  # line_num does not count the header
 
 
 def _record(header: list[str], cells: list[str]) -> Any:
@@ -288,7 +287,7 @@ def _arrow(file: SourceFile, columns: Sequence[str] | None, rows_per_batch: int)
 
 
 def _numbered(rows: Iterator[Any], file: SourceFile, total: int | None) -> Iterator[Row]:
-    """Number rows from 1, as lines are; the file's bytes are shared among them where their number is known."""
+    """Yield rows numbered from 1. Where `total` is known, each gets an equal share of the file's bytes."""
     size = file.size_bytes
     for number, row in enumerate(rows, 1):
         share = size * number // total - size * (number - 1) // total if total else 0
@@ -296,7 +295,7 @@ def _numbered(rows: Iterator[Any], file: SourceFile, total: int | None) -> Itera
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the nulls below its fields: a table has them where a JSON object has no field."""
+    """Return a table's row without nested nulls, which a table has where a JSON object has no field."""
     return {name: _pruned(value) for name, value in row.items()}
 
 

@@ -1,8 +1,8 @@
-"""Rows become documents: what their format is, whether each is usable, and the log of rows that are not.
+"""Turn rows into documents: find their format, check each row, and log rows that are unusable.
 
-Chats in OpenAI's and ShareGPT's words become messages of one form. A message is {"role", "content"} and, where there
-are any, "tool_calls", as chat templates read them: their arguments are objects, where OpenAI writes them as text.
-The format of a file is told by the fields of its first rows.
+Chats in OpenAI's and in ShareGPT's form become messages of one form. A message is {"role", "content"} and, if it has
+any, "tool_calls". Their arguments are objects, as chat templates expect; OpenAI writes them as text. The fields of a
+file's first rows determine its format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat.config.data_fields import OF_FILES, OPTIONAL, REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat
 from remat.data.readers import Unusable
 
-ROLES = {  # by the names of ShareGPT and its heirs
+ROLES = {  # name in ShareGPT and its successors -> role
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -36,7 +36,7 @@ READ_FIELDS = {*ROLE_FIELDS, *CONTENT_FIELDS, "weight", "function_call"}
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in order, the tools they may call, and for each message whether it is trained."""
+    """Messages in order, the tools that they may call, and for each message whether it is trained."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -46,9 +46,9 @@ class Chat:
 def chat_of(
     messages: Any, tools: Any, roles: list[str] | None, *, name: str = "messages", start: int = 0
 ) -> Chat:
-    """Return messages in one form; of those from `start` on, the ones of `roles` (None: all) are trained.
+    """Return messages in one form. Those of `roles` (None: all) from `start` on are trained.
 
-    `name` is the field of the messages in errors. Raises ValueError with the reason for a chat that cannot be used or
+    `name` is the field of the messages, for errors. Raises ValueError with the reason for a chat that is unusable or
     has nothing to train on.
     """
     messages = _from_text(messages)
@@ -97,14 +97,14 @@ def _message(message: Any, place: int) -> dict[str, Any]:
 def _first(message: Any, names: tuple[str, ...]) -> str | None:
     if not isinstance(message, dict):
         return None
-    for name in names:  # for each message twice: a generator takes three times as long
+    for name in names:  # runs twice per message: a generator takes three times as long
         if message.get(name) is not None:
             return name
     return None
 
 
 def _text_of(content: Any, place: int) -> str | None:
-    """Return text; a list of OpenAI's text parts is joined."""
+    """Return the text of `content`; a list of OpenAI's text parts is joined."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -127,7 +127,7 @@ def _calls(content: str | None, place: int) -> list[dict[str, Any]]:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a call with its arguments as an object: a template would quote text once more."""
+    """Return a tool call with its arguments as an object, because a template would quote text again."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -139,7 +139,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _from_text(value: Any) -> Any:
-    """Return what a text in JSON says: CSV has no lists, and tables hold such lists as text; else the value itself."""
+    """Parse JSON text of a list or an object, as CSV and tables hold them; "" is None; else return `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -160,21 +160,21 @@ def kind(value: Any) -> str:
 
 
 def check_unicode(text: str) -> None:
-    """Raise ValueError for half a surrogate pair: JSON escapes can spell it, but it has no UTF-8."""
+    """Raise ValueError for half a surrogate pair, which JSON escapes can spell but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"holds a lone surrogate at character {error.start}") from error
 
 
-FIRST_BAD_ROWS = 20  # kept in the cache's report
+FIRST_BAD_ROWS = 20  # listed in the cache's report
 STOP_AFTER_BAD_ROWS = 5  # enough to see the pattern
-STOP_AFTER_GOOD_ROWS = 1000  # rows still read after the first bad one, to list other bad ones with it
+STOP_AFTER_GOOD_ROWS = 1000  # good rows read after the first bad one, to list further bad ones in one error
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An alpaca row. `given` is its `input`; `history` are earlier turns, asked and answered."""
+    """An alpaca row. `given` is its field `input`; `history` are earlier turns: (question, answer)."""
 
     instruction: str
     given: str
@@ -184,7 +184,7 @@ class Instruction:
 
 
 class Pair(NamedTuple):
-    """A prompt and what follows it, which is trained."""
+    """A prompt and its completion, which is trained."""
 
     prompt: str
     completion: str
@@ -202,16 +202,16 @@ class Document:
 
     content: Content
     origin: str
-    unit: str  # what is held out as a whole: a name that does not depend on where the data lies
+    unit: str  # documents of one unit are held out together; the name does not depend on the data's location
     starts: bool = True  # False: continues the document before it
     ends: bool = True  # False: the next document continues it
     size: int = 0  # its share of `Corpus.total`
-    goes_on: bool = False  # ends here only because its continuation is in the other half
+    goes_on: bool = False  # True: ends here only because its continuation is in the other half
 
 
 @dataclass
 class BadRowLog:
-    """Log of unusable rows. With `stop` it raises ConfigError once a few are known, so that one run shows several."""
+    """Log of unusable rows. With the policy `stop` it raises ConfigError once it can list several in one error."""
 
     policy: BadRows
     count: int = 0
@@ -232,7 +232,7 @@ class BadRowLog:
                 self.check()
 
     def check(self) -> None:
-        """Raise ConfigError if rows were bad and the policy is to stop. Call it at the end of the data too."""
+        """Raise ConfigError if there were bad rows and the policy is `stop`. Also call this at the end of the data."""
         if self.count and self.policy == BadRows.stop:
             raise ConfigError(stop_text(self.first[:STOP_AFTER_BAD_ROWS]))
 
@@ -246,7 +246,7 @@ def stop_text(bad_rows: list[str]) -> str:
 
 
 def content_of(row: Any, cfg: DataConfig) -> Content:
-    """Return what `cfg.format` makes of a row, checked. Raises ValueError with the reason when the row is unusable."""
+    """Return the checked content of a row of `cfg.format`. Raises ValueError with the reason for an unusable row."""
     if not isinstance(row, dict):
         raise ValueError(f"is {kind(row)}, not an object")
     row = with_our_names(row, cfg)
@@ -266,7 +266,7 @@ def content_of(row: Any, cfg: DataConfig) -> Content:
 
 
 def with_our_names(row: dict[str, Any], cfg: DataConfig) -> dict[str, Any]:
-    """Return the row with the fields that `data.columns` and `data.text_field` name under the names used here."""
+    """Rename the fields that `data.columns` and `data.text_field` name to the names used here."""
     names = {"text": cfg.text_field} | cfg.columns if cfg.text_field != "text" else cfg.columns
     if not names:
         return row
@@ -275,18 +275,18 @@ def with_our_names(row: dict[str, Any], cfg: DataConfig) -> dict[str, Any]:
 
 
 def fits(row: Any, data_format: DataFormat, cfg: DataConfig) -> bool:
-    """Return whether a row has what `data_format` needs."""
+    """Return whether a row has the fields that `data_format` needs."""
     return isinstance(row, dict) and all(name in with_our_names(row, cfg) for name in REQUIRED[data_format])
 
 
 def fields_read(cfg: DataConfig) -> list[str]:
-    """Return the fields that `cfg.format` reads, in the data's words."""
+    """Return the fields that `cfg.format` reads, by their names in the data."""
     names = (*REQUIRED[cfg.format], *OPTIONAL[cfg.format], *(OF_FILES if cfg.join_files else ()))
     return [_theirs(name, cfg) for name in names]
 
 
 def file_of(row: Any, cfg: DataConfig) -> tuple[str, str, str]:
-    """Return the repository, the path in it and the text of a row that is a file. Raises ValueError as `content_of`."""
+    """Return the repository, path and text of a row that holds a file. Raises ValueError as `content_of` does."""
     text = content_of(row, cfg)
     assert isinstance(text, str), "rows of files are plain text"
     row = with_our_names(row, cfg)
@@ -326,7 +326,7 @@ def _optional_text(row: dict[str, Any], name: str, cfg: DataConfig) -> str:
 
 
 def _check_roles(cfg: DataConfig) -> None:
-    """Raise ValueError where nothing of a prompt and its answer is trained."""
+    """Raise ValueError if neither a prompt nor its answer would be trained."""
     roles = cfg.trained_roles()
     if roles is not None and not {"user", "assistant"} & set(roles):
         raise ValueError(
@@ -379,28 +379,28 @@ def _with_system(messages: Any, system: str) -> Any:
     )
 
 
-FIRST_ROWS = 20  # looked at; the format is that of the first usable one
-OFTEN = {  # what others call the fields of a format
+FIRST_ROWS = 20  # read to find the format: that of the first usable row
+OFTEN = {  # other common names of the fields of a format
     "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "user", "source"),
     "completion": ("completion", "answer", "response", "output", "solution", "chosen", "assistant", "target"),
     "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
     "text": ("content", "body", "document", "article", "raw_content"),
 }
-MOST_FIELDS, IN_HEADER = 30, 8  # listed in an error, and in the line that says what was found
+MOST_FIELDS, IN_HEADER = 30, 8  # fields listed in an error, and in the header's line
 
 
 class Found(NamedTuple):
-    """A format, and a line for the header that says by what it was found."""
+    """A format, and a line for the header that says why it was chosen."""
 
     data_format: DataFormat
     line: str
 
 
 def recognise_format(rows: list[tuple[str, Any]], cfg: DataConfig, option: str, path: Any) -> Found:
-    """Return the format of (origin, row) pairs: `data.format`, or the first known one that a row has the fields of.
+    """Return the format of (origin, row) pairs: `data.format`, or the first format whose fields a row has.
 
-    Formats whose fields `data.columns` or `data.text_field` name come first. Raises ConfigError, naming the fields
-    that were found and those that each format needs, when no row fits.
+    Formats whose fields `data.columns` or `data.text_field` name are tried first. When no row fits, raises ConfigError
+    with the fields found and the fields that each format needs.
     """
     usable = [(origin, row) for origin, row in rows if isinstance(row, dict)]
     if not usable:
@@ -471,7 +471,7 @@ def _remedy(fitting: list[DataFormat], row: dict[str, Any]) -> str:
 
 
 def _columns(row: dict[str, Any]) -> str:
-    """Return data.columns for the fields of `row` that often go by other names; empty where none is known."""
+    """Return a value of data.columns for fields of `row` with other common names; "" where there are none."""
     named = {
         ours: next((name for name in row if str(name).lower() in often), None) for ours, often in OFTEN.items()
     }

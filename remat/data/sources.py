@@ -48,9 +48,9 @@ from remat.data.rows import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SYMBOLS = 256  # few enough that a short run meets each of them often
+SYMBOLS = 256  # few enough that a short run sees each of them often
 BRANCHES = 4
-MOST_OPENED = 50  # files whose first row is looked at before any is read whole
+MOST_OPENED = 50  # files whose first rows are checked before any file is read in full
 
 
 def synthetic_blocks(
@@ -76,13 +76,12 @@ def synthetic_blocks(
     return blocks
 
 
-# Text is read in pieces, so that any size fits in memory. With many files, whole files are held out, except that pieces
-# are held out of a file that is too large a share of them. With few files, pieces are held out, small enough to come
-# near to data.eval_fraction.
+# Text is read in pieces, so that any size fits in memory. With many files, whole files are held out, but pieces of a
+# file that is a large share of all. With few files, pieces are held out, small enough to come near data.eval_fraction.
 MANY_FILES = 100
 LARGEST_WHOLE_SHARE = 0.1
 LARGEST_PIECE_BYTES, CUSTOMARY_PIECE_BYTES = MIB, 16 * 1024
-PIECES, FEWEST_PIECES = 512, 64  # of all files together: wanted if pieces stay of customary size, and at least
+PIECES, FEWEST_PIECES = 512, 64  # over all files: wanted while pieces keep their usual size, and the fewest
 LONGEST_LINE_BYTES = MIB
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%+-]+)?")
 
@@ -92,10 +91,10 @@ Part = Callable[[BadRowLog], Iterator[Document]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read more than once. `total` is in bytes of files, or rows of a hub dataset.
+    """Documents that can be read more than once. `total` is in bytes of files, or in rows of a hub dataset.
 
-    `kind` says what they are read from ("jsonl", "text", "hub"), `data_format` what their rows are, and `found` both
-    in words. `parts` are read one after another: a part is a file, or a piece of a hub dataset.
+    `kind` is what they are read from ("jsonl", "text", "hub"), `data_format` the format of rows; `found` describes
+    both. `parts` are read one after another: a part is a file, or a piece of a hub dataset.
     """
 
     parts: Sequence[Part]
@@ -107,7 +106,7 @@ class Corpus:
     files: frozenset[Path] = field(default_factory=frozenset)
 
     def read(self, bad_rows: BadRowLog) -> Iterator[Document]:
-        """Yield all documents; rows that cannot be used go to `bad_rows`."""
+        """Yield all documents; unusable rows go to `bad_rows`."""
         for part in self.parts:
             yield from part(bad_rows)
 
@@ -115,7 +114,7 @@ class Corpus:
 def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
     """Yield the documents at `path` (or of the standard library), in a fixed order.
 
-    A row that cannot be used goes to `bad_rows`, by default a log that follows `data.on_bad_row`. Raises ConfigError
+    Unusable rows go to `bad_rows`, by default a log that follows `data.on_bad_row`. Raises ConfigError
     for bad rows under `stop`, and when there is nothing to read.
     """
     log = bad_rows or BadRowLog(cfg.on_bad_row)
@@ -126,8 +125,8 @@ def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> 
 def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: Hashes | None = None) -> Corpus:
     """Find the documents at `path` and their format, and return them as a Corpus. Only first rows are read.
 
-    `option` is the dotted name of `path` in errors. `hashes` gives the hashes of files; by default it reads them all.
-    Raises ConfigError when there is nothing to read, and when the rows are of no format or not of `data.format`.
+    `option` is the dotted name of `path` for errors. `hashes` gives the hashes of files; by default all are computed.
+    Raises ConfigError when there is nothing to read, and when the rows have no known format or not `data.format`.
     """
     hashes = hashes or Hashes()
     if cfg.source == DataSource.synthetic:
@@ -192,7 +191,7 @@ def _text_has_no_rows(cfg: DataConfig, file: SourceFile) -> str:
 
 
 def _is_of_the_hub(cfg: DataConfig, path: Any) -> bool:
-    """Return whether data.source says so, or `path` looks like OWNER/NAME and like nothing on this machine."""
+    """Return whether data.source is hub, or `path` has the form OWNER/NAME and is not on this machine."""
     if cfg.source == DataSource.hub:
         return True
     if cfg.source != DataSource.files or not isinstance(path, str) or not HUB_NAME.fullmatch(path):
@@ -222,10 +221,10 @@ def _texts(cfg: DataConfig, files: list[SourceFile], named: Any, hashes: Hashes)
 
 
 def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hashes: Hashes) -> Corpus:
-    """Return the rows of `files`, among which there may be texts where the rows are plain text too."""
+    """Return the corpus of rows in `files`. Text files may be among them if the rows are plain text."""
     for file in files:
         if file.kind.file_type is FileType.parquet:
-            count_rows(file)  # a file that is none is told before anything is read
+            count_rows(file)  # a file that is no parquet file is reported before anything is read
     tables = [file for file in files if file.kind.file_type is not FileType.text]
     first = (
         (f"{file.path}:{row.place}", row.content)
@@ -270,7 +269,7 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
 
 
 def _check_alike(tables: list[SourceFile], cfg: DataConfig, option: str) -> None:
-    """Raise ConfigError for files whose first row is of another format, before the others are read for nothing."""
+    """Raise ConfigError for files whose first row has another format, before the others are read in vain."""
     others = []
     for file in tables[:MOST_OPENED]:
         row = next(iter(read_rows(file, rows_per_batch=1)), None)
@@ -302,7 +301,7 @@ def _documents(
 
 
 def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | None:
-    """Return the bytes of the pieces of `file`, each held out or not by itself; None: the file is one unit."""
+    """Return the bytes of the pieces of `file` that are units of their own; None where the file is one unit."""
     if num_files >= MANY_FILES and file.size_bytes <= LARGEST_WHOLE_SHARE * total_bytes:
         return None
     customary = max(CUSTOMARY_PIECE_BYTES, total_bytes // PIECES)
@@ -310,7 +309,7 @@ def _divided_into(file: SourceFile, num_files: int, total_bytes: int) -> int | N
 
 
 def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document]:
-    """Yield a file as pieces that continue one another. With `piece_bytes` None they are one unit, else each is one."""
+    """Yield a file as consecutive pieces. With `piece_bytes` None they are one unit, else each is a unit."""
     previous: Document | None = None
     decoded = _decoded(file, bad_rows, piece_bytes)
     for piece, following in pairwise(chain(decoded, [None])):
@@ -327,7 +326,7 @@ def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Ite
 
 
 def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document | None]:
-    """Yield pieces of text; None in the place of a piece that is not UTF-8."""
+    """Yield pieces of text, and None instead of a piece that is not UTF-8."""
     for raw, line in _whole_pieces(file, piece_bytes or LARGEST_PIECE_BYTES):
         try:
             text = raw.decode()
@@ -353,14 +352,14 @@ def _whole_pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, i
 
 
 def _pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (bytes, number of their first line), cut after a line, or between characters of a line over 1 MiB."""
+    """Yield (bytes, number of their first line). Cuts are after a line, or between characters of a line over 1 MiB."""
     line, left = 1, b""
     with open_stream(file.path, file.kind.compression) as stream:
         while raw := left + stream.read(max(1, piece_bytes - len(left))):
             if not raw.endswith(b"\n"):
                 raw += stream.readline(LONGEST_LINE_BYTES)
             unfinished = _unfinished_bytes(raw)
-            # At the end of the file nothing will finish it: that is a piece of bytes that are no text.
+            # At the end of the file nothing completes the character: the piece is not text.
             whole = raw[: len(raw) - unfinished] if unfinished < len(raw) else raw
             left = raw[len(whole) :]
             yield whole, line
@@ -368,19 +367,19 @@ def _pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _unfinished_bytes(raw: bytes) -> int:
-    """Return how many bytes at the end begin a UTF-8 character without finishing it."""
+    """Return the number of bytes at the end that are an incomplete UTF-8 character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw[-4:])
     return len(decoder.getstate()[0])
 
 
-# Files of a repository, or chapters of a book, as one document.
+# data.join_files: the files of a repository, or the chapters of a book, are one document.
 
 
 def repositories(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
-    """Return the files of each folder that lies in the folder which the user named; "": those in none.
+    """Group files by the first folder in their name; "" for files directly in the folder that the user named.
 
-    Files stay in the order given, which is that of their names. Of a list of paths each is a repository.
+    Files keep their order, which is by name. Each path of a list is a repository.
     """
     found: dict[str, list[SourceFile]] = {}
     for file in files:
@@ -392,7 +391,7 @@ def repositories(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
 def _joined_texts(
     cfg: DataConfig, repository: str, files: Sequence[SourceFile], bad_rows: BadRowLog
 ) -> Iterator[Document]:
-    """Yield the pieces of `files` as one document, which is held out as a whole; each file has its header before it."""
+    """Yield the pieces of `files` as one document, which is one unit. Each file begins with its header."""
 
     def pieces() -> Iterator[Document]:
         for file in files:
@@ -407,7 +406,7 @@ def _joined_texts(
 
 
 def _one_document(pieces: Iterable[Document], unit: str) -> Iterator[Document]:
-    """Yield `pieces`, of which some start a file, as one document. A file begins on a line of its own."""
+    """Yield `pieces` as one document. A piece that starts a file begins on a new line."""
     before = ""
     for place, (piece, following) in enumerate(pairwise(chain(pieces, [None]))):
         assert piece is not None, "only the last has nothing"
@@ -441,13 +440,13 @@ def _check_joinable(cfg: DataConfig, texts: int, option: str, path: Any) -> None
 
 
 class _SortedFiles:
-    """Rows that are files, sorted by repository and path in a SQLite table on the disk: memory does not grow with them.
+    """Rows that hold files, sorted by repository and path in a SQLite table on disk, so memory does not grow with them.
 
-    The table lies in `data.cache_dir` and has no name there, so nothing is left behind, however the process ends.
+    The table is an unnamed file in `data.cache_dir`, so nothing is left behind however the process ends.
     """
 
     def __init__(self, cfg: DataConfig, rows: Callable[[], Iterator[tuple[str, Row]]]) -> None:
-        """Sort `rows`, each with its place in the data, when they are read first."""
+        """Keep `rows`, each with its place in the data; they are sorted when `read` is first called."""
         self._cfg, self._rows = cfg, rows
         self._bad = BadRowLog(cfg.on_bad_row)
         self._table: sqlite3.Connection | None = None
@@ -498,7 +497,7 @@ class _SortedFiles:
 
 
 def find_format(cfg: DataConfig, path: Any, option: str) -> DataFormat:
-    """Return the format of the data at `path` from first rows alone; of the hub no more than those is downloaded.
+    """Return the format of the data at `path` from its first rows. Of a hub dataset only these are downloaded.
 
     Raises ConfigError as `open_corpus` does.
     """
@@ -511,9 +510,7 @@ def find_format(cfg: DataConfig, path: Any, option: str) -> DataFormat:
         rows = list(
             islice(datasets.load_dataset(name, subset or None, split=split, streaming=True), FIRST_ROWS)
         )
-    except (
-        Exception
-    ):  # without a network only a dataset that was downloaded before can be read, and not streamed
+    except Exception:  # without a network only a downloaded dataset can be read, and it cannot be streamed
         return open_corpus(cfg, path, option).data_format
     first = [(f"{name}[{split}]:{number}", row) for number, row in enumerate(rows, 1)]
     return recognise_format(first, cfg, option, path).data_format
@@ -531,13 +528,13 @@ def _hub_name(cfg: DataConfig, path: Any, option: str) -> tuple[str, str, str]:
 
 
 def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
-    """Load a hub dataset. `path` is `name[:subset][@split]`; the split is `data.split` where the path names none."""
+    """Load a hub dataset. `path` is `name[:subset][@split]`; without a split, `data.split` is used."""
     import datasets
 
     name, subset, split = _hub_name(cfg, path, option)
     try:
         table = datasets.load_dataset(name, subset or None, split=split, streaming=cfg.streaming)
-    except Exception as error:  # the library raises its own, fsspec's, the hub's and the network's errors
+    except Exception as error:  # datasets raises errors of its own, of fsspec, of the hub and of the network
         local = (
             "" if cfg.source == DataSource.hub else f" There is no such file or folder in {Path.cwd()} either."
         )
@@ -568,9 +565,9 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
 
     def identity() -> list[str]:
         which = f"{subset}@{split} {len(kept)}"
-        if Path(name).expanduser().exists():  # for local files the library's own hash uses modification times
+        if Path(name).expanduser().exists():  # for local files the hash of datasets uses modification times
             return [which, *hashes.of(find_files(name, option, file_type=FileType.text), name)]
-        return [f"{name}:{which} {kept._fingerprint}"]  # its own hash of the commit, the split and the columns
+        return [f"{name}:{which} {kept._fingerprint}"]  # of the commit, the split and the columns
 
     return Corpus(
         [joined.read if cfg.join_files else read],
@@ -583,7 +580,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
 
 
 def _streamed_hub(cfg: DataConfig, table: Any, where: str, first: list[tuple[str, Any]], found: str) -> Corpus:
-    """Return a hub dataset that is read while it is trained on; its files are the parts. Its size is not known."""
+    """Return the corpus of a hub dataset streamed during training. Its files are the parts; its size is unknown."""
 
     def part(index: int, bad_rows: BadRowLog) -> Iterator[Document]:
         shard = table.shard(num_shards=table.num_shards, index=index) if table.num_shards > 1 else table

@@ -1,8 +1,8 @@
-"""Data that is read, tokenised and packed while it is trained on: no cache, and no disk that must hold it.
+"""Stream data: read, tokenise and pack it during training, without a cache and without disk space for it.
 
-Every rank reads all of it, so the order is the same for any number of ranks. The data is taken in windows of
-WINDOW_TOKENS, each packed and shuffled by itself; so a window follows from where it begins, and that is all that a
-saved state needs to go on at any step.
+Every rank reads all data, so the order is the same for any number of ranks. The data is divided into windows of
+WINDOW_TOKENS, each packed and shuffled by itself. So the place where a window begins determines its blocks, and is all
+that a saved state needs to resume at any step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from remat.data.mixture import Joined
 from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, refuse_trained
 
-WINDOW_TOKENS, WINDOW_BLOCKS = 1024**2, 64  # at least: larger windows are packed and shuffled better
+WINDOW_TOKENS, WINDOW_BLOCKS = 1024**2, 64  # at least both: larger windows are packed and shuffled better
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 256 * 1024, 256
 
 
@@ -38,9 +38,9 @@ BATCH_CHARACTERS, BATCH_DOCUMENTS = 256 * 1024, 256
 class Place:
     """Where a window begins.
 
-    `epoch` is how often the data was read before; `part` and `document` say how much of it since; `tokens` how many
-    of the document are in blocks already. `block` counts blocks since the start of training, `window` windows.
-    `lost` counts rows since then that were cut, left out as too long, dropped, and unusable.
+    `epoch` counts complete passes over the data. `part` and `document` are the place in this pass. `tokens` of the
+    document are in earlier blocks. `block` and `window` count blocks and windows since the start of training, and
+    `lost` the rows since then that were cut, left out as too long, dropped, or unusable.
     """
 
     epoch: int = 0
@@ -57,7 +57,7 @@ class Place:
 
 
 class _Reading(NamedTuple):
-    """Documents from a place on, and the log of unusable rows on the way."""
+    """Documents from `place` on, and the log of unusable rows among them."""
 
     place: Place
     documents: Iterator[tuple[Place, Document]]
@@ -65,7 +65,7 @@ class _Reading(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Blocks that were packed together, their order int64 [blocks], the place after them, and what became of rows."""
+    """Blocks packed together, their order int64 [blocks], the place after them, and counts of rows and tokens."""
 
     blocks: Blocks
     order: np.ndarray
@@ -75,7 +75,7 @@ class Window(NamedTuple):
 
 
 class Stream:
-    """The windows of a corpus, each by its place. `first` is where training begins: what comes before is held out."""
+    """The windows of a corpus, by their place. Training begins at `first`; documents before it are held out."""
 
     def __init__(
         self, cfg: DataConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, seq_len: int, seed: int
@@ -85,7 +85,7 @@ class Stream:
         self._reading: _Reading | None = None
 
     def held_out(self, rows: int, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
-        """Return the first documents as blocks, at most `rows` and about `tokens` (0: no bound); move `first`."""
+        """Return the first documents as blocks, at most `rows` and about `tokens` (0: no limit). Moves `first`."""
         writer, bad_rows, count = self._writer(), BadRowLog(self.cfg.on_bad_row), 0
         after = None
         for place, document in self._documents(self.first, bad_rows):
@@ -105,7 +105,7 @@ class Stream:
         return self._apart(writer.in_memory()), writer, bad_rows
 
     def everything(self, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
-        """Return all documents as blocks, or the first of about `tokens`: of held-out data."""
+        """Return all documents of held-out data as blocks, or the first ones with about `tokens` (0: no limit)."""
         writer, bad_rows = self._writer(), BadRowLog(self.cfg.on_bad_row)
         for document in self._corpus.read(bad_rows):
             if tokens and writer.added >= tokens:
@@ -119,7 +119,7 @@ class Stream:
         writer, least = self._writer(), max(WINDOW_TOKENS, WINDOW_BLOCKS * self._seq_len)
         _, documents, bad_rows = self._going_on(place)
         known_bad = bad_rows.count
-        begun: list[tuple[Place, Document, int]] = []  # of plain text: each document, and the tokens before it
+        begun: list[tuple[Place, Document, int]] = []  # for plain text: each document, and the tokens before it
         batch: list[tuple[Place, Document]] = []
         characters = 0
         for following, document in documents:
@@ -133,7 +133,7 @@ class Stream:
         self._add_batch(writer, batch, begun, bad_rows)
         bad_rows.check()
         blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [(following, document)]
-        # less than a block: the next begins with it
+        # tokens that do not fill a block: the next window begins with them
         if counts.dropped_tokens and following.epoch == place.epoch:
             left = writer.added - counts.dropped_tokens
             index = max(index for index, (_, _, before) in enumerate(begun) if before <= left)
@@ -174,7 +174,7 @@ class Stream:
         return blocks.documents_apart() if self.cfg.packing is Packing.documents else blocks
 
     def _going_on(self, place: Place) -> _Reading:
-        """Return the documents from `place` on, without reading again where the last window ended there."""
+        """Return the documents from `place` on. If the last window ended there, its reading continues."""
         reading, self._reading = self._reading, None
         if reading is not None and reading.place.same_document(place):
             return reading
@@ -182,7 +182,7 @@ class Stream:
         return _Reading(place, self._documents(place, bad_rows), bad_rows)
 
     def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[tuple[Place, Document]]:
-        """Yield the documents from `place` on with their places, epoch after epoch, without those held out."""
+        """Yield the documents from `place` on with their places, epoch after epoch, without held-out ones."""
         epoch, begin = place.epoch, place
         while True:
             tokens, found = begin.tokens, False
@@ -211,7 +211,7 @@ class Stream:
         ):
             if not self.cfg.has_rows:
                 begun.append((place, document, writer.added))
-            if place.tokens:  # plain text, whose first tokens the window before has
+            if place.tokens:  # plain text whose first tokens are in the window before
                 examples = [example._replace(ids=example.ids[place.tokens :]) for example in examples]
             elif document.starts:
                 writer.begin()
@@ -224,7 +224,7 @@ class Stream:
 
 
 class FirstWindow(Joined):
-    """The blocks of a stream's first window, which stand for all that is known of it before it is read."""
+    """The blocks of a stream's first window. Before the stream is read, figures are estimated from them."""
 
     def __init__(self, stream: Stream, window: Window) -> None:
         super().__init__([window.blocks])
@@ -232,17 +232,17 @@ class FirstWindow(Joined):
 
     @property
     def epoch_length(self) -> int:
-        """Return 0: how many blocks an epoch has is not known."""
+        """Return 0, because the number of blocks in an epoch is unknown."""
         return 0
 
 
 class StreamedBatches(GlobalBatches):
-    """The steps of a stream. Its position is in blocks since the start of training, as that of blocks in a cache."""
+    """The steps of a stream. As with a cache, the position counts blocks since the start of training."""
 
     def __init__(
         self, blocks: FirstWindow, *, position: int = 0, place: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Go on at `position`, in the window that began at `place`: both from an earlier `state()`."""
+        """Continue at `position`, in the window that began at `place`. Both are from an earlier `state()`."""
         super().__init__(blocks, position=position, **options)
         self._stream = blocks.stream
         self._places, self._windows = [self._stream.first, blocks.window.following], {0: blocks.window}
@@ -272,7 +272,7 @@ class StreamedBatches(GlobalBatches):
         return self._step(joined, ids, sample_ids, epoch)
 
     def padding_share(self) -> float:
-        """Return the share of padding in the positions of the first window, as far as it is whole steps."""
+        """Return the share of padding in the first window's whole micro-batches."""
         blocks = self._blocks
         whole = len(blocks) // self._micro_batch_size * self._micro_batch_size
         ids = np.arange(whole) if whole else np.zeros(self._micro_batch_size, dtype=np.int64)
@@ -282,7 +282,7 @@ class StreamedBatches(GlobalBatches):
         return 1 - int(blocks.lengths[ids].sum(dtype=np.int64)) / positions
 
     def state(self) -> dict[str, Any]:
-        """Return the stream's state for a saved state: the position, and where the window that holds it begins."""
+        """Return the stream's state for a saved state: the position, and the place where its window begins."""
         place = self._places[self._place_of(self.position)]
         return {
             "epoch": place.epoch,

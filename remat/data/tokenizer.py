@@ -1,4 +1,4 @@
-"""The tokenizer of a run: a Hugging Face one, or a byte tokenizer that needs no file."""
+"""Load the tokenizer of a run: a Hugging Face one, or a byte tokenizer that needs no file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.data.formats import NO_TEMPLATE, read_template
 
 END, PAD = "<|end|>", "<|pad|>"
 
-# {% generation %} marks what the assistant says. Those tokens, the closing <|end|> included, carry the loss.
+# {% generation %} marks the assistant's turns. Their tokens, including the closing <|end|>, carry the loss.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '[' + message['role'] + ']\n' }}"
@@ -32,7 +32,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.
     """
     tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
-    # use_regex=False: nothing is ever merged, so words need no boundaries, and this is twice as fast.
+    # use_regex=False: without merges word boundaries have no effect, and this is twice as fast.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False, trim_offsets=False
     )
@@ -54,7 +54,7 @@ def load_tokenizer(
     """Load the tokenizer that `model.tokenizer` names ("bytes", a folder, a hub name), else the one at `model.path`.
 
     The result always has an eos token and a padding token (the eos token where the tokenizer has none).
-    `chat_template` is `data.chat_template`: it takes the place of the tokenizer's own and is saved with it.
+    `chat_template` is `data.chat_template`, which replaces the tokenizer's own and is saved with it.
     Raises ConfigError when neither option is set, nothing can be loaded, or there is no eos token.
     """
     loaded = byte_tokenizer() if tokenizer == "bytes" else _load(tokenizer, model_path, trust_remote_code)
@@ -75,7 +75,7 @@ def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         loaded("one line of text")
-    except Exception as error:  # files that are damaged fail anywhere in the library, with any error
+    except Exception as error:  # a damaged file can raise any error anywhere in the library
         raise ConfigError(
             f"{option}={name} holds no tokenizer that can be loaded: {_short(error)}\n"
             "Give a folder or hub name with tokenizer files, or model.tokenizer=bytes"
@@ -91,7 +91,7 @@ def _load(tokenizer: str | None, model_path: str | None, trust_remote_code: bool
 
 
 def _short(error: Exception) -> str:
-    """Return the library's message. An OSError's is written for users; to others the type of error is added."""
+    """Return the library's message. The type of error is added unless it is an OSError, whose text is for users."""
     text = str(error).strip()[:1000]
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
