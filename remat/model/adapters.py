@@ -1,7 +1,7 @@
 """Train small adapters beside frozen linear layers: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023).
 
-peft makes the adapters and bitsandbytes the 4-bit weights. Each is imported only when it is asked for. Adapters have
-the model's dtype, because DeepSpeed trains one dtype; Adam updates their fp32 master copy. Under ZeRO-3 adapters are
+peft makes the adapters and bitsandbytes the 4-bit weights. Each is imported only when it is used. Adapters have the
+model's dtype, because DeepSpeed trains one dtype; Adam updates their fp32 master copy. Under ZeRO-3 adapters are
 created as shards, like the model. QLoRA stores every linear module of the decoder layers as NF4 with doubly quantised
 constants, under ZeRO-3 as shards too (sharded_4bit.py). Embeddings, the output head, norms and biases keep the
 training dtype. Runs and plans call the same functions of this file.
@@ -28,14 +28,14 @@ from remat.model.four_bits.layout_4bit import BLOCK
 if TYPE_CHECKING:
     from peft import PeftModel
 ADAPTER = "default"  # peft's name for a single adapter; the keys in its files do not contain it
-PREFIX = "base_model.model."  # what peft puts before the names of the base
+PREFIX = "base_model.model."  # peft's prefix of the base model's names
 
 
 def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str]:
     """Return the names of the linear modules in the decoder `layers` that get an adapter, in model order.
 
-    A name is the last part of a module's path. Empty `wanted` means all of them. The output head is outside the layers
-    and never among them. GPT-2's `Conv1D` counts as linear. Raises ConfigError, naming the modules that exist, when
+    A name is the last part of a module's path. Empty `wanted` means all names. The output head is outside the layers
+    and never included. GPT-2's `Conv1D` counts as linear. Raises ConfigError, naming the modules that exist, when
     `wanted` has an unknown name or the layers have no linear module.
     """
     found: dict[str, None] = {}
@@ -53,10 +53,10 @@ def find_targets(layers: Sequence[nn.Module], wanted: Sequence[str]) -> list[str
 
 
 def find_saved(model: nn.Module, inside: Container[int], wanted: Sequence[str]) -> list[str]:
-    """Return `wanted`, the names of modules that are trained whole beside the adapters.
+    """Return the modules `wanted`, trained in full beside the adapters, for peft: names, or paths if ambiguous.
 
-    `inside` are the ids of the decoder layers' modules, which are not among them. A name is the last part of a
-    module's path. Raises ConfigError, naming the modules there are.
+    `inside` are the ids of the decoder layers' modules, which cannot be chosen. A name is the last part of a module's
+    path. Raises ConfigError for another name, naming the modules that can be chosen.
     """
     paths = [path for path, module in model.named_modules() if path]
     there = {
@@ -69,14 +69,14 @@ def find_saved(model: nn.Module, inside: Container[int], wanted: Sequence[str]) 
             f"peft.modules_to_save={list(wanted)}: {', '.join(unknown)} is not outside the decoder layers, where there "
             f"are {', '.join(there)}"
         )
-    # peft takes every module whose path ends so: `norm` would be `input_layernorm` too
+    # peft takes every module whose path ends with the name: `norm` would match `input_layernorm` too
     return [name if sum(path.endswith(name) for path in paths) == 1 else there[name] for name in wanted]
 
 
 def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -> PeftModel:
     """Freeze `model` in place and put adapters into its decoder `layers`.
 
-    The adapters' values are undefined. Works on the meta device too, to count parameters. Raises ConfigError as
+    The adapters have no defined values yet. Works on the meta device too, to count parameters. Raises ConfigError as
     `find_targets` does.
     """
     from peft import LoraConfig, get_peft_model
@@ -96,17 +96,17 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
         exclude_modules="|".join(re.escape(path) for path, module in chosen if id(module) not in inside)
         or None,
         fan_in_fan_out=all(isinstance(module, Conv1D) for _, module in chosen),
-        init_lora_weights=False,  # peft would draw before ZeRO-3 could gather: `add_lora` draws afterwards
+        init_lora_weights=False,  # peft would draw values before ZeRO-3 gathers; `add_lora` draws them later
     )
     config.base_model_name_or_path = model.name_or_path or None
     wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     config.base_model_name_or_path = _name_of_base(model)
-    config.init_lora_weights = True  # what `add_lora` does, and what a reader of adapter_config.json expects
+    config.init_lora_weights = True  # for adapter_config.json: `add_lora` initialises like peft
     return wrapped
 
 
 def _name_of_base(model: PreTrainedModel) -> str | None:
-    """Return what peft finds the base by from any folder: a hub name, or the whole path of a folder on this machine."""
+    """Return the base model's name for peft: a hub name, or the absolute path of a local folder."""
     name = model.name_or_path
     return str(Path(name).absolute()) if name and Path(name).is_dir() else name or None
 
@@ -141,7 +141,7 @@ def add_lora(
 
 
 def _set_magnitudes(module: Any) -> None:
-    """Give DoRA's magnitudes their first values, the norms of the weight's rows, now that B is zero."""
+    """Set DoRA's magnitudes to their initial values, the norms of the weight's rows. B must be zero."""
     module.lora_magnitude_vector[ADAPTER].update_layer(
         base_layer=module.get_base_layer(),
         lora_A=module.lora_A[ADAPTER].weight,
@@ -151,7 +151,7 @@ def _set_magnitudes(module: Any) -> None:
 
 
 def check_dora(zero_stage: int) -> None:
-    """Raise ConfigError under ZeRO-3: peft reads the base weight outside the call that gathers it."""
+    """Raise ConfigError for DoRA under ZeRO-3: peft reads the base weight outside the call that gathers it."""
     if zero_stage == 3:
         raise ConfigError(
             "peft.dora=true with ZeRO-3 (deepspeed.config): DoRA takes norms of the whole frozen weights, which a rank "
@@ -160,7 +160,7 @@ def check_dora(zero_stage: int) -> None:
 
 
 def check_compiled(zero_stage: int) -> None:
-    """Raise ConfigError under ZeRO-3: a compiled layer's backward finds frozen weights released again."""
+    """Raise ConfigError for compiled layers under ZeRO-3: their backward would find frozen weights released."""
     if zero_stage == 3:
         raise ConfigError(
             "compile=layers with peft=lora and ZeRO-3 (deepspeed.config): the backward of a compiled layer finds its "
@@ -187,17 +187,17 @@ def describe_lora(cfg: PeftConfig, trained: int, total: int) -> str:
 
 
 def _sharded(ds_config: dict[str, Any], module: Any = None) -> Any:
-    """Return a context in which ZeRO-3 partitions every new module at once. Partition `module`, if there is one."""
+    """Return a context in which ZeRO-3 partitions every new module. If `module` is given, partition it at once."""
     import deepspeed
     from deepspeed.utils import groups
 
-    # of hpZ, made with the base: DeepSpeed asserts that it makes them once
+    # the groups of hpZ, made with the base model: DeepSpeed refuses to make them twice
     second = groups._get_zero_param_intra_parallel_group()
     return deepspeed.zero.Init(module=module, config_dict_or_path=ds_config, zero_param_parallel_group=second)
 
 
 def _shard_saved(wrapped: Any, ds_config: dict[str, Any]) -> None:
-    """Shard the copies of `peft.modules_to_save`, which peft takes of gathered weights, whole on every rank."""
+    """Shard the copies of `peft.modules_to_save`. peft copies gathered weights, so they are whole on every rank."""
     from peft.utils import ModulesToSaveWrapper
 
     for module in wrapped.modules():
@@ -206,14 +206,14 @@ def _shard_saved(wrapped: Any, ds_config: dict[str, Any]) -> None:
 
 
 def _whole(module: Any) -> Any:
-    """Return a context that gathers both adapter matrices; what rank 0 writes reaches all ranks."""
+    """Return a context that gathers both adapter matrices. Changes by rank 0 reach all ranks."""
     import deepspeed
 
     matrices = [module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight]
     return deepspeed.zero.GatheredParameters(matrices, modifier_rank=0)
 
 
-CHANGES_BYTES = {  # keys of zero_optimization under which ZeRO-3 would not gather the bytes that it was given
+CHANGES_BYTES = {  # keys of zero_optimization with which ZeRO-3 would change packed bytes -> how
     "stage3_use_all_reduce_for_fetch_params": "sums parameters of one dtype instead of gathering them",
     "zero_quantized_weights": "would quantise packed bytes once more",
     "zero_quantized_nontrainable_weights": "would quantise packed bytes once more",
@@ -222,9 +222,9 @@ CHANGES_BYTES = {  # keys of zero_optimization under which ZeRO-3 would not gath
 
 
 def check_quantised(ds: Mapping[str, Any], config: Any) -> None:
-    """Raise ConfigError when bitsandbytes is missing, or for what ZeRO-3 cannot do to weights that are bytes.
+    """Raise ConfigError if bitsandbytes is missing, or if an option in `ds` cannot work with 4-bit weights.
 
-    `config` is the model's; its files may hold weights that are in 4 bits already.
+    `config` is the model's; its files may hold weights that are already in 4 bits.
     """
     _bitsandbytes()
     if ds_json.zero_stage(ds) < 3:
@@ -256,7 +256,7 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     """Return the number of elements of each weight that will be quantised.
 
     Works on the meta device too. Raises ConfigError when linear modules hold less than half of the layers' parameters,
-    as with fused experts.
+    as in models with fused experts.
     """
     found = tuple(module.weight.numel() for layer in layers for module in _plain_linears(layer))
     total = sum(p.numel() for layer in layers for p in layer.parameters())
@@ -277,7 +277,7 @@ def quantised_names(model: nn.Module, layers: Sequence[nn.Module]) -> set[str]:
 def loading_quantised(
     skeleton: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return `from_pretrained` arguments that quantise each weight as it is read, directly onto `device`."""
+    """Return arguments of `from_pretrained` that quantise each weight onto `device` as it is read."""
     from transformers import BitsAndBytesConfig
 
     inside = _ids(layers)
@@ -302,7 +302,7 @@ def quantise(
 ) -> None:
     """Quantise the remaining linear modules of a transformers model onto `device`, one weight at a time.
 
-    `flat` gives each the one parameter that ZeRO-3 shards. Works on the meta device too, where only shapes are made.
+    With `flat` each gets a single parameter, which ZeRO-3 can shard. Works on the meta device too, for shapes only.
     """
     bnb = _bitsandbytes()
     for path in paths_to_quantise(model, layers):
@@ -336,13 +336,13 @@ def describe_quantised(weights: Sequence[int], *, sharded: bool = False) -> str:
 
 
 def quantised(module: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the linear module of bitsandbytes with the weight of `module` in 4 bits, on `device`."""
+    """Return bitsandbytes' linear module with the weight of `module` in 4 bits, on `device`."""
     bnb = _bitsandbytes()
     weight = module.weight.T if isinstance(module, Conv1D) else module.weight
     rows, columns = weight.shape
     with torch.device("meta"):
         new = bnb.nn.Linear4bit(columns, rows, module.bias is not None, dtype, quant_type="nf4")
-    # bitsandbytes makes the table of 8-bit constants once per process. Made on meta, it would have no values.
+    # bitsandbytes makes the table of 8-bit constants once per process. On meta it would have no values.
     bnb.functional.name2qmap.setdefault("dynamic", bnb.functional.create_dynamic_map())
     packed, state = bnb.functional.quantize_4bit(
         weight.detach().to(device).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -357,15 +357,15 @@ def quantised(module: Any, dtype: torch.dtype, device: torch.device) -> nn.Modul
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Return whether it is a linear module whose weight is in 4 bits."""
+    """Return whether `module` is a linear module whose weight is in 4 bits."""
     weight: Any = getattr(module, "weight", None)
     return hasattr(module, "layout_4bit") or hasattr(weight, "quant_state")
 
 
 def dequantise(module: Any) -> torch.Tensor:
-    """Return the weight that the 4 bits of `module` stand for, in the layout of the class that it replaced.
+    """Return the dequantised weight of `module`, in the layout of the class that it replaced.
 
-    A sharded one must be gathered.
+    A sharded weight must be gathered.
     """
     weight: torch.Tensor
     if hasattr(module, "layout_4bit"):
@@ -384,9 +384,7 @@ def _flat(module: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _set_up(module: Any) -> None:
-    module.support_avx512bf16_for_cpu = (
-        False  # an evaluation would repack weights for a kernel that has no backward
-    )
+    module.support_avx512bf16_for_cpu = False  # eval would repack weights for a kernel without backward
     module.register_state_dict_post_hook(_without_constants)
 
 
@@ -411,7 +409,7 @@ def _plain_linears(layer: nn.Module) -> Iterator[Any]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether `module` is of a class that transformers replaces when it quantises."""
+    """Return whether transformers would replace `module` when it quantises."""
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 

@@ -1,10 +1,10 @@
 """Count the FLOPs per token of a decoder, for MFU and HFU.
 
 The model's own forward runs on the meta device; nothing is guessed from sizes. Products with weights are counted as
-they run. Experts count as many times as a token visits one. Attention counts by the widths of query and value and by
-the keys a token can see. One operation is counted by torch's formula, or by ours where torch has none or one that
-covers too little. A multiply-add is 2. A model that cannot be counted is refused: no figure is better than a wrong
-one.
+they run. Experts count as many times as a token visits one. Attention is counted from the widths of query and value and
+the number of keys that a token can see. Each operation is counted by torch's formula, or by one of this file where
+torch's is missing or incomplete. A multiply-add is 2. A model that cannot be counted is refused, because no figure is
+better than a wrong one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from remat.config.options import ConfigError
 from remat.model import meta_kernels
 
 aten = torch.ops.aten
-FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # by name, because bitsandbytes is optional
+FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # compared by name, because bitsandbytes is optional
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """Return the FLOP formula of `func`, or None when it is no matrix product and no attention.
+    """Return the FLOP formula of `func`; None unless it is a matrix product or attention.
 
     Call it as `formula(*args, **kwargs, out_val=result)`.
     """
@@ -47,9 +47,9 @@ def flop_formula(func: Any) -> Callable[..., int] | None:
 def dequantised_bytes(func: Any, args: Any) -> int:
     """Return the bytes that a product with a 4-bit weight allocates inside its kernel.
 
-    They are the weight in the dtype of the input, and its constants. No dispatch mode sees them. From bitsandbytes
-    0.50.2, backends/cuda/ops.py:911-914; the same on a CPU (backends/default/ops.py:336). A fused kernel that needs
-    neither runs for few tokens only (cuda/ops.py:583).
+    These are the weight in the dtype of the input, and its constants. No dispatch mode sees them. From bitsandbytes
+    0.50.2, backends/cuda/ops.py:911-914; the same on a CPU (backends/default/ops.py:336). A fused kernel without these
+    bytes runs only for few tokens (cuda/ops.py:583).
     """
     if str(getattr(func, "_overloadpacket", func)) != FOUR_BIT_PRODUCT:
         return 0
@@ -93,10 +93,10 @@ _OWN: dict[Any, Callable[..., int]] = {
 }
 
 
-COUNTED = "remat_counted"  # the name of our attention, masks and experts in transformers' tables
-STEPWISE = (32, 64)  # tokens; few, because a model that computes token by token is slow
-CHUNKED = (256, 512)  # tokens; whole chunks of every linear attention
-LINEAR = 1e-3  # share of other products that may grow faster than the sequence: the first and last chunk
+COUNTED = "remat_counted"  # name of the counting attention, masks and experts in transformers' tables
+STEPWISE = (32, 64)  # tokens of two forwards; few, because a model that computes token by token is slow
+CHUNKED = (256, 512)  # tokens of two forwards: whole chunks of every linear attention
+LINEAR = 1e-3  # share of products that may grow with the square of the length: the first and last chunk
 CHOSEN = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_k")  # module attributes: experts per token
 WINDOWS = (
     "sliding_window",
@@ -113,7 +113,7 @@ BIASED = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv")  # thei
 class ModelFlops:
     """Forward FLOPs of one token in a sequence of a given length, 2 per multiply-add.
 
-    - `num_params_active`: parameters a token passes through, its own experts included; the others are left out.
+    - `num_params_active`: parameters that a token passes through; experts that it does not visit are left out.
     - `weights`: products with these parameters. `trained_weights`: only those whose weight has a gradient.
     - `attention`: scores and weighted values.
     - `mixing`: all other products of activations, as in linear attention and state spaces.
@@ -136,16 +136,16 @@ class ModelFlops:
         Of the 6, forward takes 2, the gradient of the input 2 and the gradient of the weight 2 (Kaplan et al. 2020,
         section 2.1). A frozen weight has no gradient, so its last 2 are left out. The first layer's frozen projections
         of the embedding need no gradient of their input either, but are counted with 4. Attention counts the full
-        square of the sequence, although a causal kernel computes about half of it: PaLM does so too, and figures stay
+        square of the sequence, as PaLM does, although a causal kernel computes about half of it; so figures stay
         comparable. In a layer with a window or chunks it counts the rows times the keys that a token can see.
         """
         return 2.0 * self.weights + self.trained_weights + 3.0 * (self.attention + self.mixing)
 
     @property
     def layers_forward_flops_per_token(self) -> float:
-        """Count one forward without the output layer: what recomputing all layers would add.
+        """Count one forward without the output layer, which recomputing all layers would add.
 
-        How much of it a policy really recomputes is counted in a run's first step.
+        The share that a policy really recomputes is counted in a run's first step.
         """
         return self.weights - self.output_layer + self.attention + self.mixing
 
@@ -201,7 +201,7 @@ def formula_text() -> str:
 class _Call(NamedTuple):
     """One call of attention.
 
-    `width` is that of query and value over all heads; `window` is the most keys a token can see.
+    `width` is the sum of query and value widths over all heads; `window` is the most keys that a token can see.
     """
 
     width: int
@@ -211,7 +211,7 @@ class _Call(NamedTuple):
 
 
 class _Forward(TorchDispatchMode):
-    """A count of what one forward of one sequence does. Weights are known by `id`, tensors by their storage."""
+    """Counts the operations of one forward of one sequence. Weights are known by `id`, tensors by their storage."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -224,8 +224,8 @@ class _Forward(TorchDispatchMode):
         self.length, self.operations, self._most_operations = length, 0, most_operations
         self.weights = {id(p): p for p in net.parameters()}
         self.products: dict[int, float] = defaultdict(float)
-        self.shares = _shares_of_dense_experts(net)  # the share of an expert's weights that a token visits
-        self.passed: set[int] = set()  # weights used in any operation but a look-up
+        self.shares = _shares_of_dense_experts(net)  # by id of an expert's weight
+        self.passed: set[int] = set()  # ids of weights used in any operation but a look-up
         self.looked_up: set[int] = set()
         self.mixing = 0.0  # FLOPs of products of activations
         self.calls: list[_Call] = []
@@ -278,7 +278,7 @@ class _Forward(TorchDispatchMode):
         if len(owners) == 1:
             self.products[owners[0]] += flops * self.shares.get(owners[0], 1.0)
         elif not owners:
-            self.mixing += flops  # a product of two weights: once, not for each token
+            self.mixing += flops  # a product of two weights is left out: it runs once, not per token
 
     def attend(
         self,
@@ -289,7 +289,7 @@ class _Forward(TorchDispatchMode):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Stand in for transformers' attention function: [b, heads, s, d_q], [b, .., s_k, d_q], [b, .., s_k, d_v]."""
+        """Replace transformers' attention function: [b, heads, s, d_q], [b, .., s_k, d_q], [b, .., s_k, d_v]."""
         window = kwargs.get("sliding_window")
         if attention_mask is not None:
             window = self._window(module, attention_mask)
@@ -308,19 +308,19 @@ class _Forward(TorchDispatchMode):
     def mask(
         self, batch_size: int, q_length: int, kv_length: int, *, local_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Stand in for transformers' mask function. `local_size` is the size of a window or of a chunk."""
+        """Replace transformers' mask function. `local_size` is the size of a window or of a chunk."""
         made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self.windows[made.untyped_storage()._cdata] = local_size
         self._alive.append(made)
         return made
 
     def eager_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the mask of a model whose attention is its own code."""
+        """Replace the mask function for a model with its own attention code."""
         self.masks_are_local |= kwargs.get("local_size") is not None
         return _EAGER_MASK(*args, **kwargs)
 
     def visit(self, module: nn.Module, tokens: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Stand in for transformers' experts function: [tokens, d], and the experts of each token [tokens, k]."""
+        """Replace transformers' experts function: [tokens, d], and the experts of each token [tokens, k]."""
         for weight in module.parameters():
             share = chosen.shape[-1] / weight.shape[0]
             if share > 1:
@@ -333,14 +333,14 @@ class _Forward(TorchDispatchMode):
 
 
 class _TooLong(Exception):
-    """A forward that takes more operations than it may."""
+    """Raised when a forward runs more operations than allowed."""
 
 
 _EAGER_MASK = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
 
 def _forwards(net: Any, seq_len: int) -> tuple[_Forward, _Forward]:
-    """Run a shorter and a longer sequence.
+    """Count a shorter and a longer sequence.
 
     The longer one has `seq_len` tokens, unless the number of operations grows with the length.
     """
@@ -359,7 +359,7 @@ def _forwards(net: Any, seq_len: int) -> tuple[_Forward, _Forward]:
 
 
 def _check_selection(net: nn.Module, seq_len: int) -> None:
-    """Raise ConfigError where attention selects keys: a shorter sequence does not show how many."""
+    """Raise ConfigError if attention selects keys, because a shorter sequence does not show how many."""
     for module in net.modules():
         selected = getattr(module, "index_topk", None)
         if type(selected) is int and selected < seq_len:
@@ -369,7 +369,7 @@ def _check_selection(net: nn.Module, seq_len: int) -> None:
 
 
 def _check_experts(net: nn.Module, seen: _Forward) -> None:
-    """Raise ConfigError where tokens choose among experts but no call of experts was seen."""
+    """Raise ConfigError if tokens choose among experts but no call of experts was counted."""
     modules = dict(net.named_modules())
     for name, module in modules.items():
         if not any(type(getattr(module, key, None)) is int for key in CHOSEN):
@@ -385,7 +385,7 @@ def _check_experts(net: nn.Module, seen: _Forward) -> None:
 def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forward:
     """Run one forward of `length` tokens and return its counts.
 
-    Raises ConfigError when the model's own code fails on tensors without values, or cannot be counted.
+    Raises ConfigError when the model's code fails on tensors without values, or cannot be counted.
     """
     seen = _Forward(net, length, most_operations)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -394,7 +394,7 @@ def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forwa
             net(input_ids=ids, use_cache=False)
     except _TooLong:
         raise
-    except Exception as error:  # a model's code may do anything with values that are not there
+    except Exception as error:  # a model's code may raise anything on tensors without values
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the FLOPs of {type(net).__name__} cannot be counted: {text}") from error
     return seen
@@ -402,7 +402,7 @@ def _forward(net: Any, length: int, most_operations: float = math.inf) -> _Forwa
 
 @contextmanager
 def _put_in(net: Any, seen: _Forward) -> Iterator[None]:
-    """Replace the model's attention, masks and experts by counting ones, where transformers allows it."""
+    """Replace the model's attention, masks and experts by counting functions, where transformers allows it."""
     base = net.get_base_model() if hasattr(net, "get_base_model") else net
     masks = {COUNTED: seen.mask, "eager": seen.eager_mask}
     with (
@@ -418,7 +418,7 @@ def _put_in(net: Any, seen: _Forward) -> Iterator[None]:
 def _shares_of_dense_experts(net: nn.Module) -> dict[int, float]:
     """Return the share of each expert's weights that a token visits, for models that run all experts.
 
-    Llama 4 computes all experts for all tokens, most of them on zeros.
+    Llama 4 runs all experts for all tokens, most of them on zeros.
     """
     shares = {}
     for module in net.modules():
@@ -431,7 +431,7 @@ def _shares_of_dense_experts(net: nn.Module) -> dict[int, float]:
 
 
 def _at(values: Sequence[float], runs: Sequence[_Forward], seq_len: int) -> float:
-    """Return the value for `seq_len` on the straight line through two runs; exact where one has that length."""
+    """Return the value for `seq_len` on the straight line through two runs. It is exact where a run has that length."""
     short, long = (run.length for run in runs)
     slope = (values[1] - values[0]) / max(1, long - short)
     return values[1] + slope * (seq_len - long)
@@ -456,7 +456,7 @@ def _attention(name: str, runs: Sequence[_Forward], seq_len: int) -> float:
 def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, float]:
     """Return the FLOPs of products of activations: those that grow with the length, and with its square.
 
-    The second are the attention of a model that does not use transformers' attention functions.
+    Those that grow with the square are the attention of a model without transformers' attention functions.
     """
     (first, second), (short, long) = (run.mixing for run in runs), (run.length for run in runs)
     square = (second / long - first / short) / max(1, long - short)
@@ -467,13 +467,13 @@ def _mixing(net: Any, runs: Sequence[_Forward], seq_len: int) -> tuple[float, fl
             f"the FLOPs of {type(net).__name__} cannot be counted: it attends in code of its own, and which keys a "
             "token sees is not known"
         )
-    if not grows or square < 0:  # a shorter sequence does not fill a whole chunk
+    if not grows or square < 0:  # the shorter sequence does not fill a chunk
         return second / long * seq_len, 0.0
     return max(0.0, first / short - square * short) * seq_len, square * seq_len**2
 
 
 def operands(values: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operation's arguments or result, at a fifth of the time of torch's pytrees."""
+    """Return the tensors in an operation's arguments or result, in a fifth of the time of torch's pytrees."""
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, dict):

@@ -36,7 +36,7 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes in parameters, counted on a model without storage. All that is not frozen is trained."""
+    """Sizes in numbers of parameters, counted on the meta device. All that is not frozen is trained."""
 
     num_params: int
     largest_param: int
@@ -44,15 +44,15 @@ class ModelFacts:
     largest_trainable_param: int
     class_name: str
     quantised_weights: tuple[int, ...] = ()  # elements of each matrix held in 4 bits
-    trained_shapes: tuple[tuple[int, ...], ...] = ()  # in the model's order
+    trained_shapes: tuple[tuple[int, ...], ...] = ()  # in the order of the model
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """How the weights of one rank were read, and what that took on it.
+    """How one rank read its weights, with time and memory.
 
-    `because` says why they were not read in own slices; "" where they were, or where ZeRO does not shard them.
-    `read_bytes` is None where transformers read. `peak_bytes` is host memory beyond what the process held before.
+    `because` is the reason for not reading own slices; "" if they were read, or if ZeRO does not shard the weights.
+    `read_bytes` is None if transformers read them. `peak_bytes` is host memory beyond that before the reading.
     """
 
     way: ModelLoad
@@ -63,7 +63,7 @@ class Loaded:
 
 
 def describe_loaded(loaded: Sequence[Loaded]) -> str:
-    """Return how the weights were read, given what each rank says of it."""
+    """Describe how the weights were read, from the `Loaded` of each rank."""
     slowest_s = max(each.seconds for each in loaded)
     first = loaded[0]
     if first.way is ModelLoad.own_slices:
@@ -76,18 +76,18 @@ def describe_loaded(loaded: Sequence[Loaded]) -> str:
 
 
 def shape_config(cfg: ModelConfig) -> PretrainedConfig:
-    """Return a configuration that is enough to count and plan.
+    """Return a configuration that is sufficient for counting and planning.
 
-    `architecture` is used when it is given, so that neither network nor folder is needed.
+    With `architecture` neither network nor folder is needed.
     """
     return positions.stretch(_from_fields(cfg) if cfg.architecture else _from_path(cfg), cfg)
 
 
 def load_config(cfg: ModelConfig) -> PretrainedConfig:
-    """Return the configuration the model is built with. Reads no weight.
+    """Return the configuration that the model is built with. Reads no weight.
 
-    Pretrained weights come with their own configuration, which has more than `architecture` (rotary scaling, for
-    example). It must agree with every field that is given. Raises ConfigError naming the option and the value.
+    Pretrained weights come with their own configuration, which has more fields than `architecture` (rotary scaling, for
+    example). Every field of `architecture` must agree with it. Raises ConfigError naming the option and the value.
     """
     if cfg.init is ModelInit.random:
         return shape_config(cfg)
@@ -135,7 +135,7 @@ def _from_path(cfg: ModelConfig) -> PretrainedConfig:
 
 
 def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
-    """Return `config` for training. Raises ConfigError for a depth that would take too long to build."""
+    """Check and return `config`. Raises ConfigError for several decoders, and for a depth outside 1 to MOST_LAYERS."""
     try:
         depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
     except ValueError as error:  # the error may list several problems
@@ -147,7 +147,7 @@ def _sound(config: PretrainedConfig, option: str) -> PretrainedConfig:
 
 
 def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """Return `config` with these layers alone. Fields with an entry for each layer keep the entries of these."""
+    """Return `config` with only these layers. Lists with an entry per layer keep only their entries."""
     found = copy.deepcopy(config)
     text = found.get_text_config()
     depth = text.num_hidden_layers
@@ -159,7 +159,7 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
 
 
 def hidden_size(config: PretrainedConfig) -> int:
-    """Return the width of a hidden state. Raises ConfigError for a config that names none."""
+    """Return the width of a hidden state. Raises ConfigError for a config without one."""
     width = getattr(config.get_text_config(), "hidden_size", None)
     if type(width) is not int or width < 1:
         raise ConfigError(
@@ -170,10 +170,10 @@ def hidden_size(config: PretrainedConfig) -> int:
 
 
 def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model on the meta device: its modules without their memory, in a second or two for 70B.
+    """Build the model on the meta device: its modules without memory, in a second or two for 70B.
 
-    Flash attention's package is looked for where there is a GPU: a plan for another machine needs none. Raises
-    ConfigError when it is no causal language model, or lacks the attention that was asked for.
+    The package of flash attention is needed only on a machine with a GPU, not to plan for another one. Raises
+    ConfigError for a model that is no causal language model or lacks the chosen attention.
     """
     flash = cfg.attention is Attention.flash_attention_2
     elsewhere = flash and not (torch.cuda.is_available() or cfg.trust_remote_code)
@@ -186,7 +186,7 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
             )
         if elsewhere:
             _name_flash(net)
-        return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) gives host tensors
+        return net.to("meta")  # type: ignore[arg-type]  # torch.normal(mean, std, size=...) makes host tensors
     except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
         known = isinstance(error, (ValueError, ImportError))
         about_attention = known and ("attn" in str(error) or "attention" in str(error).lower())
@@ -200,7 +200,7 @@ def skeleton(config: PretrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
 
 
 def _name_flash(net: PreTrainedModel) -> None:
-    """Give every config in `net` the name of flash attention. Raises ValueError for a model that cannot have it."""
+    """Set flash attention in every config of `net`. Raises ValueError for a model that does not support it."""
     others = getattr(net, "_compatible_flash_implementations", None)
     if not net._supports_flash_attn or (others and str(Attention.flash_attention_2) not in others):
         instead = f", but by {', '.join(others)}" if others else ""
@@ -210,12 +210,12 @@ def _name_flash(net: PreTrainedModel) -> None:
 
 
 def model_of(module: Any) -> Any:
-    """Return the transformers model of an engine's module: what a stage has of it, else the module itself."""
+    """Return the transformers model in an engine's module: a stage's part of it, else the module itself."""
     return getattr(module, "transformers_model", module)
 
 
 def configs_of(net: nn.Module) -> list[PretrainedConfig]:
-    """Return the configs that the modules of `net` read, each once."""
+    """Return the different configs of the modules of `net`."""
     every: list[Any] = [getattr(module, "config", None) for module in net.modules()]
     found = {id(config): config for config in every if isinstance(config, PretrainedConfig)}
     return list(found.values())
@@ -251,10 +251,10 @@ def build(
 ) -> PreTrainedModel:
     """Build the model on this rank; under ZeRO-3 only this rank's shard of every parameter. Collective.
 
-    `resuming` builds with random values, because all of them are then loaded from a saved state. `loading` is further
-    arguments of `from_pretrained`. Under ZeRO-3 each rank reads its own slices of the files where it can. Below it
-    pretrained weights go one by one from their files `onto` that device, so that no rank holds them all in host memory.
-    `progress` is called while slices are read, `told` with how weights were read, if any were. Raises ConfigError when
+    `resuming` builds with random values, because a saved state replaces all of them later. `loading` has further
+    arguments of `from_pretrained`. Under ZeRO-3 each rank reads its own slices of the files where possible. Below
+    ZeRO-3 pretrained weights go one by one from their files to the device `onto`, so that no rank holds all of them in
+    host memory. `progress` is called while slices are read, `told` after weights were read. Raises ConfigError when
     weights are missing or the attention implementation is not available.
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
@@ -292,7 +292,7 @@ def _load(
     ds: dict[str, Any] | None,
     progress: Progress,
 ) -> tuple[PreTrainedModel, Loaded]:
-    """Read pretrained weights; under ZeRO-3 (`ds` is its dict) in own slices where that can be done. Collective."""
+    """Read pretrained weights; under ZeRO-3 (with its dict `ds`) in own slices where possible. Collective."""
     model: PreTrainedModel
     began, read_bytes = time.monotonic(), None
     with HostPeak() as host:
@@ -312,9 +312,9 @@ def _load(
 def _agree_on_slices(
     cfg: ModelConfig, config: PretrainedConfig, ds: dict[str, Any], loading: dict[str, Any]
 ) -> tuple[Layout | None, str]:
-    """Return where the weights lie if every rank can read its own slices, else None and the reason. Collective.
+    """Return the layout of the files if every rank can read its own slices, else None and the reason. Collective.
 
-    Raises ConfigError on every rank where slices were asked for and cannot be read, or one rank lacks a sound file.
+    Raises ConfigError on every rank if slices are required and cannot be read, or if a file is damaged on any rank.
     """
     layout, because, problem = None, own_slices.refuse(cfg, ds), ""
     if cfg.load is ModelLoad.from_pretrained:
@@ -357,14 +357,14 @@ def _from_pretrained(cfg: ModelConfig, config: PretrainedConfig, settings: dict[
 
 
 def _generation_config(cfg: ModelConfig, model: PreTrainedModel) -> Any:
-    """Return the settings for generation that come with the weights; the model's own where there are none."""
+    """Return the generation settings beside the weights, or the model's own if there are none."""
     with contextlib.suppress(OSError):  # many folders have no such file
         return GenerationConfig.from_pretrained(str(cfg.path))
     return model.generation_config
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
-    """Raise ConfigError when the tokenizer has ids beyond the embedding, which is never resized after sharding."""
+    """Raise ConfigError when the tokenizer has ids beyond the embedding, which is not resized after sharding."""
     size = config.get_text_config().vocab_size
     if vocabulary > size:
         raise ConfigError(
@@ -374,9 +374,9 @@ def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) 
 
 
 def assert_sharded(model: nn.Module, world_size: int) -> int:
-    """Check that ZeRO-3 holds every parameter as a shard of about 1/world; return this rank's shard bytes.
+    """Check that ZeRO-3 holds every parameter as a shard of about 1/world_size; return this rank's shard bytes.
 
-    Raises RuntimeError naming the parameters that are whole, or a shard total that is off by more than padding.
+    Raises RuntimeError naming parameters that are whole, or if the shards' total differs by more than padding.
     """
     whole = [name for name, p in model.named_parameters() if not hasattr(p, "ds_id")]
     if whole:
@@ -397,8 +397,8 @@ def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool
     """Build the model with random values that, on a CPU, do not depend on the ZeRO stage.
 
     All values are drawn at initialisation. Under ZeRO-3 transformers creates without initialising and then initialises
-    gathered modules on rank 0. Below ZeRO-3, creation would draw first, so it is kept from drawing. With a GPU the
-    values are drawn there: a host draws bf16 on one core, which takes minutes for 7B.
+    gathered modules on rank 0. Below ZeRO-3, creation would draw first, so it is prevented from drawing. With a GPU the
+    values are drawn there, because a host draws bf16 on one core, which takes minutes for 7B.
     """
     rng.seed(seed)
     if sharded:
@@ -413,7 +413,7 @@ def _random(config: PretrainedConfig, settings: dict[str, Any], *, sharded: bool
 
 
 def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
-    """Raise ConfigError for missing weights, which transformers would fill with random values and a warning."""
+    """Raise ConfigError for missing weights, which transformers would only warn of and fill with random values."""
     missing, mismatched = sorted(report["missing_keys"]), list(report["mismatched_keys"])
     if missing or mismatched:
         raise ConfigError(
@@ -425,7 +425,7 @@ def _refuse_partial(cfg: ModelConfig, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Keep an HfDeepSpeedConfig object alive: only then does transformers shard at creation."""
+    """Keep an HfDeepSpeedConfig alive while the context is entered; without it transformers does not shard."""
     if ds_config is None:
         yield
         return
@@ -440,6 +440,6 @@ def _zero3(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error, with its type unless the message is written for people."""
+    """Return the first line of an error, after its type unless the message is written for users."""
     text = (str(error).strip().splitlines() or [""])[0][:1000]
     return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

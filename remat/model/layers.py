@@ -1,7 +1,7 @@
-"""Find the decoder layers of a Hugging Face model, and the parts of a layer by what they do. Works on meta tensors.
+"""Find the decoder layers of a Hugging Face model, and the parts of a layer by their role. Works on meta tensors.
 
-Every policy is applied to these layers. Parts have roles (attention, mlp, norm, q, down, ...), whatever names a model
-has for them.
+Checkpointing policies are applied to these layers. Parts have roles (attention, mlp, norm, q, down, ...) that do not
+depend on the names in a model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVATION_NAMES = {"act", "act_fn", "activation", "activation_fn", "gelu_impl"}
 ACTIVATION_FILES = {"transformers.activations", "torch.nn.modules.activation"}
 NO_ACTIVATIONS = {"MultiheadAttention", "Softmax", "LogSoftmax", "Softmin", "Softmax2d"}
 QKV = {"c_attn", "qkv_proj", "query_key_value", "qkv", "Wqkv", "att_proj"}  # one Linear for all three
-MLA_KV = {"kv_a_proj_with_mqa", "kv_b_proj"}  # latent attention: down to the latent, and up again
+MLA_KV = {"kv_a_proj_with_mqa", "kv_b_proj"}  # latent attention: projections to the latent and back
 ATTENTION_LINEARS = {
     "q": {"q_proj", "q_a_proj", "q_b_proj", "wq", "query", *QKV},
     "k": {"k_proj", "wk", "key", *MLA_KV, *QKV},
@@ -44,29 +44,30 @@ MLP_LINEARS = {
     "down": {"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"},
 }
 LINEARS = [*ATTENTION_LINEARS, *MLP_LINEARS]
-ALL_BUT_DOWN = "all_but_down"  # no product runs twice: nothing needs the result of the layer's last one
+ALL_BUT_DOWN = "all_but_down"  # then no product runs twice: nothing needs the result of the layer's last one
 
 Path = list[tuple[str, nn.Module]]  # from the whole model to a module inside it
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers that a model lists together, first to last. `name` is the path of that list in the model."""
+    """Layers in one list of a model, first to last. `name` is the path of the list in the model."""
 
     name: str
     layers: list[GradientCheckpointingLayer]
 
     @property
     def kinds(self) -> str:
-        """Name the classes of the layers: `JambaAttentionDecoderLayer and JambaMambaDecoderLayer`."""
+        """Return the class names of the layers: `JambaAttentionDecoderLayer and JambaMambaDecoderLayer`."""
         return " and ".join(sorted({type(layer).__name__ for layer in self.layers}))
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """`treated`: of text, in the order in which the model registers them; a layer's index counts over all of them.
+    """The stacks of layers in a model.
 
-    `left_alone`: of towers for images, audio and the like, which no policy touches.
+    `treated` are those for text, in the order in which the model registers them; a layer's index counts over all of
+    them. `left_alone` are those for images, audio and the like, to which no policy is applied.
     """
 
     treated: list[Stack]
@@ -82,7 +83,7 @@ class Stacks:
         return [layer for stack in self.treated for layer in stack.layers]
 
     def describe(self) -> str:
-        """Put it in words for header and proof; empty for a model that is one stack of layers."""
+        """Describe the stacks for header and proof; "" for a model with a single stack."""
         texts, first = [], 0
         for stack in self.treated:
             texts.append(f"{first}-{first + len(stack.layers) - 1} are {stack.name}")
@@ -93,14 +94,14 @@ class Stacks:
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers that a policy treats, over all stacks of `model`. Raises ConfigError as `find_stacks` does."""
+    """Return the layers of all treated stacks of `model`. Raises ConfigError as `find_stacks` does."""
     return find_stacks(model).layers()
 
 
 def find_stacks(model: nn.Module) -> Stacks:
     """Find all stacks of checkpointable layers. A layer that is listed twice, or inside another, counts once.
 
-    Raises ConfigError when the model has none for text, or one with layers that cannot be checkpointed among them.
+    Raises ConfigError when the model has no stack for text, or a stack with layers that cannot be checkpointed.
     """
     groups: dict[str, list[Path]] = {}
     for path in _outermost_layers(model):
@@ -122,7 +123,7 @@ def find_stacks(model: nn.Module) -> Stacks:
 
 
 def skipped_at_random(model: nn.Module) -> str:
-    """Name the field by which `model` skips layers at random in training, `layerdrop=0.1`; empty: it skips none."""
+    """Return the field by which `model` skips layers at random in training, `layerdrop=0.1`; "" if it skips none."""
     for module in model.modules():
         share = getattr(module, "layerdrop", None)
         if isinstance(share, (int, float)) and share > 0:
@@ -150,7 +151,7 @@ def _outermost_layers(model: nn.Module) -> Iterator[Path]:
 
 
 def _list_name(path: Path) -> str:
-    """Name the list that holds the layer; where each member of a list holds one, a pattern over that list."""
+    """Return the path of the list that holds the layer; a pattern if each member of the list holds one layer."""
     *parents, last = [name for name, _ in path[1:]]
     if last.isdigit():
         return ".".join(parents)
@@ -158,7 +159,7 @@ def _list_name(path: Path) -> str:
 
 
 def _reads_text(path: Path, root: PreTrainedModel) -> bool:
-    """Return whether the model around a layer is one for text, by what transformers' classes and configs say."""
+    """Return whether the model around a layer is one for text, judged by transformers' classes and configs."""
     inside = [module for _, module in path[:-1]]
     models = [module for module in inside if isinstance(module, PreTrainedModel)]
     if any("text" not in _modalities(module) for module in models if module is not root):
@@ -191,9 +192,9 @@ def _check_is_whole(stack: Stack, parent: nn.Module) -> None:
 
 
 def find_modules(layer: nn.Module, role: str, option: str = "checkpointing.recompute_modules") -> Modules:
-    """Find (name inside the layer, module) of every module with `role`; core_attention: those that compute it.
+    """Find (name inside the layer, module) of every module with `role`; core_attention: modules that compute it.
 
-    Raises ConfigError, naming `option`, when the layer has none or the role does not exist.
+    Raises ConfigError, naming `option`, when the layer has no such module or the role does not exist.
     """
     if role not in ROLES:
         raise ConfigError(f"{option}: {role} is no role; choose from {', '.join(ROLES)}")
@@ -212,9 +213,9 @@ def find_modules(layer: nn.Module, role: str, option: str = "checkpointing.recom
 def find_linears(
     layer: nn.Module, name: str, option: str = "checkpointing.selective_ops.save_linears"
 ) -> Modules:
-    """Find the Linear (or Conv1D) modules that are `name`: q k v o gate up down, all_but_down, a leaf, or a path.
+    """Find the Linear (or Conv1D) modules for `name`: q k v o gate up down, all_but_down, a module's name, or a path.
 
-    A fused Linear is each of its parts. Under LoRA it is the frozen base that is meant. Raises ConfigError.
+    A fused Linear is found by the name of each of its parts. Under LoRA the frozen base is found. Raises ConfigError.
     """
     named = list(_linears(layer))
     if name == ALL_BUT_DOWN:
@@ -236,14 +237,14 @@ def find_linears(
 
 
 def outermost(found: Modules) -> Modules:
-    """Leave out modules inside another one of the list, and doubles; keep the order."""
+    """Remove modules inside another module of the list, and duplicates. Keep the order."""
     names = {name for name, _ in found}
     inside = {name for name in names if any(name.startswith(other + ".") for other in names)}
     return list({name: (name, module) for name, module in found if name not in inside}.values())
 
 
 def core_attention_problem(attention: nn.Module) -> str | None:
-    """Tell why the inner function of this attention module cannot be wrapped; None when it can."""
+    """Return why the attention function that this module calls cannot be wrapped; None when it can."""
     forward = inspect.unwrap(type(attention).forward)
     name = type(attention).__name__
     if "ALL_ATTENTION_FUNCTIONS" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
@@ -261,10 +262,10 @@ def core_attention_problem(attention: nn.Module) -> str | None:
 
 
 def input_noise(module: nn.Module) -> str | None:
-    """Name the attribute that makes `module` multiply noise into its first argument where it lies, or None.
+    """Return the attribute that makes `module` multiply its first argument by noise in place, or None.
 
-    Read from its code (`if self.training and self.jitter_noise > 0: hidden_states *= ...`), because no interface tells.
-    What hides from this is found in the first forward.
+    It is read from the code (`if self.training and self.jitter_noise > 0: hidden_states *= ...`), because no interface
+    has it. Cases that the code does not show are found in the first forward.
     """
     for named in _edits_of_its_input(inspect.unwrap(type(module).forward)):
         values = {name: getattr(module, name, None) for name in named}
@@ -275,7 +276,7 @@ def input_noise(module: nn.Module) -> str | None:
 
 @functools.cache
 def _edits_of_its_input(forward: Callable[..., Any]) -> list[list[str]]:
-    """Return for each branch of `forward` that edits its first argument in place the attributes it depends on."""
+    """Return the attributes that the condition reads, for each branch of `forward` that edits its argument in place."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
         first = list(inspect.signature(forward).parameters)[1]
@@ -291,7 +292,7 @@ def _edits_of_its_input(forward: Callable[..., Any]) -> list[list[str]]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether it is nn.Linear or kin (quantised, tensor-parallel, GPT-2's Conv1D), but no wrapper around one."""
+    """Return whether `module` is nn.Linear or similar (quantised, tensor-parallel, Conv1D), but no wrapper of one."""
     known = isinstance(module, (nn.Linear, Conv1D)) or "Linear" in type(module).__name__
     return known and next(module.children(), None) is None
 
@@ -319,7 +320,7 @@ def _router(layer: nn.Module) -> Modules:
 
 
 def _experts(layer: nn.Module) -> Modules:
-    """Find the fused experts; of a ModuleList, which is never called itself, each."""
+    """Find the fused experts module, or each expert of a ModuleList, which is never called itself."""
     found: Modules = []
     for path, module in layer.named_modules():
         if path.rpartition(".")[2] == "experts":
@@ -333,7 +334,7 @@ def _named(names: set[str]) -> Callable[[nn.Module], Modules]:
 
 
 def _norm(layer: nn.Module) -> Modules:
-    """Find norms by the class's name; one that holds a Linear or another norm is a block of several things (DBRX)."""
+    """Find norms by class name. A module that contains a Linear or another norm is no norm, but a block (DBRX)."""
 
     def is_norm(module: nn.Module) -> bool:
         inside = [part for part in module.modules() if part is not module]

@@ -1,11 +1,11 @@
 """Compute the next-token cross entropy, summed over trained tokens, in two forms of the same value.
 
 `full` builds the logits of all tokens. With the fp32 copy, log-softmax and gradient, it takes 12 bytes x tokens x
-vocabulary at the peak. `chunked` never has more than one chunk of logits: the output layer itself loops over chunks of
+vocabulary at the peak. `chunked` has the logits of one chunk at a time: the output layer itself loops over chunks of
 tokens. Each chunk runs under activation checkpointing (torch) and through DeepSpeed's fp32 cross entropy, which keeps
 one number per token (Triton on CUDA). It costs one more forward of the output layer.
 
-`RouterBalance` adds the load-balancing loss of a mixture of experts, where it is asked for.
+`RouterBalance` adds the load-balancing loss of a mixture of experts, if the run has one.
 
 The loop over chunks runs inside the output layer's own call, so that ZeRO-3 gathers its weight once in forward and
 once in backward. torch's `linear_cross_entropy` is not used: in bf16 it returns the loss itself in bf16 (3 % off at a
@@ -36,7 +36,7 @@ CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16, 256 MiB as fp3
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Compare two scalars. Two that are not finite count as equal: the step guard deals with them."""
+    """Compare two scalars. Two that are not finite count as equal, because the step guard handles them."""
     return torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -56,11 +56,11 @@ def chunk_tokens(vocab_size: int) -> int:
 
 
 class TokenLoss:
-    """A call of a Hugging Face causal language model that returns the summed loss of its labels.
+    """Calls a Hugging Face causal language model and returns the summed loss of its labels.
 
     `model` is the bare transformers model, `kind` the form. Only the output layer of this model is patched, and only
-    while a forward runs. Meta tensors have no values to compare (`verify=False`) and need another `cross_entropy` in
-    the chunked form, as does an output layer of which ranks have shares. There `enter` is applied to the hidden states.
+    while a forward runs. Meta tensors have no values to compare, so they need `verify=False`. In the chunked form, meta
+    tensors and an output layer shared by ranks need another `cross_entropy`. `enter` is applied to the hidden states.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TokenLoss:
         router_coef: float = 0.0,
     ) -> None:
         self.kind = kind
-        own = getattr(model.config, "output_router_logits", False)  # would keep the logits of all routers
+        own = getattr(model.config, "output_router_logits", False)  # it would keep the logits of all routers
         self.fixed: dict[str, Any] = {"output_router_logits": False} if own else {}
         self.balance = RouterBalance(model, router_coef) if router_coef else None
         self.verified = not verify  # compared once, on the first call: it costs a host synchronisation
@@ -92,12 +92,12 @@ class TokenLoss:
             )
 
     def __call__(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the sum of the token losses, a float32 scalar on the batch's device; no mean is taken here.
+        """Return the sum of the token losses, a float32 scalar on the batch's device, not a mean.
 
-        While `module` trains, the balancing loss of its routers is in it, once for each trained token. `module` is
-        what is called (the DeepSpeed engine or the model). `batch` has `input_ids` and `labels`, both [batch, seq];
-        labels are unshifted, with -100 where nothing is trained. A block of a sequence has `targets`, labels that
-        were shifted before it was cut.
+        `module` is what is called: the DeepSpeed engine or the model. While it trains, the sum includes the balancing
+        loss of its routers, once for each trained token. `batch` has `input_ids` and `labels`, both [batch, seq];
+        labels are not shifted, with -100 where nothing is trained. Where ranks share sequences, `batch` has `targets`
+        instead: labels that were shifted before the sequence was divided.
         """
         targets = targets_of(batch)
         if self.balance is None or not module.training:
@@ -142,23 +142,23 @@ class TokenLoss:
 
 
 def find_head(model: Any) -> Any:
-    """Return the output layer that `model` calls; None without one."""
+    """Return the output layer that `model` calls, or None."""
     head = model.get_output_embeddings()
     if (saved := getattr(head, "modules_to_save", None)) is not None and len(saved):
-        (head,) = saved.values()  # the copy that is trained in peft's wrapper, and called by it
+        (head,) = saved.values()  # peft's wrapper trains and calls a copy
     return head
 
 
 class RouterBalance:
     """The load-balancing loss of a mixture of experts (Fedus et al. 2021, equations 4 to 6), as transformers has it.
 
-    Of one block: experts x the sum over experts of (share of the block's tokens sent there) x (mean probability of
-    it), over the tokens of all layers. It is taken for each block by itself and weighs as much as the block has
-    trained tokens, so that micro-batches and ranks do not change it. With blocks of one micro-batch each it is what
-    transformers computes.
+    The loss of one block is the number of experts x the sum over experts of (share of the block's tokens sent to the
+    expert) x (mean probability of the expert), over the tokens of all layers. Each block has its own loss, weighted by
+    its number of trained tokens, so that micro-batches and ranks do not change the sum. With one block per micro-batch
+    it equals the loss of transformers.
 
-    No tensor leaves a layer for it, so that a layer may be recomputed by any mechanism: each router's output gets
-    its part of the gradient where it is made, from counts that the forward of all layers has filled. `model` is the
+    No tensor leaves a layer for it, so any mechanism may recompute a layer. In backward each router's logits get their
+    part of the gradient within the layer, from counts that the forward of all layers has summed. `model` is the
     transformers model, perhaps with adapters, `coef` the factor of the loss.
     """
 
@@ -173,9 +173,9 @@ class RouterBalance:
         mask = batch.get("attention_mask")
         real = mask if mask is not None and mask.shape == targets.shape else torch.ones_like(targets)
         self.real = real.float()
-        self.trained = (targets != IGNORED).sum(1).float()  # of each block
+        self.trained = (targets != IGNORED).sum(1).float()  # [batch]
         self.seen: set[int] = set()  # routers that were counted
-        # [batch, experts]: tokens, probabilities. Made here and not in a layer, which would count as keeping them.
+        # [batch, experts]: tokens, probabilities. A layer that made them would count as keeping them.
         self.sent, self.likely = (self.real.new_zeros(len(self.real), self.experts) for _ in range(2))
 
     def add_to(self, loss: Tensor) -> Tensor:
@@ -204,19 +204,19 @@ class RouterBalance:
     def _attach(
         self, router: nn.Module, output: tuple[Tensor, ...] | None, index: int
     ) -> tuple[Tensor, ...] | None:
-        if output is None or not router.training:  # None: called for its weights alone, by a table under ZeRO-3
+        if output is None or not router.training:  # None: a table under ZeRO-3 only gathers its weights
             return output
         logits = output[index]
         with torch.no_grad():
             self._count(router, logits.detach())
-        if not logits.requires_grad:  # a forward that is run again in backward, or nothing below is trained
+        if not logits.requires_grad:  # first forward of a recomputed layer, or nothing below is trained
             return output
         used = next(i for i, t in enumerate(output) if i != index and t.is_floating_point())
         attached: Tensor = _Attached.apply(output[used], logits, self)
         return (*output[:used], attached, *output[used + 1 :])
 
     def _count(self, router: nn.Module, logits: Tensor) -> None:
-        """Count one layer, once: a layer that is recomputed calls its router again."""
+        """Add the counts of one layer, but only once: a recomputed layer calls its router again."""
         likely = torch.softmax(logits.float(), -1)
         chosen = torch.zeros_like(likely).scatter_(-1, likely.topk(self.top_k, -1).indices, 1.0)
         sums = [(self._by_block(each) * self.real[..., None]).sum(1) for each in (chosen, likely)]
@@ -227,7 +227,7 @@ class RouterBalance:
 
 
 class _Attached(torch.autograd.Function):
-    """Hand on what a router weighs its experts by; in backward, give the router's logits their own gradient too."""
+    """Return a router's expert weights unchanged. In backward also return the balancing loss's gradient of its logits."""
 
     @staticmethod
     def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance) -> Tensor:
@@ -242,7 +242,7 @@ class _Attached(torch.autograd.Function):
 
 
 class _Balanced(torch.autograd.Function):
-    """Add a value to the loss; in backward, which begins here, keep the factor that the loss was multiplied by."""
+    """Add a value to the loss. In backward, which begins here, store the factor by which the loss was multiplied."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: Tensor, balance: RouterBalance) -> Tensor:
@@ -256,7 +256,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def find_routers(model: Any) -> tuple[list[nn.Module], int, int, int]:
-    """Return the routers of a transformers model, the place of the logits in their output, experts a token, and in all.
+    """Return the routers of a model, the index of the logits in their output, experts per token, and experts in all.
 
     Raises ConfigError for a model without a balancing loss in transformers.
     """
@@ -273,9 +273,9 @@ def find_routers(model: Any) -> tuple[list[nn.Module], int, int, int]:
 
 
 def decide_balance(cfg: RunConfig, model: Any) -> float:
-    """Return the factor of the balancing loss of a run: what was asked, or the model's own where its config has it on.
+    """Return the factor of the balancing loss: the option's, or the model's own if its config enables the loss.
 
-    Raises ConfigError for what cannot have it.
+    Raises ConfigError for options that exclude the loss.
     """
     own = getattr(model.config, "output_router_logits", False) and model.config.router_aux_loss_coef
     coef = float(own) if cfg.train.router_aux_loss_coef is None else cfg.train.router_aux_loss_coef
@@ -345,7 +345,7 @@ class LossWindow:
         return {"loss_by_rank": distributed.gather(self._loss.item()), "tokens": self._tokens}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`. When another number of ranks saved it, rank 0 takes the whole sum."""
+        """Continue from a `state`. If it was saved by another number of ranks, rank 0 takes the whole sum."""
         sums, rank = state["loss_by_rank"], dist.get_rank()
         if len(sums) != dist.get_world_size():
             sums = [math.fsum(sums)] + [0.0] * (dist.get_world_size() - 1)

@@ -2,9 +2,9 @@
 
 On meta tensors torch would choose its slow attention. While `as_in_a_run` is entered:
 - attention and dropout are the kernels that the device would choose, called by name;
-- Hugging Face's question whether sequences are packed, which needs values, is answered: they are packed where
-  documents are kept apart;
-- torch's rules for meta tensors are widened where its kernels accept more;
+- transformers' test whether sequences are packed, which needs values, gets an answer: they are packed where documents
+  are kept apart;
+- torch's rules for meta tensors accept what its kernels accept;
 - under ZeRO-3 a Linear is DeepSpeed's.
 
 A kernel without a meta version is replaced by a function that saves the same tensors and moves the same bytes.
@@ -47,9 +47,10 @@ FLASH_PACKAGE = (
 def as_in_a_run(
     zero_stage: int, assumptions: list[str] | None = None, *, on_gpu: bool = True, packed: bool = False
 ) -> Iterator[None]:
-    """Run attention and dropout as a recent NVIDIA GPU does, or a CPU; and ZeRO-3's Linear.
+    """Run attention and dropout as a recent NVIDIA GPU or a CPU does, and Linear as ZeRO-3 does.
 
-    `packed`: position ids restart within a block. Each assumption is appended to `assumptions` every time it is made.
+    `packed` says that position ids restart within a block. Each assumption is appended to `assumptions` whenever it is
+    made.
     """
     assumed: list[str] = [] if assumptions is None else assumptions
     kernel = _attention if on_gpu else _cpu_attention
@@ -94,7 +95,7 @@ def explained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def linear_of(zero_stage: int) -> Iterator[None]:
-    """Replace F.linear as DeepSpeed does under ZeRO-3: its operations and saved tensors differ from torch's."""
+    """Replace F.linear as DeepSpeed does under ZeRO-3, whose operations and saved tensors differ from torch's."""
     with mock.patch.object(F, "linear", _Zero3Linear.apply) if zero_stage == 3 else nullcontext():
         yield
 
@@ -102,7 +103,7 @@ def linear_of(zero_stage: int) -> Iterator[None]:
 class _Zero3Linear(torch.autograd.Function):
     """The operations of deepspeed/runtime/zero/linear.py:77-135 (0.19.8).
 
-    The input is saved after the product is computed. So a recomputation also runs the last product of a layer.
+    The input is saved after the product is computed, so a recomputation also runs the last product of a layer.
     """
 
     @staticmethod
@@ -127,15 +128,14 @@ class _Zero3Linear(torch.autograd.Function):
 
 
 class _Kernels(TorchDispatchMode):
-    """Operations that meta tensors cannot do, or do differently from the device.
+    """Runs operations that meta tensors refuse, or do differently from the device.
 
-    transformers asks for one value, which meta tensors do not have: are these sequences whole? The answer is yes,
-    except inside `packed`. Meta tensors refuse a grouped product in all dtypes but bf16; the kernels take others too.
-    A CPU keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
+    transformers reads one value, which meta tensors do not have: whether sequences are whole. The answer is yes, except
+    inside `packed`. Meta tensors refuse a grouped product in all dtypes but bf16; the kernels take others too. A CPU
+    keeps a norm's statistics in the dtype of its weight, a GPU in fp32.
 
-    torch's rules for meta tensors are written in Python. What an operation that makes new tensors returned is
-    remembered by the shapes of its arguments, and the next result is made like it, in this recording and in later
-    ones of the process.
+    torch's rules for meta tensors are slow Python. So the results of operations that make new tensors are cached in
+    KNOWN as shapes, by the shapes of the arguments, for this recording and later ones of the process.
     """
 
     def __init__(self, assumed: list[str], on_gpu: bool) -> None:
@@ -146,7 +146,7 @@ class _Kernels(TorchDispatchMode):
             KNOWN.clear()
 
     def packed(self, position_ids: Tensor) -> Tensor | None:
-        """Answer transformers' question for position ids that restart."""
+        """Call transformers' test for packed sequences, with the answer that position ids restart."""
         self._whole = False
         try:
             found: Tensor | None = INDICES(position_ids)
@@ -177,8 +177,8 @@ class _Kernels(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `func` does, or tensors like those that it returned for arguments of these shapes."""
-        if not isinstance(func, torch._ops.OpOverload):  # its arguments may be functions that keep tensors
+        """Run `func`, or return tensors like its earlier result for arguments of the same shapes."""
+        if not isinstance(func, torch._ops.OpOverload):  # its arguments may be functions that hold tensors
             return func(*args, **kwargs)
         found: list[Tensor] = []
         given = _describe(args, found), _describe(tuple(kwargs.items()), found)
@@ -187,7 +187,7 @@ class _Kernels(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             like = KNOWN.get(key, UNKNOWN)
-        except TypeError:  # an argument that is neither plain nor a tensor
+        except TypeError:  # an argument cannot be hashed
             return func(*args, **kwargs)
         if like is UNKNOWN:
             result = func(*args, **kwargs)
@@ -198,18 +198,18 @@ class _Kernels(TorchDispatchMode):
 
 PLAIN = (Tensor, nn.Parameter)
 UNKNOWN: Any = object()
-MOST_KNOWN = 10_000  # about 15 MB; the recordings of one model have some hundred
+MOST_KNOWN = 10_000  # about 15 MB; the recordings of one model have a few hundred
 
 
 class _Like(NamedTuple):
-    """The tensors that an operation returns: size, stride and dtype of each. `alone`: one, not a tuple of them."""
+    """Size, stride and dtype of the tensors that an operation returns. `alone`: a single tensor, not a tuple."""
 
     tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     alone: bool
 
     @classmethod
     def of(cls, func: Any, result: Any, given: Sequence[Tensor]) -> _Like | None:
-        """Describe `result`; None where it is not made of new, whole tensors alone."""
+        """Describe `result`; None unless it consists of new, whole tensors."""
         made = (result,) if isinstance(result, Tensor) else result
         if func._schema.is_mutable or not isinstance(made, tuple):
             return None
@@ -231,11 +231,11 @@ class _Like(NamedTuple):
         return made[0] if self.alone else made
 
 
-KNOWN: dict[Any, _Like | None] = {}  # None: it returns something else than new tensors
+KNOWN: dict[Any, _Like | None] = {}  # None: the operation returns something other than new tensors
 
 
 def _describe(value: Any, found: list[Tensor]) -> Any:
-    """Return an argument as something that equal ones share: of a tensor what a result's shape follows from.
+    """Return a cache key of an argument; of a tensor, the properties that determine a result's shape.
 
     Tensors are added to `found`.
     """
@@ -271,7 +271,7 @@ def _grouped_mm(
 
 
 def _fused_dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run dropout as a GPU does, which keeps one byte per element unless it works in place.
+    """Run dropout as a GPU does: it keeps one byte per element, unless in place.
 
     From ATen/native/Dropout.cpp, is_fused_kernel_acceptable.
     """
@@ -297,7 +297,7 @@ class _Attention(NamedTuple):
 def _attention(assumed: list[str], call: _Attention) -> Tensor:
     """Choose and run attention as torch 2.13's sdp_utils.cpp does on a GPU.
 
-    Flash takes fp16 and bf16 without a mask, with heads of one width, up to 256, in query, key and value. Everything
+    Flash takes fp16 and bf16 without a mask, if query, key and value have the same head width, up to 256. Everything
     else runs the memory-efficient kernel.
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
@@ -329,17 +329,17 @@ def _attention(assumed: list[str], call: _Attention) -> Tensor:
 
 
 def _flash_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that fp32 queries are cast to: that of the weights. transformers asks for autocast's first."""
+    """Return the weights' dtype, to which fp32 queries are cast (transformers takes autocast's first); else None."""
     if query.dtype is not torch.float32:
         return None
     return next(child.weight.dtype for child in module.modules() if isinstance(child, nn.Linear))
 
 
 def _flash_package(query: Tensor, key: Tensor, value: Tensor, named: Mapping[str, Any]) -> Tensor:
-    """Stand in for transformers' call of the flash-attn package; tensors are [batch, seq, heads, width]."""
+    """Replace transformers' call of the flash-attn package; tensors are [batch, seq, heads, width]."""
     dtype = named.get("target_dtype") or query.dtype
     queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
-    if dtype not in FLASH_DTYPES:  # a trial in fp32, not a run
+    if dtype not in FLASH_DTYPES:  # a trial of the model in fp32, not a run
         plain = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         return plain.transpose(1, 2)
     found: Tensor = aten._scaled_dot_product_flash_attention(
@@ -349,7 +349,7 @@ def _flash_package(query: Tensor, key: Tensor, value: Tensor, named: Mapping[str
 
 
 def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:
-    """Run the kernel that torch itself chooses for such tensors on a CPU, which has no flash with dropout."""
+    """Run the kernel that torch chooses for such tensors on a CPU. It has no flash attention with dropout."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
     mask = None if mask is None else _added(mask, query)
     a, b, c = (_as_on_a_cpu(x) for x in (query, key, value))
@@ -373,7 +373,7 @@ def _cpu_attention(assumed: list[str], call: _Attention) -> Tensor:
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """Return the mask as it is added to the scores: convert_boolean_attn_mask in attention.cpp, with its operations."""
+    """Convert the mask to one that is added to the scores, by the operations of torch (convert_boolean_attn_mask)."""
     if mask.dtype is not torch.bool:
         return mask
     zero, never = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
@@ -381,9 +381,9 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _as_on_a_cpu(tensor: Tensor) -> Tensor:
-    """Return a small CPU tensor of at most two rows that torch's choice of kernel treats like `tensor`.
+    """Return a small CPU tensor of at most two rows for which torch chooses the same kernel as for `tensor`.
 
-    It keeps what torch looks at: dtype, heads, width, and whether rows are contiguous.
+    It has the same dtype, heads and width, and rows are contiguous if those of `tensor` are.
     """
     batch, heads, rows, width = tensor.shape
     sizes = min(batch, 2), heads, min(rows, 2), width
@@ -394,7 +394,7 @@ def _as_on_a_cpu(tensor: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Stand in for DeepSpeed's Triton kernel (runtime/chunked_cross_entropy.py:121), summed over rows.
+    """Replace DeepSpeed's Triton kernel (runtime/chunked_cross_entropy.py:121), summed over rows.
 
     It saves the logits, the targets and one fp32 number per row; the gradient has the logits' dtype. Values are
     meaningless.

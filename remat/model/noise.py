@@ -1,4 +1,4 @@
-"""Add noise to the embeddings of a training step (NEFTune, Jain et al. 2023), none in an evaluation."""
+"""Add noise to the embeddings in training (NEFTune, Jain et al. 2023), but not in evaluations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def add(model: Any, alpha: float, *, blocks: int = 1) -> None:
-    """Add uniform noise to what the embedding of `model` returns while it trains; `alpha` 0 adds none.
+    """Add uniform noise to the output of the embedding of `model` while it trains; `alpha` 0 adds none.
 
-    Of a hidden state [batch, seq, width] each element gets noise in +-alpha / sqrt(seq * width), also where the
-    embedding has one of `blocks` equal blocks of the sequence. It is drawn from the rank's own random state, which a
-    saved state has.
+    Each element of the output [batch, seq, width] gets noise in +-alpha / sqrt(seq * width). Where a rank has one of
+    `blocks` equal blocks of a sequence, seq is the length of the whole sequence. Noise is drawn from the rank's random
+    state, which is part of a saved state.
     """
     if alpha:
         model.get_input_embeddings().register_forward_hook(

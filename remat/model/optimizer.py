@@ -1,4 +1,4 @@
-"""Build the optimizer for the place of its state, group parameters, compute learning rates from the step alone."""
+"""Build the optimizer for the device of its state, group parameters, and compute learning rates from the step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from remat.config.options import ConfigError, OptimConfig, OptimName, OptimState
 
 IN_8_BIT = (OptimName.adamw_8bit, OptimName.paged_adamw_8bit)
 FROM_BITSANDBYTES = (*IN_8_BIT, OptimName.lion)
-ON_HOST = (OptimName.adamw, OptimName.lion)  # those that DeepSpeed has a CPU kernel of
-KINDS = {  # class -> what its saved state holds, if it is not AdamW's; states of one kind can be exchanged
+ON_HOST = (OptimName.adamw, OptimName.lion)  # optimizers for which DeepSpeed has a CPU kernel
+KINDS = {  # class -> kind of its state, if it is not AdamW's; states of the same kind can be exchanged
     "AdamW8bit": "adamw_8bit",
     "PagedAdamW8bit": "adamw_8bit",
     "Lion32bit": "lion",
     "DeepSpeedCPULion": "lion",
     "Adafactor": "adafactor",
 }
-WRAPPED = "__bnb_optimizer_quant_state__"  # under it bitsandbytes saves its tensors
-KERNEL = ("fused", "foreach", "capturable")  # how torch's AdamW computes, not what it computes
+WRAPPED = "__bnb_optimizer_quant_state__"  # key under which bitsandbytes saves its tensors
+KERNEL = ("fused", "foreach", "capturable")  # choose the kernel of torch's AdamW, not its result
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Put trainable parameters into two groups: matrices are decayed, vectors (norms, biases) are not.
+    """Put trainable parameters into two groups: matrices with weight decay, vectors (norms, biases) without.
 
     Under ZeRO-3 a parameter's own shape is empty; DeepSpeed keeps the real one in `ds_shape`.
     """
@@ -48,7 +48,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def check(cfg: OptimConfig, ds: Mapping[str, Any], tensor_parallel_size: int = 1) -> None:
-    """Raise ConfigError where the rendered DeepSpeed dict `ds` asks for what this optimizer cannot do."""
+    """Raise ConfigError for settings in the rendered DeepSpeed dict `ds` that this optimizer does not support."""
     stage, device = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
     asked, found = f"optim.name={cfg.name}", []
     if cfg.name is OptimName.adafactor and stage:
@@ -87,7 +87,7 @@ def check(cfg: OptimConfig, ds: Mapping[str, Any], tensor_parallel_size: int = 1
 
 
 def describe_states(states: OptimStates) -> str:
-    """Return what 16-bit states do to the training, for a plan and a run; nothing of fp32 states."""
+    """Describe how 16-bit states change the training, for a plan and a run; "" for fp32 states."""
     if states is OptimStates.fp32:
         return ""
     rounded = {
@@ -103,7 +103,7 @@ def describe_states(states: OptimStates) -> str:
 def _refuse_states(states: OptimStates, ds: Mapping[str, Any]) -> list[str]:
     """Return why DeepSpeed cannot keep these states under `ds` (runtime/config.py:706, runtime/base_optimizer.py:502).
 
-    On NVMe its swapper reads and writes all states of a group in one number format and has not been tried with 16 bits.
+    On NVMe its swapper uses one number format for all states of a group and was never tried with 16 bits.
     """
     if states is OptimStates.fp32:
         return []
@@ -143,7 +143,7 @@ def _refuse_states(states: OptimStates, ds: Mapping[str, Any]) -> list[str]:
 def build(
     model: nn.Module, cfg: OptimConfig, *, offloaded: bool, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer where its state lives: DeepSpeed's CPU kernels in host memory, else that of `device`."""
+    """Build the optimizer: DeepSpeed's CPU kernel if its state is offloaded to host memory, else one for `device`."""
     groups = parameter_groups(model, cfg.weight_decay)
     settings = {"lr": cfg.lr} | _group_options(cfg)
     if offloaded:
@@ -163,7 +163,7 @@ def build(
         }
         built: torch.optim.Optimizer = of_bnb[cfg.name](groups, **settings)
         return built
-    # The fused kernel computes in fp32 and rounds each state once, on a CPU too; the plain one rounds every operation.
+    # The fused kernel computes in fp32 and rounds each state once, also on a CPU. The plain one rounds each operation.
     fused = device.type == "cuda" or cfg.states is not OptimStates.fp32
     return torch.optim.AdamW(groups, fused=fused, **settings)
 
@@ -183,7 +183,7 @@ def _on_host(groups: list[dict[str, Any]], cfg: OptimConfig, settings: dict[str,
 
 
 def _load_moments_as_saved(adam: torch.optim.Optimizer) -> None:
-    """Make `adam.load_state_dict` keep fp32 moments, which torch rounds to the format of the weight, bf16 here."""
+    """Make `adam.load_state_dict` keep fp32 moments. torch would round them to the weight's format, bf16 here."""
     saved: list[dict[str, Any]] = []
 
     def note(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def _group_options(cfg: OptimConfig) -> dict[str, Any]:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return whose state this optimizer, or the one inside DeepSpeed's wrapper, keeps: adamw or a value of KINDS."""
+    """Return the kind of state of an optimizer, or of the one in DeepSpeed's wrapper: adamw or a value of KINDS."""
     return KINDS.get(type(getattr(optimizer, "optimizer", optimizer)).__name__, "adamw")
 
 
@@ -237,9 +237,9 @@ def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cpu_vendor_at_once() -> Iterator[None]:
-    """Answer DeepSpeedCPUAdam's question for the CPU vendor from /proc/cpuinfo.
+    """Give DeepSpeedCPUAdam the CPU vendor from /proc/cpuinfo.
 
-    The vendor is all that it asks py-cpuinfo for, which takes a second per rank.
+    It would ask py-cpuinfo for the vendor alone, which takes a second per rank.
     """
     import cpuinfo
 
@@ -264,10 +264,10 @@ def _cpu_vendor_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def muon_left_eager() -> Iterator[None]:
-    """Let DeepSpeed's engine import its Muon, which is not offered here, without torch's compiler.
+    """Let DeepSpeed's engine import its Muon, which remat does not use, without torch's compiler.
 
-    The engine asks whether ZeRO supports the optimizer, and for that imports Muon's module, which compiles three
-    functions (runtime/zero/utils.py). That takes 0.8 s per rank, nearly all of it imports of torch's Inductor.
+    To check whether ZeRO supports the optimizer, the engine imports Muon's module, which compiles three functions
+    (runtime/zero/utils.py). That takes 0.8 s per rank, nearly all of it imports of torch's Inductor.
     """
     from deepspeed.runtime import compiler
 
@@ -316,27 +316,27 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 
 def _keep(optimizer: Any) -> None:
-    """Change nothing: every launch has this optimizer's state in one form."""
+    """Change nothing: this optimizer's state has the same form in every launch."""
 
 
 def _page_again(adam: Any) -> None:
-    """Move the state back into memory that the driver pages: bitsandbytes loads it as plain tensors on the GPU."""
+    """Move a loaded state back into paged memory. bitsandbytes loads it as plain tensors on the GPU."""
     for weight, state in adam.state.items() if adam.is_paged else ():
         for name in ("state1", "state2"):
             if weight.device.type == "cuda" and not getattr(state[name], "is_paged", False):
                 paged = adam.get_state_buffer(weight, dtype=state[name].dtype)
-                torch.cuda.synchronize()  # the GPU writes zeros to it first
+                torch.cuda.synchronize()  # wait until the GPU has filled it with zeros
                 state[name] = paged.copy_(state[name])
 
 
 def _lion_as_own(lion: Any) -> None:
-    """Adapt a state that the other Lion saved, when offload was switched since.
+    """Adapt a state that the other Lion saved, if offload was switched since.
 
-    DeepSpeed's keeps a second moment, which it never reads.
+    DeepSpeed's Lion keeps a second moment, which it never reads.
     """
     on_host = hasattr(lion, "ds_opt_lion")
     for group in lion.param_groups if not on_host else ():
-        group.setdefault("eps", lion.defaults["eps"])  # bitsandbytes passes it to its kernel, which reads none
+        group.setdefault("eps", lion.defaults["eps"])  # bitsandbytes' kernel takes eps without using it
     for state in lion.state.values():
         if on_host and WRAPPED in state:
             state["exp_avg"] = state.pop(WRAPPED)["state1"]
@@ -347,14 +347,14 @@ def _lion_as_own(lion: Any) -> None:
 
 
 def _adam_as_own(adam: Any) -> None:
-    """Adapt a state that the other AdamW saved, when offload was switched since.
+    """Adapt a state that the other AdamW saved, if offload was switched since.
 
-    Adds options that the saved groups lack and converts `step` to the kind that this optimizer keeps.
+    Adds options that the saved groups lack, and converts `step` to this optimizer's type.
     """
     for group in adam.param_groups:
         for name, value in adam.defaults.items():
             group.setdefault(name, value)
-            if name in KERNEL:  # torch puts None where the saved group had none
+            if name in KERNEL:  # torch sets None where the saved group lacks it
                 group[name] = value
     for parameter, state in adam.state.items():
         if "step" not in state:
@@ -370,9 +370,9 @@ def _adam_as_own(adam: Any) -> None:
 def _count_on(optimizer: Any) -> None:
     """Make bias corrections equal, to the last bit, to those of a run that never stopped.
 
-    DeepSpeedCPUAdam keeps beta ** step as a product that is multiplied once per step. No saved state holds it. A new
-    optimizer computes the power at once (deepspeed/ops/csrc/includes/cpu_adam.h), which after many steps differs in
-    the last bit. So the steps are counted again on a single number, some microseconds each.
+    DeepSpeedCPUAdam computes beta ** step by one multiplication per step and does not save the product. A new optimizer
+    computes the power directly (deepspeed/ops/csrc/includes/cpu_adam.h), which after many steps differs in the last
+    bit. So the steps are repeated on a single number, some microseconds each.
     """
     adam = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(adam, "ds_opt_adam"):

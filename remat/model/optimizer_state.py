@@ -1,7 +1,7 @@
-"""Bytes of the state that each optimizer keeps where the model computes, from the tensors it is given.
+"""Count the bytes of each optimizer's state on the device of the model, from the tensors that the optimizer is given.
 
-Without ZeRO these are the weights; ZeRO gives it flat pieces of them. tests/model/test_optimizer_state.py counts the
-same bytes in the optimizers themselves. AdamW keeps 8 bytes per parameter, whatever the shapes.
+Without ZeRO these are the weights; ZeRO gives flat pieces of them. tests/model/test_optimizer_state.py counts the same
+bytes in the optimizers themselves. AdamW keeps 8 bytes per parameter, whatever the shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Shape = Sequence[int]
 FP32 = 4
 IN_8_BIT_FROM = 4096  # elements; a smaller tensor keeps its state in fp32: bitsandbytes/optim/optimizer.py:502
 BLOCK = 256  # elements that share an fp32 constant
-TABLES_BYTES = 2 * 256 * FP32  # of 8-bit values, once per process
-PAGED_FROM = 100_000  # elements of a state that is paged: bitsandbytes/optim/optimizer.py:383
-STREAMED_BYTES = {  # of a step, read and written for each parameter: fp32 weight twice, gradient once, state twice
+TABLES_BYTES = 2 * 256 * FP32  # of two tables of 8-bit values, once per process
+PAGED_FROM = 100_000  # elements from which a state is paged: bitsandbytes/optim/optimizer.py:383
+STREAMED_BYTES = {  # read and written in a step per parameter: fp32 weight twice, gradient once, state twice
     OptimName.adamw: 28,
     OptimName.adamw_8bit: 16,
     OptimName.paged_adamw_8bit: 16,
     OptimName.lion: 20,
-    OptimName.adafactor: 92,  # 14 reads and 9 writes of a weight's size by the operations of its step
+    OptimName.adafactor: 92,  # the step's operations read 14 and write 9 tensors of the weight's size
 }
 SOURCE = {
     OptimName.adamw: "torch.optim.AdamW",
@@ -37,26 +37,26 @@ SOURCE = {
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on the device, and bytes that the driver moves between the device and host memory as they are needed."""
+    """Bytes on the device, and bytes in paged memory, which the driver moves between device and host on demand."""
 
     on_device: int
     paged: int = 0
 
 
 def streamed_bytes(name: OptimName, states: OptimStates) -> int:
-    """Return the bytes that a step reads and writes on a GPU for each parameter; 16-bit states are half of AdamW's."""
+    """Return the bytes that a step reads and writes on a GPU per parameter. With 16-bit states AdamW needs half."""
     return STREAMED_BYTES[name] // (2 if states is OptimStates.bf16 else 1)
 
 
 def count_state(name: OptimName, tensors: Sequence[Shape]) -> StateBytes:
-    """Return the state of one rank's `tensors` once a step was taken; the tensors' shapes are in elements."""
+    """Return the state for one rank's `tensors` (shapes in elements) after a step was taken."""
     sizes = [math.prod(shape) for shape in tensors]
-    if name is OptimName.adafactor:  # Shazeer and Stern 2018: of a matrix the means of rows and columns
+    if name is OptimName.adafactor:  # Shazeer and Stern 2018: the means of a matrix's rows and columns
         means = [
             math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] if len(shape) > 1 else size
             for shape, size in zip(tensors, sizes, strict=True)
         ]
-        return StateBytes(FP32 * (sum(means) + len(tensors)))  # and of each the norm of the weight
+        return StateBytes(FP32 * (sum(means) + len(tensors)))  # and the norm of each weight
     if name is OptimName.lion:
         return StateBytes(FP32 * sum(sizes))
     if name not in IN_8_BIT:
@@ -71,8 +71,8 @@ def count_state(name: OptimName, tensors: Sequence[Shape]) -> StateBytes:
 def shard(shapes: Sequence[Shape], *, zero_stage: int, ranks: int, sub_group_size: int) -> list[Shape]:
     """Return the tensors that DeepSpeed gives the optimizer of one rank, for the trained weights of `shapes`.
 
-    Matrices and vectors are groups of their own. Below stage 3 a rank has one piece of each group
-    (stage_1_and_2.py:535), at stage 3 a piece of each weight, joined into sub-groups (stage3.py:1210).
+    Matrices and vectors are separate groups. Below stage 3 a rank has one piece of each group (stage_1_and_2.py:535).
+    At stage 3 it has a piece of each weight, joined into sub-groups (stage3.py:1210).
     """
     groups = _by_dimensions(shapes)
     if zero_stage == 0:
@@ -101,6 +101,6 @@ def sub_groups(shapes: Sequence[Shape], *, ranks: int, size: int) -> list[list[i
 
 
 def _by_dimensions(shapes: Sequence[Shape]) -> list[list[Shape]]:
-    """Return matrices, then vectors, which no weight decay is for: groups of their own; none is empty."""
+    """Return the groups that are not empty: matrices, then vectors, which have no weight decay."""
     groups = [[s for s in shapes if len(s) > 1], [s for s in shapes if len(s) < 2]]
     return [group for group in groups if group]

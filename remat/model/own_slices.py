@@ -1,10 +1,10 @@
-"""Load a model at ZeRO-3 with each rank reading only the bytes of its own shards, straight into them.
+"""Load a model at ZeRO-3: each rank reads only the bytes of its own shards, directly into them.
 
-`from_pretrained` reads all on rank 0 and sends every weight to the others. Here the headers of the safetensors files
-say which bytes are which weight, and a rank reads its part of each. What transformers makes of files while it loads
-them (other names, stacked experts) is asked of transformers itself: addresses of rows go through its conversions in
-place of values, and what comes out says which row lies where. `locate` does that without reading a weight and raises
-`NotSliced` with the reason where it cannot; `load` then creates and fills the model. Linux alone: preadv.
+`from_pretrained` reads everything on rank 0 and sends every weight to the others. Here a rank finds the bytes of each
+weight in the headers of the safetensors files, and reads its part. transformers may convert weights while it loads
+them (other names, stacked experts). So addresses of rows, not values, are passed through its conversions, and the
+result shows where each row belongs. `locate` does this without reading a weight, and raises `NotSliced` with the reason
+if it is impossible. `load` then creates and fills the model. Linux only (preadv).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from remat.config.units import MIB
 from remat.machine import distributed
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BOUNCE_BYTES = 16 * MIB  # of a file at once where values cannot go straight into a shard
-READ_BYTES = 64 * MIB  # at most in one call, so that progress is seen
-TRACED_COLUMNS = 3  # of each row: enough to see columns that change places
-MOST_TRACED = 1 << 22  # rows of one group of fused weights
-SHORTEST_PIECE_BYTES = 4096  # on average: below, whole files are read faster
+BOUNCE_BYTES = 16 * MIB  # read at once where values cannot go directly into a shard
+READ_BYTES = 64 * MIB  # most bytes per call, so that progress is reported
+TRACED_COLUMNS = 3  # of each row: enough to detect columns that change places
+MOST_TRACED = 1 << 22  # most rows of weights that are fused into one
+SHORTEST_PIECE_BYTES = 4096  # of the mean piece; with shorter ones, whole files are read faster
 
-Progress = Callable[[int, int], None]  # bytes read by this rank, and how many it reads in all
+Progress = Callable[[int, int], None]  # takes the bytes that this rank has read, and will read in all
 
 
 class NotSliced(Exception):
-    """Why these files cannot be read in slices, and transformers must load them."""
+    """Raised with the reason why these files cannot be read in slices, so that transformers must load them."""
 
 
 class Run(NamedTuple):
-    """`elements` values of `file` from byte `offset` on. `start` is where they belong in the flattened weight."""
+    """`elements` values of `file` from byte `offset` on. `start` is their place in the flattened weight."""
 
     start: int
     elements: int
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of each weight and buffer lie. A weight with several names has one of them here.
+    """Where the elements of each weight and buffer are in the files. A weight with several names has one of them here.
 
     `conversions` are those of transformers, which a later save reverses.
     """
@@ -84,19 +84,19 @@ class Layout:
         return self.read_bytes(0, 1)
 
     def converts(self, dtype: torch.dtype) -> bool:
-        """Return whether weights in the files have another dtype than `dtype`, that of the shards."""
+        """Return whether any weight in the files has another dtype than `dtype`, the one of the shards."""
         return any(run.dtype is not dtype for name in self.sharded for run in self.runs[name])
 
     @property
     def digest(self) -> str:
-        """Return a hash that differs where ranks see different files."""
+        """Return a hash that is different if ranks see different files."""
         found = hashlib.sha256()
         for name, runs in self.runs.items():
             found.update(repr((name, [(*run[:2], run.file.name, *run[3:]) for run in runs])).encode())
         return found.hexdigest()
 
     def _part(self, name: str, rank: int, ranks: int) -> tuple[int, int]:
-        """Return the first element of a rank's part and the one after its last, as ZeRO-3 cuts a weight."""
+        """Return the first element of a rank's part and the one after its last, as ZeRO-3 partitions a weight."""
         numel = sum(run.elements for run in self.runs[name])
         if name not in self.sharded:
             return 0, numel
@@ -115,7 +115,7 @@ class _Stored:
 
     @property
     def width(self) -> int:
-        """Return the elements of a row; those of a vector are rows of one."""
+        """Return the elements of a row. Each element of a vector is a row."""
         return self.shape[-1] if len(self.shape) > 1 else 1
 
     @property
@@ -129,7 +129,7 @@ class _Stored:
 
 
 def refuse(cfg: ModelConfig, ds: Mapping[str, Any]) -> str | None:
-    """Return why a run with the rendered DeepSpeed dict `ds` cannot read in slices, as far as options say."""
+    """Return why options and the rendered DeepSpeed dict `ds` exclude reading in slices; None if they do not."""
     zero = ds.get("zero_optimization", {})
     if (stage := ds_config.zero_stage(ds)) < 3:
         return f"ZeRO stage {stage} keeps every weight whole on each rank"
@@ -145,7 +145,7 @@ def refuse(cfg: ModelConfig, ds: Mapping[str, Any]) -> str | None:
 
 
 def refusal(cfg: ModelConfig, because: str) -> str:
-    """Return the text for a run that asked for own slices and cannot have them."""
+    """Return the error message for a run that requires own slices where they are impossible."""
     return (
         f"model.load=own_slices: model.path={cfg.path} cannot be read in slices: {because}; use model.load=auto, which "
         "then reads with from_pretrained"
@@ -153,10 +153,10 @@ def refusal(cfg: ModelConfig, because: str) -> str:
 
 
 def locate(skeleton: PreTrainedModel, cfg: ModelConfig) -> Layout:
-    """Return where the weights of `skeleton`, a model on meta, lie in the files of model.path. Reads headers alone.
+    """Find the weights of `skeleton`, a model on meta, in the files of model.path. Reads only headers.
 
-    A name on the hub is fetched as `from_pretrained` does. Raises NotSliced, OSError where nothing can be fetched, and
-    ConfigError for a file that is cut off.
+    A model on the hub is downloaded as `from_pretrained` does. Raises NotSliced, OSError when a download fails, and
+    ConfigError for a truncated file.
     """
     _refuse_folder(skeleton.config, str(cfg.path))
     stored: dict[str, _Stored] = {}
@@ -166,7 +166,7 @@ def locate(skeleton: PreTrainedModel, cfg: ModelConfig) -> Layout:
     if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise NotSliced(f"{others[0]} of the model's state is no tensor")
     conversions = get_model_conversion_mapping(skeleton)
-    again = get_model_conversion_mapping(skeleton)  # conversions remember what they have met
+    again = get_model_conversion_mapping(skeleton)  # conversions keep state, so each trace needs its own
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     found = _convert(skeleton, stored, (conversions, again), shapes)
     tied = getattr(skeleton, "all_tied_weights_keys", None) or {}
@@ -175,7 +175,7 @@ def locate(skeleton: PreTrainedModel, cfg: ModelConfig) -> Layout:
         objects.setdefault(id(value), []).append(name)
     runs, missing = dict[str, list[Run]](), list[str]()
     for names in objects.values():
-        # as from_pretrained at ZeRO-3: where the files hold a tied weight twice, that which the others are tied to
+        # If the files hold a tied weight twice, from_pretrained at ZeRO-3 takes the one that the others are tied to.
         held = sorted((name for name in names if name in found), key=lambda name: name in tied)
         if held:
             runs[names[0]] = found[held[0]]
@@ -196,10 +196,10 @@ def load(
     ds: dict[str, Any],
     progress: Progress = lambda done, total: None,
 ) -> tuple[PreTrainedModel, int]:
-    """Create the model under ZeRO-3 and fill this rank's shards. Collective. Returns it and the bytes read here.
+    """Create the model under ZeRO-3 and fill this rank's shards. Collective. Returns it and the bytes this rank read.
 
-    `settings` are arguments of `from_config`; `ds` is the rendered DeepSpeed dict. Raises ConfigError on every rank
-    where one cannot read a file.
+    `settings` are arguments of `from_config`; `ds` is the rendered DeepSpeed dict. Raises ConfigError on every rank if
+    one cannot read a file.
     """
     model = _create(config, cfg, settings, ds)
     problem, reader = None, _Reader(progress, layout.read_bytes(*distributed.place()))
@@ -211,14 +211,14 @@ def load(
     if problems := [text for text in distributed.gather(problem) if text]:
         raise ConfigError(f"model.path={cfg.path}: {problems[0]}; copy or download it again")
     with torch.no_grad():
-        model.initialize_weights()  # what no file holds: every weight is marked as done
+        model.initialize_weights()  # only what no file holds: every weight is marked as initialised
     if layout.conversions:
         model._weight_conversions = layout.conversions  # type: ignore[assignment]  # as transformers does
     return model, reader.bytes
 
 
 def _refuse_folder(config: PretrainedConfig, path: str) -> None:
-    """Raise NotSliced for what from_pretrained does not read from plain safetensors files."""
+    """Raise NotSliced for a model that from_pretrained does not read from plain safetensors files."""
     asked: Any = config
     if getattr(asked, "quantization_config", None) is not None:
         raise NotSliced("the files hold quantised weights")
@@ -231,7 +231,7 @@ def _refuse_folder(config: PretrainedConfig, path: str) -> None:
 
 
 def _find_files(path: str) -> list[Path]:
-    """Return the safetensors files that from_pretrained would read, fetched first where `path` is a hub name."""
+    """Return the safetensors files that from_pretrained would read; download them if `path` is a hub name."""
     if single := cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
         return [Path(single)]
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
@@ -273,10 +273,11 @@ def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
 
 
 class _Address:
-    """Stands for a stored tensor in transformers' conversions, which call it where they would read the values.
+    """Replaces a stored tensor in transformers' conversions, which call it to read the values.
 
-    Column j of the i-th row of all files has the address 1 + (i * TRACED_COLUMNS + j). With `power` 2 its square stands
-    for it: what is moved, not computed, comes out as the square of the address.
+    Column j of the i-th row of all files has the address 1 + (i * TRACED_COLUMNS + j). With `power` 2 the square of the
+    address is used instead. A value that a conversion moves, but does not compute, comes out as an address in the first
+    trace and as its square in the second.
     """
 
     def __init__(self, stored: _Stored, first_row: int, power: int, called: list[_Address]) -> None:
@@ -300,7 +301,7 @@ def _convert(
     conversions: tuple[list[Any], list[Any]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[Run]]:
-    """Return name in the model -> runs, by transformers' own `conversions` for ZeRO-3, given twice."""
+    """Map each name in the model to its runs, by transformers' own `conversions` for ZeRO-3, given twice."""
     try:
         from transformers.integrations.deepspeed import _apply_weight_conversions_to_state_dict as apply
     except ImportError as error:
@@ -344,7 +345,7 @@ def _whole(name: str, stored: _Stored, shape: tuple[int, ...]) -> list[Run]:
 def _traced(
     name: str, address: torch.Tensor, squared: torch.Tensor, sources: Sequence[_Address], shape: tuple[int, ...]
 ) -> list[Run]:
-    """Return the runs of a weight that is made of `sources`, whose traced addresses came out as `address`."""
+    """Return the runs of a weight made of `sources`, from its traced addresses and their squares."""
     first = sources[0].stored
     kinds = {(each.stored.width, len(each.stored.shape) > 1, each.stored.dtype) for each in sources}
     if len(kinds) > 1:
@@ -382,7 +383,7 @@ def _traced(
 def _create(
     config: PretrainedConfig, cfg: ModelConfig, settings: Mapping[str, Any], ds: dict[str, Any]
 ) -> PreTrainedModel:
-    """Create the model with shards whose values are still to come."""
+    """Create the model with shards that have no values yet."""
     import deepspeed
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
     from transformers.modeling_utils import set_zero3_state
@@ -391,7 +392,7 @@ def _create(
     config.name_or_path = str(cfg.path)
     shards: Any = deepspeed.zero.Init(config_dict_or_path=ds)
 
-    def cut(param: Any) -> None:  # as zero.Init does, which also sends rank 0's uninitialised values to all
+    def cut(param: Any) -> None:  # as zero.Init, which would also broadcast rank 0's uninitialised values
         shards._convert_to_deepspeed_param(param)
         param.partition()
 
@@ -405,7 +406,7 @@ def _create(
 
 
 def _fill(model: PreTrainedModel, layout: Layout, reader: _Reader) -> None:
-    """Read the shards and buffers of this rank, in the order of the files. Padding becomes zero."""
+    """Read the shards and buffers of this rank, in the order of the files. Padding is set to zero."""
     from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -430,7 +431,7 @@ def _fill(model: PreTrainedModel, layout: Layout, reader: _Reader) -> None:
 
 
 def _pieces(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Run, int, int]]:
-    """Yield what of `runs` lies in elements `start` to `end` of a weight: place there, run, elements skipped, count."""
+    """Yield the parts of `runs` in elements `start` to `end`: (place from `start`, run, elements skipped, count)."""
     at = bisect.bisect_right(runs, start, key=lambda run: run.start) - 1
     for run in runs[max(0, at) :]:
         if run.start >= end:
@@ -441,13 +442,13 @@ def _pieces(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Ru
 
 
 class _Reader:
-    """Reads ranges of files into tensors, and counts the bytes. Files stay open until it is left."""
+    """Reads ranges of files into tensors and counts the bytes. Files stay open until the context is left."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self.bytes = 0
         self._progress, self._total_bytes = progress, total_bytes
         self._files: dict[Path, int] = {}
-        self._bounces: dict[str, torch.Tensor] = {}  # by the type of the device that values go to
+        self._bounces: dict[str, torch.Tensor] = {}  # pinned for a GPU, by the type of the target device
 
     def __enter__(self) -> _Reader:
         return self
@@ -459,7 +460,7 @@ class _Reader:
             os.close(descriptor)
 
     def fill(self, flat: torch.Tensor, start: int, runs: Sequence[Run]) -> None:
-        """Set `flat` to the elements from `start` on of the weight that `runs` describe, in the dtype of `flat`."""
+        """Fill `flat` with the elements from `start` on of the weight that `runs` describe, converted to its dtype."""
         done = 0
         for place, run, skipped, count in _pieces(runs, start, start + flat.numel()):
             if place != done:
@@ -474,7 +475,7 @@ class _Reader:
         if out.device.type == "cpu" and out.dtype is run.dtype:
             self._read_bytes(run.file, out, at)
             return
-        if (kind := out.device.type) not in self._bounces:  # a GPU copies fast from pinned memory alone
+        if (kind := out.device.type) not in self._bounces:  # only pinned memory copies fast to a GPU
             self._bounces[kind] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=kind == "cuda")
         for part in out.split(BOUNCE_BYTES // run.dtype.itemsize):
             buffer = self._bounces[kind][: part.numel() * run.dtype.itemsize].view(run.dtype)

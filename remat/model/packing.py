@@ -1,10 +1,10 @@
-"""Keep the documents of a packed block apart where the model can, and find out whether it can.
+"""Keep the documents of a packed block apart, and test whether the model can.
 
 transformers keeps packed documents apart by their position ids, which restart with each document. Without an attention
-mask it finds the restarts and makes attention block-diagonal (sdpa, eager, flex); flash's varlen kernel is told the
-documents' ends. A model that builds its masks in another way, or carries a state from token to token, would silently
-let them see each other. So a small copy of the model is tested: are the logits of a document the same after another
-document, after a changed one, and alone?
+mask it finds the restarts and makes attention block-diagonal (sdpa, eager, flex). flash's varlen kernel is given the
+documents' ends. In a model that builds its masks in another way, or carries a state from token to token, documents
+would silently see each other. So a small copy of the model is tested: the logits of a document must be the same after
+another document, after a changed one, and alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remat.model import hf_model, small_copy
 
 
 class Way(StrEnum):
-    """How a model is told where documents begin. The first of these that works is used."""
+    """How a model is told where documents begin. The first way that works is used."""
 
     positions = (
         "position ids that restart"  # the model builds its masks from them; flash gets `varlen` in addition
@@ -40,9 +40,9 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Packed:
-    """Whether the blocks of a run hold several documents, and how they are kept apart.
+    """Whether the blocks of a run hold several documents, and how these are kept apart.
 
-    `form` None: every block is one whole text, and there is nothing to pack. `reason` says why.
+    With `form` None every block is one text, and nothing is packed. `reason` explains the choice.
     """
 
     form: Packing | None
@@ -59,7 +59,7 @@ class Packed:
 
 
 def given(packed: Packed, batch: Mapping[str, Any], net: Any) -> dict[str, Any]:
-    """Return the micro-batch with what `net`, the model, needs to keep documents apart.
+    """Return the micro-batch with the inputs that the model `net` needs to keep documents apart.
 
     `batch` has "position_ids" int64 [batch, seq] where documents are kept apart; otherwise it is returned unchanged.
     """
@@ -76,10 +76,10 @@ def given(packed: Packed, batch: Mapping[str, Any], net: Any) -> dict[str, Any]:
 
 
 def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where documents end, for flash's varlen kernel; {} for other kernels.
+    """Return the documents' ends for flash's varlen kernel; {} for other kernels.
 
-    Call it while the batch is still on the host: `max_length_q` is a number. Values are not known on meta: there, one
-    document is assumed in each row, which costs flash's kernel most.
+    Call this while the batch is on the host, because `max_length_q` is a Python number. On meta, where values are
+    unknown, each row is assumed to be one document, which is the most expensive case.
     """
     if attention is not Attention.flash_attention_2 or not packed.apart or "position_ids" not in batch:
         return {}
@@ -93,7 +93,7 @@ def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict
 def planned(
     packed: Packed, attention: Attention, net: Any
 ) -> Callable[[dict[str, Tensor]], dict[str, Any]] | None:
-    """Return a function that turns a micro-batch on meta into the inputs of `net`; None when it already is."""
+    """Return a function that turns a micro-batch on meta into the inputs of `net`; None when no change is needed."""
     if not packed.apart:
         return None
 
@@ -111,9 +111,9 @@ def varlen(position_ids: Tensor) -> dict[str, Any]:
 
 
 def varlen_of(documents: Tensor, width: int, device: torch.device) -> dict[str, Any]:
-    """Return the same from where documents start, and the end: int32 [documents + 1] in rows of `width`, on the host.
+    """Return transformers' FlashAttentionKwargs from `documents`, int32 [documents + 1]: the starts and the end.
 
-    On meta each row is assumed to be one document.
+    They are on the host, in rows of `width` laid end to end. On meta each row is assumed to be one document.
     """
     longest = width if documents.is_meta else int(documents.diff().max())
     bounds = documents.to(device, non_blocking=True)
@@ -121,14 +121,14 @@ def varlen_of(documents: Tensor, width: int, device: torch.device) -> dict[str, 
 
 
 def _masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> Any:
-    """Return the masks the model would make itself: one [batch, 1, seq, seq], or one for each kind of layer."""
+    """Return the masks that transformers would make: one [batch, 1, seq, seq], or one for each kind of layer."""
     shape = torch.empty((*position_ids.shape, 1), dtype=dtype, device=position_ids.device)
     return create_masks_for_generate(config, shape, None, None, position_ids=position_ids)
 
 
-LENGTHS = ((7, 9), (11, 5))  # of the two documents in each row of the trial
-SAME_WITHIN = 1e-5  # of the largest logit: experts see other tokens too, and add in another order
-ALONE_WITHIN = 1e-4  # of the largest logit: kernels round differently at another length
+LENGTHS = ((7, 9), (11, 5))  # tokens of the two documents in each row of the trial
+SAME_WITHIN = 1e-5  # share of the largest logit: experts get other tokens too and add in another order
+ALONE_WITHIN = 1e-4  # share of the largest logit: kernels round differently at another length
 LOWEST_ID = 8  # special tokens have low ids
 SEEN = "a document sees those before it in its block"
 ALONE = "every row has a block of its own, padded to the longest of its micro-batch"
@@ -141,10 +141,10 @@ KERNELS = {
 
 
 def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) -> Packed:
-    """Decide how the blocks of this run are read.
+    """Decide how the documents of a block are packed and kept apart in this run.
 
-    `skeleton` is the model of `config` without storage. A format that is not yet found counts as plain text. Raises
-    ConfigError where `documents` is asked for and is impossible.
+    `skeleton` is the model of `config` on the meta device. A format that is not known yet counts as plain text. Raises
+    ConfigError if data.packing=documents is impossible.
     """
     asked, rows = cfg.data.packing, cfg.data.has_rows
     if cfg.data.source is DataSource.synthetic:
@@ -171,7 +171,7 @@ def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) 
 def way(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
     """Return how documents are kept apart in this model, or why they cannot be.
 
-    The model is tried once per configuration.
+    Each configuration is tried once.
     """
     key = (json.dumps(config.to_dict(), sort_keys=True, default=str), cfg.attention, cfg.trust_remote_code)
     if key not in _ANSWERS:
@@ -200,18 +200,18 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
 
 
 def _problem(net: Any, option: Way, attention: Attention) -> str | None:
-    """Return what keeps `option` from working in `net`, or None when it works."""
+    """Return why `option` does not work in `net`, or None when it works."""
     try:
         with torch.no_grad(), kernel_of(net, attention):
             return _difference(net, option, attention)
-    except Exception as error:  # an unknown argument, or one of an unexpected shape
+    except Exception as error:  # the model may not know an argument, or expect another shape
         if "position_ids" in str(error):
             return "it takes no position ids"
         return f"tried on a small copy of it, it fails ({first_line(error)})"
 
 
 def _difference(net: Any, option: Way, attention: Attention) -> str | None:
-    """Compare the second document of each row after another first document, and alone. Two rows are tried."""
+    """Compare the logits of each row's second document after another first document, and alone, in two rows."""
     draw = torch.Generator().manual_seed(1)
     shape = (len(LENGTHS), sum(LENGTHS[0]))
     vocabulary = net.get_input_embeddings().weight.shape[0]
@@ -245,9 +245,9 @@ def _difference(net: Any, option: Way, attention: Attention) -> str | None:
 
 @contextmanager
 def kernel_of(net: Any, attention: Attention) -> Iterator[None]:
-    """Replace flash attention by one a CPU can compute.
+    """Replace flash attention by one that a CPU can compute.
 
-    So a model that does not pass on the documents' ends is found out.
+    So a trial detects a model that does not pass on the documents' ends.
     """
     if attention is not Attention.flash_attention_2:
         yield
@@ -258,7 +258,7 @@ def kernel_of(net: Any, attention: Attention) -> Iterator[None]:
     try:
         with (
             mock.patch.object(flash_attention, "_flash_attention_forward", _flash_on_a_cpu),
-            mock.patch.object(flash_attention, "get_target_dtype", lambda query, module: None),  # it is float32
+            mock.patch.object(flash_attention, "get_target_dtype", lambda query, module: None),  # keep float32
         ):
             yield
     finally:
@@ -281,7 +281,7 @@ def _flash_on_a_cpu(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute what flash's kernels do, with or without the documents' ends; [batch, seq, heads, width]."""
+    """Compute attention like flash's kernels, with or without the documents' ends; [batch, seq, heads, width]."""
     batch, length = query.shape[:2]
     places = torch.arange(batch * length)
     rows = places // length

@@ -1,6 +1,6 @@
-"""How long a model's sequences may be: some look positions up in a table, the others compute them for any length.
+"""Check how long a model's sequences may be, and stretch rotary positions to longer ones (`model.rope_scaling`).
 
-Rotary positions can be stretched to longer sequences (`model.rope_scaling`).
+Some models look positions up in a table of fixed length; the others compute them for any length.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from remat.config.options import ConfigError, ModelConfig, ModelInit, RopeScalin
 LARGEST_OFFSET = 2  # OPT's table has two rows more than positions
 
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of Llama 3.1
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # that may have rotary positions of their own
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # values of Llama 3.1
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # may have their own rotary positions
 
 
 def stretch(config: Any, cfg: ModelConfig) -> Any:
-    """Return `config` with the rotary positions that `cfg` asks for, for `model.rope_factor` times the model's length.
+    """Return `config` with rotary positions stretched as `cfg` asks, to `model.rope_factor` times the model's length.
 
-    The model's length is what it was made for before any stretching. Layers with a window keep their positions. Raises
-    ConfigError for a model without rotary positions, and for one that is stretched in another way or as far already.
+    The model's length is its length before any stretching. Layers with a window keep their positions. Raises
+    ConfigError for a model without rotary positions, and for one that is already stretched in another way or as far.
     """
     if cfg.rope_scaling is None:
         return config
@@ -65,9 +65,9 @@ def _partial(rope: dict[str, Any]) -> dict[str, Any]:
 def check_length(skeleton: Any, config: Any, seq_len: int, cfg: ModelConfig) -> str:
     """Compare train.seq_len with the length that the model's config names; return a warning, or "".
 
-    Raises ConfigError where a longer sequence would index a table of positions out of its range. Positions that are
-    computed (rotary, ALiBi) have no such end, but a pretrained model has not met longer ones. `skeleton` may be on the
-    meta device.
+    Raises ConfigError if the sequence is longer than the model's table of positions. Computed positions (rotary, ALiBi)
+    have no such limit, but a pretrained model has not been trained on longer sequences. `skeleton` may be on the meta
+    device.
     """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""Build a small model of the same classes and kinds of layers, to try on a CPU what the large one would do."""
+"""Build a small model with the same classes and kinds of layers, to test on a CPU how the large one behaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = 4
 WINDOW = 4
 STATE = 16
 MOST_ELEMENTS = 1e8  # 400 MB, used for a second or two
-# transformers spells the same size differently from model to model
+# names of the same size in different models
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "n_embed", "dim", "lru_width")
@@ -46,11 +46,11 @@ LARGEST = {
 def build(
     config: PretrainedConfig, skeleton: nn.Module, *, attention: str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Build the first layers of `skeleton`, up to the last of a new kind; float32, no dropout.
+    """Build a small copy of the first layers of `skeleton`, enough to have every kind; float32, no dropout.
 
-    `skeleton` is the model of `config` on meta. Weights are drawn anew from torch's global generator, large enough
-    that every layer matters. Several kinds of reduction are tried. Raises what the library raises for sizes that do
-    not go together, and ValueError for a model that stays too large.
+    `skeleton` is the model of `config` on meta. Weights are drawn from torch's global generator, large enough that
+    every layer changes the logits. Several ways to reduce sizes are tried. Raises the library's error for sizes that do
+    not fit each other, and ValueError for a model that stays too large.
     """
     problem: Exception | None = None
     depth = kinds_within(skeleton, _depth(config))
@@ -67,9 +67,9 @@ def build(
 
 
 def kinds_within(skeleton: nn.Module, depth: int) -> int:
-    """Return how many of the first layers hold one layer of every kind in a stack of `depth`.
+    """Return the number of first layers that include every kind of layer in a stack of `depth`.
 
-    A kind is the classes within a layer and their settings.
+    A kind is given by the classes within a layer and their settings.
     """
     most = min(depth, 1)
     for stack in (m for m in skeleton.modules() if isinstance(m, nn.ModuleList) and len(m) == depth):
@@ -79,7 +79,7 @@ def kinds_within(skeleton: nn.Module, depth: int) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the classes within a layer, with the strings and booleans they were made with."""
+    """Return the classes within a layer, with their attributes that are strings or booleans."""
     return tuple(
         (
             name,
@@ -127,9 +127,9 @@ def _reduced(config: PretrainedConfig, widths: bool, layers: int) -> PretrainedC
         for name, value in list(vars(part).items()):
             if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
                 setattr(part, name, 0)
-            if isinstance(value, list) and len(value) == depth > 1:  # one entry per layer
+            if isinstance(value, list) and len(value) == depth > 1:  # a list with one entry per layer
                 setattr(part, name, value[:layers])
-            if name == "compress_rates" and isinstance(value, dict):  # tokens that a layer merges into one
+            if name == "compress_rates" and isinstance(value, dict):  # tokens that each kind of layer merges
                 setattr(part, name, {kind: min(rate, WINDOW) for kind, rate in value.items()})
         for name in DEPTHS:
             if _size(part, name) == depth:
@@ -148,9 +148,10 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _narrow(config: PretrainedConfig) -> None:
-    """Reduce to two groups of heads of the same size, or fewer where there are fewer, and the width they need.
+    """Reduce to at most two groups of heads of the same size, and to the width that they need.
 
-    The width of a head is rounded up to 8: torch's grouped product of experts takes rows of a multiple of 16 bytes.
+    The width of a head is rounded up to a multiple of 8, because torch's grouped product of experts needs rows of a
+    multiple of 16 bytes.
     """
     heads = next((size for name in HEADS if (size := _size(config, name))), None)
     width = next((size for name in WIDTHS if (size := _size(config, name))), None)

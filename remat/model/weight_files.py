@@ -1,7 +1,7 @@
 """Compare the weights in a model's folder with the model, by names and shapes, before any weight is read.
 
-Only the headers of safetensors files are read. Where transformers converts weights while it loads them (the experts of
-a mixture, weights in 4 bits) names and shapes differ by right, and nothing is said.
+Only the headers of safetensors files are read. Models whose weights transformers converts on load (experts of a
+mixture, weights in 4 bits) are skipped, because their names and shapes differ as intended.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SHOWN = 3
 
 
 def find_differences(skeleton: PreTrainedModel, cfg: ModelConfig) -> list[str]:
-    """Return what is wrong with the weights in the folder model.path, of which `skeleton` is the model on meta."""
+    """Return the problems of the weights in the folder model.path, compared with the model `skeleton` on meta."""
     folder = Path(cfg.path or "")
     if cfg.init is not ModelInit.pretrained or not cfg.path or not folder.is_dir() or _converted(skeleton):
         return []
     held = _headers(folder)
     if not held:
-        return []  # other files, which transformers reads
+        return []  # other kinds of files, which transformers reads
     prefix = f"{skeleton.base_model_prefix}."
     tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
-    left_out = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()  # transformers makes these anew
+    left_out = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()  # transformers makes these
     missing, other = list[str](), list[str]()
     for name, value in skeleton.state_dict().items():
         found = held.get(name) or held.get(name.removeprefix(prefix))
@@ -50,9 +50,9 @@ def find_differences(skeleton: PreTrainedModel, cfg: ModelConfig) -> list[str]:
 
 
 def refuse_quantised(config: PretrainedConfig, cfg: ModelConfig, method: PeftMethod) -> list[str]:
-    """Return why weights that are published in few bits are not trained, if they are; `config` is the model's own.
+    """Return the problem of a model whose published weights are quantised; [] otherwise. `config` is the model's own.
 
-    transformers does not shard a model that it quantises or restores, and a plan counts its weights in 16 bits.
+    transformers does not shard a model that it quantises or dequantises, and a plan counts its weights in 16 bits.
     """
     asked: Any = getattr(config, "quantization_config", None)
     if asked is None or cfg.init is not ModelInit.pretrained:
@@ -75,7 +75,7 @@ def _converted(skeleton: PreTrainedModel) -> bool:
 
 
 def _headers(folder: Path) -> Shapes:
-    """Return name -> shape of every weight in the files that transformers reads."""
+    """Map the name of every weight in the files that transformers reads to its shape."""
     found: Shapes = {}
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as reader:

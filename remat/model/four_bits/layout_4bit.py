@@ -1,7 +1,7 @@
-"""Where the parts of a matrix in 4-bit NF4 lie in one flat parameter of bytes, which ZeRO-3 shards like any weight.
+"""Lay out the parts of a matrix in 4-bit NF4 in one flat parameter of bytes, which ZeRO-3 shards like any weight.
 
 The parts are those of bitsandbytes 0.50.2 with doubly quantised constants (functional.py:884). Each begins at a
-multiple of 16 bytes, as its kernels read it.
+multiple of 16 bytes, as the kernels of bitsandbytes need.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Layout:
 
     @property
     def part_bytes(self) -> tuple[int, int, int, int]:
-        """Return the bytes of the packed weights, of their constants, of the constants of those, and of the mean."""
+        """Return the bytes of the packed weights, their 8-bit constants, the fp32 constants of these, and the mean."""
         packed = math.ceil(math.prod(self.shape) / 2)
         return packed, self.num_blocks, 4 * math.ceil(self.num_blocks / BLOCK_OF_CONSTANTS), 4
 
     @property
     def starts(self) -> list[int]:
-        """Return the byte at which each part begins, and as the last entry the bytes of the whole."""
+        """Return the offset of each part in bytes, and as the last entry the bytes of all parts."""
         return list(accumulate(map(_aligned, self.part_bytes), initial=0))
 
     @property
@@ -43,14 +43,14 @@ class Layout:
         return self.starts[-1]
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of the four parts of a whole `flat` parameter [flat_bytes], all as bytes."""
+        """Return views, as bytes, of the four parts of a gathered `flat` parameter [flat_bytes]."""
         return [
             flat[start : start + size] for start, size in zip(self.starts[:-1], self.part_bytes, strict=True)
         ]
 
 
 def flat_bytes(elements: int) -> int:
-    """Return the bytes of the flat parameter of a matrix of so many weights."""
+    """Return the bytes of the flat parameter for a matrix of `elements` weights."""
     return Layout((1, elements), torch.float32).flat_bytes
 
 

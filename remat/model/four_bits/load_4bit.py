@@ -1,8 +1,8 @@
-"""Read a pretrained base under ZeRO-3 straight into 4-bit shards: no rank ever holds the model in 16 bits, or whole.
+"""Read a pretrained base under ZeRO-3 directly into 4-bit shards. No rank ever holds the model whole or in 16 bits.
 
-Matrices are read one after another. Each rank reads a part of the rows and quantises it; the parts are joined in 4 bits
-and cut into shards. Weights are quantised in blocks of 64, so the parts give the same bytes as the whole. Everything
-else in the model is read by rank 0, and zero.Init sends it to the others.
+Matrices are read one after another. Each rank reads a part of the rows and quantises it. The parts are joined in 4 bits
+and then sharded. Weights are quantised in blocks of 64, so the parts give the same bytes as the whole matrix. Rank 0
+reads everything else in the model, and zero.Init sends it to the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Paths = Callable[[nn.Module], Sequence[str]]
 
 
 class Elsewhere(Exception):
-    """Why transformers must read this model, which takes its 16-bit shards too while they are read."""
+    """Raised with the reason why transformers must read this model, which also needs memory for 16-bit shards."""
 
 
 def load(
@@ -47,10 +47,10 @@ def load(
     device: torch.device,
     find_matrices: Paths,
 ) -> tuple[PreTrainedModel, int]:
-    """Build the model of `config` from the files of `cfg` with its decoder layers' matrices in 4-bit shards.
+    """Build the model of `config` from the files of `cfg`, with the matrices of its decoder layers in 4-bit shards.
 
-    Returns it and the bytes that this rank read. Quantises on `device`. Collective. Raises Elsewhere, on every rank,
-    for what only transformers can read.
+    Returns it and the bytes that this rank read. Quantises on `device`. Collective. Raises Elsewhere on every rank for
+    a model that only transformers can read.
     """
     with contextlib.ExitStack() as stack:
         model: Any = None
@@ -74,20 +74,20 @@ def load(
 def look(
     cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype, stack: contextlib.ExitStack
 ) -> tuple[Any, Files]:
-    """Return the model without weights, and its files, open until `stack` is closed. Reads their headers alone.
+    """Return the model without weights, and its files, open until `stack` is closed. Reads only their headers.
 
-    Raises Elsewhere for what only transformers can read.
+    Raises Elsewhere for a model that only transformers can read.
     """
     try:
         _refuse_options(cfg)
         model = _create(cfg, config, dtype)
         return model, Files(_folder(cfg), model, stack)
-    except (OSError, ValueError, SafetensorError) as error:  # transformers says it in full
+    except (OSError, ValueError, SafetensorError) as error:  # transformers will report it in full
         raise Elsewhere(f"{type(error).__name__}: {error}") from error
 
 
 def is_read_in_parts(linear: nn.Module) -> bool:
-    """Return whether each rank reads rows of its own: they are whole blocks, and not transposed in the file."""
+    """Return whether each rank can read a part of the rows: they are whole blocks and not transposed in the file."""
     weight: Any = linear.weight
     return not isinstance(linear, Conv1D) and weight.shape[-1] % BLOCK == 0
 
@@ -100,7 +100,7 @@ def _refuse_options(cfg: ModelConfig) -> None:
 
 
 def _create(cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """Build the model with its buffers and without weights. Raises Elsewhere where files hold other weights."""
+    """Build the model with its buffers and without weights. Raises Elsewhere if transformers would convert weights."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=str(cfg.attention)
@@ -114,7 +114,7 @@ def _create(cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> A
 
 
 def _folder(cfg: ModelConfig) -> Path:
-    """Return the folder of the weights, downloaded if model.path is a name on the hub. Raises OSError."""
+    """Return the folder of the weights; download it if model.path is a hub name. Raises OSError."""
     folder = Path(cfg.path or "").expanduser()
     if folder.is_dir():
         return folder
@@ -130,7 +130,7 @@ def _agree(reason: str) -> None:
 
 
 class Files:
-    """The safetensors files of a model, opened until `stack` is closed: which one holds each of its weights."""
+    """The safetensors files of a model, open until `stack` is closed, and which file holds each weight."""
 
     def __init__(self, folder: Path, model: Any, stack: contextlib.ExitStack) -> None:
         held: dict[str, Any] = {}
@@ -139,16 +139,16 @@ class Files:
             held |= dict.fromkeys(file.keys(), file)
         if not held:
             raise Elsewhere(f"{folder} has no {FILES}")
-        self.read_bytes = 0  # so far
+        self.read_bytes = 0  # by this rank so far
         prefix = f"{model.base_model_prefix}."
-        self._found: dict[int, tuple[Any, str]] = {}  # by the id of the weight, which may have two names
+        self._found: dict[int, tuple[Any, str]] = {}  # id of a weight, which may have two names -> (file, name)
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         for name, value in state.items():
             for key in (name, name.removeprefix(prefix), prefix + name):
                 if key in held:
                     self._found[id(value)] = held[key], key
                     break
-        self._values = list(state.values())  # keeps their ids theirs
+        self._values = list(state.values())  # keeps the weights alive, so that their ids stay valid
         for name, value in state.items():
             if id(value) not in self._found:
                 raise Elsewhere(f"{name} is in no file by that name")
@@ -159,14 +159,14 @@ class Files:
         return tuple(self._slice(value).get_shape())
 
     def read(self, value: torch.Tensor, rows: slice | None = None) -> torch.Tensor:
-        """Return the tensor of the file that is `value`, or these of its rows."""
+        """Read the weight `value` from its file, or only `rows` of it."""
         part = self._slice(value)
         found: torch.Tensor = part[rows] if rows is not None else part[:] if value.dim() else part[...]
         self.read_bytes += found.nbytes
         return found
 
     def width_bytes(self, value: torch.Tensor) -> int:
-        """Return the bytes of one number of `value` in its file."""
+        """Return the bytes of one element of `value` in its file."""
         return DTYPES[self._slice(value).get_dtype()].itemsize
 
     def has(self, value: torch.Tensor) -> bool:
@@ -208,16 +208,16 @@ def _fill(
 
 
 def _from_first(files: Files, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight on rank 0, memory for it on the others: sharding sends it to them."""
+    """Read a weight on rank 0; on other ranks return empty memory for it. Sharding sends the values."""
     if dist.get_rank() == 0:
         return files.read(value).to(device, value.dtype)
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def _quantise(files: Files, old: Any, layout: Layout, device: torch.device) -> torch.Tensor:
-    """Return the flat bytes of a matrix, of which each rank reads and quantises its rows. Collective.
+    """Return the flat bytes of a matrix. Each rank reads and quantises its part of the rows. Collective.
 
-    A matrix whose rows are no whole blocks, or that lies transposed in its file, is read and quantised by every rank.
+    If rows are not whole blocks, or the file holds the matrix transposed, every rank reads and quantises all of it.
     """
     rows, columns = layout.shape
     if not is_read_in_parts(old):
@@ -233,13 +233,13 @@ def _quantise(files: Files, old: Any, layout: Layout, device: torch.device) -> t
     del part
     cut, _, _, _ = layout.part_bytes
     absmax = _gathered(state.absmax)[: layout.num_blocks]
-    mean = absmax.mean()  # of all, as bitsandbytes takes it
+    mean = absmax.mean()  # over all constants, as in bitsandbytes
     constants, nested = quantize_blockwise(absmax - mean, blocksize=BLOCK_OF_CONSTANTS)
     return sharded_4bit.joined(layout, _gathered(packed.view(-1))[:cut], constants, nested.absmax, mean)
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
-    """Return the equally long parts of all ranks, one after another."""
+    """All-gather `part`, which has the same length on every rank. Collective."""
     whole = part.new_empty(dist.get_world_size() * part.numel())
     dist.all_gather_into_tensor(whole, part)
     return whole

@@ -1,8 +1,8 @@
-"""QLoRA under ZeRO-3: every matrix in 4 bits is one frozen parameter of bytes, of which each rank holds its part.
+"""Shard QLoRA's 4-bit weights under ZeRO-3: every matrix is one frozen parameter of bytes.
 
-ZeRO-3 partitions, gathers, prefetches, offloads and releases such a parameter like any weight. The product with it is
-an autograd function of our own, because that of bitsandbytes keeps a view of the gathered bytes, which ZeRO-3 cannot
-take back: the whole base would stay gathered from forward to backward. The arithmetic is bitsandbytes'.
+ZeRO-3 partitions, gathers, prefetches, offloads and releases such a parameter like any weight. Its product is an
+autograd function of this file. That of bitsandbytes keeps a view of the gathered bytes, which ZeRO-3 cannot release,
+so the whole base would stay gathered from forward to backward. The arithmetic is that of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
 
 
 class Product(torch.autograd.Function):
-    """rows [..., in] times the matrix in `flat`, transposed, plus `bias`: [..., out].
+    """Compute rows [..., in] times the transposed matrix in `flat`, plus `bias`: [..., out].
 
-    It keeps the parameter itself and no view of it: backward reads what ZeRO-3 gathered again by then.
+    It saves the parameter itself and no view of it, so backward reads the bytes that ZeRO-3 has gathered again.
     """
 
     @staticmethod
@@ -46,10 +46,10 @@ class Product(torch.autograd.Function):
 
 
 class ShardedLinear4bit(bnb.nn.Linear4bit):
-    """A Linear4bit, as which peft knows it, whose weight is flat bytes that only its own forward can read."""
+    """A subclass of Linear4bit, so that peft recognises it. Only its own forward can read its weight of flat bytes."""
 
     layout_4bit: Layout
-    source_cls: type[nn.Module]  # what it stands for
+    source_cls: type[nn.Module]  # the class of the module that it replaces
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.layout_4bit.dtype
@@ -59,7 +59,7 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
 
 
 def close(weight: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return the flat bytes [flat_bytes] of a `weight` [out, in], on its device."""
+    """Quantise a `weight` [out, in] on its device; return the flat bytes [flat_bytes]."""
     table(weight.device)
     packed, state = quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -70,7 +70,7 @@ def close(weight: torch.Tensor, layout: Layout) -> torch.Tensor:
 def joined(
     layout: Layout, packed: torch.Tensor, constants: torch.Tensor, nested: torch.Tensor, mean: torch.Tensor
 ) -> torch.Tensor:
-    """Return the flat bytes of the parts: 4-bit weights, 8-bit constants, their fp32 constants and their fp32 mean."""
+    """Join the parts to flat bytes: 4-bit weights, 8-bit constants, their fp32 constants and their fp32 mean."""
     flat = torch.zeros(layout.flat_bytes, dtype=torch.uint8, device=packed.device)
     for part, values in zip(layout.cut(flat), (packed, constants, nested, mean), strict=True):
         part.copy_(values.reshape(-1).view(torch.uint8))
@@ -78,7 +78,7 @@ def joined(
 
 
 def opened(flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, QuantState]:
-    """Return views of a whole `flat` parameter as bitsandbytes reads them: the packed weights and their constants."""
+    """Return views of a gathered `flat` parameter in bitsandbytes' form: the packed weights and their constants."""
     packed, constants, nested, mean = layout.cut(flat.detach())
     of_constants = QuantState(
         absmax=nested.view(torch.float32),
@@ -102,7 +102,7 @@ def opened(flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, QuantState
 def table(device: torch.device) -> torch.Tensor:
     """Return the 256 values of 8-bit constants on `device`, one table for all matrices.
 
-    bitsandbytes makes its own once per process, as it quantises; made on meta, that would have no values.
+    bitsandbytes makes its own table once per process, when it first quantises. On meta it would have no values.
     """
     found: torch.Tensor = create_dynamic_map()
     bnb.functional.name2qmap.setdefault("dynamic", found)
@@ -110,19 +110,19 @@ def table(device: torch.device) -> torch.Tensor:
 
 
 def dequantise(module: ShardedLinear4bit) -> torch.Tensor:
-    """Return what the 4 bits of `module`, gathered, stand for: [out, in], in the dtype of its products."""
+    """Return the dequantised weight [out, in] of `module`, which must be gathered, in the dtype of its products."""
     weight: torch.Tensor = dequantize_4bit(*opened(module.weight.data, module.layout_4bit))
     return weight
 
 
 def replacement(old: Any, flat: torch.Tensor, dtype: torch.dtype) -> ShardedLinear4bit:
-    """Return the module that stands for the linear module `old`, with its bias and a weight of these `flat` bytes."""
+    """Return the module that replaces the linear module `old`, with its bias and the `flat` bytes as weight."""
     rows, columns = shape_of(old)
     with torch.device("meta"):
         new = ShardedLinear4bit(columns, rows, old.bias is not None, dtype, quant_type="nf4")
     parameter: Any = nn.Parameter(flat, requires_grad=False)
     parameter.compress_statistics, parameter.quant_type = True, "nf4"  # peft reads these
-    parameter.constants = table(flat.device)  # what recording a layer finds beside its weights
+    parameter.constants = table(flat.device)  # found by the recording of a layer, beside its weights
     new.weight = parameter
     if old.bias is not None:
         new.bias = old.bias
@@ -138,7 +138,7 @@ def shape_of(old: Any) -> tuple[int, int]:
 
 
 def quantise_whole(old: Any, dtype: torch.dtype) -> ShardedLinear4bit:
-    """Return the module in 4 bits for the linear module `old`, whose weight is whole here or gathered."""
+    """Return the 4-bit module that replaces the linear module `old`, whose weight must be whole or gathered."""
     weight = old.weight.detach()
     weight = weight.T if isinstance(old, Conv1D) else weight
     if weight.is_meta:
@@ -148,7 +148,7 @@ def quantise_whole(old: Any, dtype: torch.dtype) -> ShardedLinear4bit:
 
 
 def shard(parameters: Sequence[tuple[str, Any]], ds_config: dict[str, Any]) -> None:
-    """Have ZeRO-3 hold these named parameters as shards of what rank 0 has. Collective."""
+    """Shard these named parameters by ZeRO-3, with rank 0's values. Collective."""
     import deepspeed
 
     holder = nn.Module()
@@ -158,9 +158,9 @@ def shard(parameters: Sequence[tuple[str, Any]], ds_config: dict[str, Any]) -> N
 
 
 def quantise_shards(model: Any, paths: Sequence[str], dtype: torch.dtype, ds_config: dict[str, Any]) -> None:
-    """Replace linear modules that ZeRO-3 has sharded in 16 bits by such in 4 bits, one after another. Collective.
+    """Replace linear modules that ZeRO-3 has sharded in 16 bits by 4-bit ones, one after another. Collective.
 
-    Each rank quantises every matrix, and has one whole while it does so.
+    Each rank quantises every matrix, and holds one whole matrix at a time.
     """
     import deepspeed
 
@@ -169,6 +169,6 @@ def quantise_shards(model: Any, paths: Sequence[str], dtype: torch.dtype, ds_con
         with deepspeed.zero.GatheredParameters([old.weight]):
             new = quantise_whole(old, dtype)
         shard([("weight", new.weight)], ds_config)
-        old.weight.ds_tensor = None  # its closures refer to it: it would stay until the next collection
+        old.weight.ds_tensor = None  # closures refer to it: it would stay until garbage collection
         model.set_submodule(path, new)
     model.is_loaded_in_4bit = True  # peft reads this
