@@ -94,7 +94,7 @@ def _named_twice(data: DataConfig) -> list[str]:
 
 
 def _trained_too(data: DataConfig) -> list[str]:
-    """Return which files of a source's held-out data it trains too."""
+    """Return a problem for each source with files that are both trained and held out."""
     found = []
     for name, source in data.sources().items():
         trained, held_out = (

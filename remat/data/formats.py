@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # a wrong file is reported before transformers is imported
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-NO_TEMPLATE = "none"  # as data.chat_template
+NO_TEMPLATE = "none"  # value of data.chat_template
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REMEDY = (
     "Surround what the assistant says with {% generation %} and {% endgeneration %} in a copy of the template, and "
@@ -269,7 +269,7 @@ def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def read_template(named: str) -> str:
-    """Return the chat template of a Jinja file, or of a folder with a tokenizer. Raises ConfigError."""
+    """Return the chat template in a Jinja file or in a tokenizer's folder. Raises ConfigError."""
     path = Path(named).expanduser()
     if path.is_dir():
         inside = path / "chat_template.jinja"
@@ -292,7 +292,7 @@ def read_template(named: str) -> str:
         raise ConfigError(
             f"data.chat_template={named} is no Jinja template (line {error.lineno}: {error.message}): correct it"
         ) from error
-    except Exception as error:  # what it refuses or lacks in this one chat is no fault of the template
+    except Exception as error:  # a refusal of this one chat is no error of the template
         log.debug("data.chat_template=%s refuses a chat of one question: %s", named, error)
     return found
 
@@ -302,7 +302,7 @@ def _in_settings(file: Path, named: str) -> str:
         found = json.loads(file.read_text()).get("chat_template")
     except (OSError, ValueError, AttributeError):
         found = None
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates, by name
         found = {str(each.get("name")): each.get("template") for each in found}.get("default")
     if not isinstance(found, str):
         raise ConfigError(

@@ -156,14 +156,14 @@ def local_files(cfg: DataConfig, path: Any, option: str) -> frozenset[Path]:
 
 
 def refuse_trained(cfg: DataConfig, held_out: Iterable[Path]) -> None:
-    """Raise ConfigError if there are `held_out` files, which are trained too."""
+    """Raise ConfigError if any file is in `held_out`, the held-out files that are trained too."""
     if both := sorted(held_out):
         more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
         raise ConfigError(f"{both[0]}{more} {in_both(cfg)}")
 
 
 def in_both(cfg: DataConfig) -> str:
-    """Return what follows the name of data that is trained and held out."""
+    """Return the rest of an error message that begins with the name of data both trained and held out."""
     return (
         f"in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on training data. Keep "
         "them apart, or leave data.eval_path empty and set data.eval_fraction"

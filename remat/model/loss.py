@@ -227,7 +227,7 @@ class RouterBalance:
 
 
 class _Attached(torch.autograd.Function):
-    """Return a router's expert weights unchanged. In backward also return the balancing loss's gradient of its logits."""
+    """Return a router's expert weights unchanged. In backward add the gradient of the balancing loss to its logits."""
 
     @staticmethod
     def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance) -> Tensor:
