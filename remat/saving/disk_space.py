@@ -2,8 +2,8 @@
 
 Measured with deepspeed 0.19.8: 12.0 bytes per trained parameter at ZeRO stage 3 (the fp32 master and Adam's two
 moments). Lower stages save the module as well: 14.0 bytes in 16 bit, 16.0 in fp32. Plain fp32 without ZeRO has no
-separate master: 12.0. 16-bit states take half of it (optim.states). For another optimizer the
-bytes of its tensors are counted.
+separate master: 12.0. Master weights and moments in 16 bit (optim.states) take half. For an optimizer other than AdamW
+the bytes of its tensors are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def needed_bytes(engine: Any) -> int:
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     if engine.zero_optimization_stage() == 3:
         numel = sum(shares.whole_shape(p).numel() for p in trained)
-    else:  # ranks that share layers hold all other weights too
+    else:  # ranks that share layers also save the weights that are not cut
         own = sum(p.numel() for p in trained) * shares.group_size(engine)
         numel = sum(shares.of_stages(engine, own))
     if optimizer.kind_of(engine.optimizer) == "adamw":

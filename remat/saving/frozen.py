@@ -20,17 +20,17 @@ def present(module: nn.Module) -> bool:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a digest of the first values of each frozen parameter, of the part that this rank holds."""
+    """Return a digest of the first values of each frozen parameter, in the part that this rank holds."""
     return _digest(module, lambda _, parameter: getattr(parameter, "ds_tensor", parameter).detach().flatten())
 
 
 def fingerprint_of_first(module: nn.Module, saved: Manifest) -> str:
-    """Return on rank 0 what `fingerprint` gave there in the run that saved, if it had the same model. Collective."""
+    """Return on rank 0 the `fingerprint` of this model as rank 0 of the launch that saved computed it. Collective."""
 
     def held(name: str, parameter: Any) -> torch.Tensor:
         dim, ranks = saved.cuts.get(name), saved.world_size
         share = shares.whole_shape(parameter).numel()
-        if dim is not None:  # a share of it, which ZeRO-3 shards over the ranks that have the same
+        if dim is not None:  # ZeRO-3 shards a share over the ranks that hold the same share
             share, ranks = share // saved.tensor_parallel_size, ranks // saved.tensor_parallel_size
         count = min(VALUES, -(-share // ranks) if saved.zero_stage == 3 else share)
         return _first_values(parameter, dim, saved.tensor_parallel_size, count)
@@ -41,15 +41,16 @@ def fingerprint_of_first(module: nn.Module, saved: Manifest) -> str:
 def _first_values(parameter: Any, dim: int | None, shared_by: int, count: int) -> torch.Tensor:
     """Return on rank 0 the first `count` values, at most VALUES, of the first share of a parameter.
 
-    The share is one of `shared_by` along `dim`; None: all of it. Collective where values lie on several ranks.
+    The parameter is cut into `shared_by` shares along `dim`; with None the share is all of it. Collective when the
+    values lie on several ranks.
     """
     from deepspeed.runtime.zero import GatheredParameters
 
     apart = dim is not None or shares.is_cut(parameter)
     if not apart and getattr(parameter, "ds_tensor", parameter).numel() >= count:
         return getattr(parameter, "ds_tensor", parameter).detach().flatten()[:count]
-    with GatheredParameters([parameter]):  # does nothing where it is no shard
-        # rows enough for these values, whichever dimension is cut then and now
+    with GatheredParameters([parameter]):  # does nothing for a parameter that is not sharded
+        # enough rows for these values, whichever dimension is cut in the saved run and in this one
         rows = shares.gather(parameter, parameter.detach()[:VALUES])
     if dim is not None:
         rows = rows.narrow(dim, 0, min(rows.shape[dim], shares.whole_shape(parameter)[dim] // shared_by))
@@ -67,7 +68,7 @@ def _digest(module: nn.Module, held: Callable[[str, nn.Parameter], torch.Tensor]
 def load_trainable(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
     """Load a state without frozen parameters into `dst`.
 
-    Raises SaveError when it has unexpected names, or lacks any but those of frozen parameters.
+    Raises SaveError when `src` has unknown names, or lacks a name that is not a frozen parameter's.
     """
     result = dst.load_state_dict(src, strict=False)
     absent = {name for name, p in dst.named_parameters(remove_duplicate=False) if not p.requires_grad}

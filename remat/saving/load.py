@@ -40,7 +40,7 @@ def find_newest(path: Path, progress: Progress = lambda done, total: None) -> Fo
     """Find the newest complete state at `path`: a run directory, its `saved` folder, or one state folder. Collective.
 
     Every file is read and its hash compared; the ranks share the work. Newest means saved last. `progress` is called on
-    all ranks: at the beginning of a state, and every ROUND_S in which any of them read on.
+    all ranks: at the beginning of a state, and after every ROUND_S in which more was read.
     """
     states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
     for state in states:
@@ -53,7 +53,7 @@ def find_newest(path: Path, progress: Progress = lambda done, total: None) -> Fo
 
 
 def _verify(state: SavedState, progress: Progress) -> list[str]:
-    """Return what all ranks find wrong with a state. Threads hash; the main threads exchange how far they are."""
+    """Return the problems of a state that all ranks find. A thread hashes; the main thread exchanges progress."""
     rank, size = manifest.place()
     counts: list[int] = []  # appending is atomic between threads
     progress(0, state.info.size_bytes)
@@ -83,13 +83,13 @@ def resolve_resume(
     own: Callable[[Path], None] = lambda run_dir: None,
     progress: Progress = lambda done, total: None,
 ) -> ResumePoint | None:
-    """Decide a resume: find the newest complete state that `resume` names. Collective, before the model exists.
+    """Find the newest complete state that `resume` names. Collective; call it before the model exists.
 
-    Returns None for "none", and for "auto_or_start" where nothing was saved yet.
+    Returns None for "none", and for "auto_or_start" when nothing was saved yet.
 
     "auto" looks in outputs/<name>/<run_id>, or without run_id in the runs of that recipe, latest save first. A path
     names a run, its `saved` folder or one state. `own` is called for each run before its states are read: until then
-    another launch may replace and delete them. Raises ConfigError on every rank when nothing complete is there: a run
+    another launch may replace and delete them. Raises ConfigError on every rank when no state is complete: a run
     that was asked to resume never starts at step 0. `progress` is as in `find_newest`.
     """
     if resume == "none":
@@ -157,7 +157,7 @@ def check_compatible(
 
 
 def refuse_code(state: SavedState) -> None:
-    """Raise UnsafeFile on every rank when a file of `state` is not data alone. Collective; reads no weight.
+    """Raise UnsafeFile on every rank when a file of `state` holds more than data. Collective; reads no weight.
 
     Call it before the model is built, so that no rank is left waiting. Later reads make the same check.
     """
@@ -174,8 +174,8 @@ def refuse_code(state: SavedState) -> None:
 def load(engine: Any, state: SavedState) -> None:
     """Load `state` into a freshly built engine, random states last. Collective.
 
-    Raises ConfigError when the parameters or frozen weights are not those of the saved run, or a file is not data
-    alone. Raises SaveError when DeepSpeed loads nothing.
+    Raises ConfigError when the parameters or frozen weights are not those of the saved run, or a file holds more
+    than data. Raises SaveError when DeepSpeed loads nothing.
     """
     check_compatible(
         state,
@@ -220,7 +220,7 @@ def load(engine: Any, state: SavedState) -> None:
 
 
 def _run_dir(place: Path) -> Path:
-    """Return the run directory of a run directory, its `saved` folder or one state folder, as in `list_states`."""
+    """Return the run directory that `place` is or is inside of; `place` is a path as in `list_states`."""
     if place.name.startswith(STEP):
         return place.absolute().parent.parent
     if (place / SAVED).is_dir():

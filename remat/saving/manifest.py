@@ -1,4 +1,4 @@
-"""Folders that are complete or absent: every file is hashed and synced to disk, then the folder is renamed into place.
+"""Make folders complete or absent: hash every file, sync it to disk, then rename the folder into place.
 
 A saved state is trusted only through its `manifest.json`, which lists each file with its size and SHA-256 and has a
 checksum of itself. `tmp-` folders are unfinished and never read. `tmp-old-` folders are whole states about to be
@@ -41,7 +41,7 @@ OWNER = re.compile(r"offloaded_tensors/rank(\d+)/|rng/rank-(\d+)\.pt")
 SHARE = re.compile(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_")  # DeepSpeed's data rank and tensor-parallel rank
 MAX_THREADS = 8  # threads that hash
 READ_BYTES = 8 * MIB
-# of a larger file the pieces are hashed at the same time: a rank has few large files
+# pieces of a larger file are hashed in parallel, because a rank has few large files
 PIECE_BYTES = 256 * MIB
 
 
@@ -73,7 +73,7 @@ class Manifest:
     versions: dict[str, str]
     client_state: dict[str, Any]
     files: dict[str, FileEntry]
-    optimizer: str = "adamw"  # whose state it holds, see KINDS in model/optimizer.py
+    optimizer: str = "adamw"  # kind of the optimizer whose state it holds: KINDS in model/optimizer.py
     states: str = "fp32"  # number format of that state, a value of optim.states
     tensor_parallel_size: int = 1  # consecutive ranks that shared the layers
     # weight that they shared -> dimension along which it is cut
@@ -140,7 +140,7 @@ def verify(
 ) -> list[str]:
     """Return the problems of a state folder, [] when it is complete. Reads and hashes every file, several at a time.
 
-    `part` of `parts` checks only its `share`. `hashed` is called with each number of bytes read, from several threads.
+    Rank `part` of `parts` checks its `share`. `hashed` is called with each number of bytes read, from several threads.
     """
     try:
         info = read(folder)
@@ -174,7 +174,7 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
         name: rank_of(name, shared_by, per_stage) if parts == info.world_size else None for name in info.files
     }
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
-    # owned ones first; sorting is stable
+    # files of one rank first; sorting is stable
     for name in sorted(largest_first, key=lambda name: own[name] is None):
         rank = own[name]
         if rank is None or rank >= parts:
@@ -188,8 +188,8 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
 def rank_of(name: str, shared_by: int = 1, per_stage: int = 0) -> int | None:
     """Return from a file's name the rank that wrote it and reads it again; None for a file that all ranks share.
 
-    `shared_by` consecutive ranks shared the layers. A file of one of their shares is that of the first data rank.
-    With stages, of `per_stage` ranks each, DeepSpeed's second number is the stage.
+    `shared_by` consecutive ranks shared the layers. The first data rank writes the files that name only a share. With
+    pipeline stages of `per_stage` ranks each, the number after `mp_rank` is the stage.
     """
     if match := OWNER.search(name):
         return int(next(number for number in match.groups() if number is not None))
@@ -246,10 +246,10 @@ def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
 def _hashing(
     folder: Path, entries: Mapping[str, tuple[int, int]], hashed: Callable[[int], object] = lambda count: None
 ) -> Iterator[dict[str, Callable[[], str]]]:
-    """Hash files on the cores of this rank; yields what waits for the SHA-256 of each, in hexadecimal.
+    """Hash files in threads; yield for each a function that waits for its SHA-256 and returns it in hexadecimal.
 
-    `entries` maps a file's name to its bytes and those of a piece, 0 where it is hashed whole. READ_BYTES are read at a
-    time, and `hashed` is called with the bytes of each read, from several threads. What waits raises OSError.
+    `entries` maps a file's name to its bytes and the bytes of a piece (0: hashed whole). `hashed` is called with the
+    bytes of each read, at most READ_BYTES, from several threads. The functions raise OSError when a read fails.
     """
     threads = max(1, min(MAX_THREADS, available_cores() // distributed.local_size_from_env()))
     with ThreadPoolExecutor(threads, "remat-hash") as pool:  # hashing releases the GIL
@@ -280,7 +280,7 @@ def _hash_piece(path: Path, start: int, length: int, hashed: Callable[[int], obj
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -308,7 +308,7 @@ def publish(tmp: Path, final: Path) -> None:
 
 
 def clean(saved: Path) -> None:
-    """Delete what killed saves left in `saved`. A whole state that was about to be replaced gets its name back."""
+    """Delete what killed saves left in `saved`. A complete state that they had put aside gets its name back."""
     for leftover in sorted(saved.glob(f"{TMP}*")):
         if _is_only_copy(leftover) and is_complete(leftover):
             leftover.rename(_own_name(leftover))

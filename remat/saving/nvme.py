@@ -1,4 +1,4 @@
-"""Optimizer state and parameters on NVMe: a swap folder for each launch, and the part of a resume that DeepSpeed lacks.
+"""Make a swap folder on NVMe for each launch, and restore what DeepSpeed omits when it resumes from NVMe.
 
 The folder is NVME_PATH/remat-NAME-RUN_ID-IDENTITY/LAUNCH-RANK: one per run directory, in it one per launch and node.
 DeepSpeed deletes none. The launch that owns the run directory knows that every other launch of the run has ended, so
@@ -62,7 +62,7 @@ def prepare(engine: Any, folder: Path, rank: int) -> None:
 
 
 def own_folder(rendered: dict[str, Any], run_dir: Path, world: World) -> Path | None:
-    """Set a fresh NVMe folder of this launch and node in DeepSpeed's config; return it, or None without NVMe offload.
+    """Make this launch's NVMe folder on this node, set it in DeepSpeed's config, return it; None without NVMe offload.
 
     The launch must own `run_dir`. Raises ConfigError on every rank when a node cannot make its folder. Collective.
     """
@@ -103,7 +103,7 @@ def left_folders(nvme_path: str | None, runs: Iterable[Path]) -> list[Path]:
 
 
 def remove_folder(folder: Path | None, world: World) -> None:
-    """Delete what this node swapped to `folder`, if anything. Call it after the last read. Raises nothing."""
+    """Delete this node's swap folder, if it has one. Call it after the last read. Raises nothing."""
     if folder is None or world.local_rank != 0:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -114,7 +114,7 @@ def remove_folder(folder: Path | None, world: World) -> None:
 
 
 def _identity(run_dir: Path) -> str:
-    """Return a readable name that only this run directory has."""
+    """Return a readable folder name that is unique to this run directory."""
     found = run_dir.resolve()
     digest = hashlib.sha256(f"{found} {found.stat().st_ino}".encode()).hexdigest()
     return f"remat-{found.parent.name}-{found.name}-{digest[:12]}"

@@ -3,9 +3,9 @@
 That format is a folder per parameter with its whole fp32 master and moments, which any number of ranks can shard. The
 ranks share the work of writing it beside the state, and it is removed after the load; the state itself is only read.
 A rank holds one tensor of one parameter at a time. DeepSpeed 0.19's converter is not used: it holds one rank's whole
-file, needs the room twice, and writes the moments of rank 0 into a file that every rank then reads. What its loader
-does to Adam's options and step counts is not used either (docs/decisions.md). At stage 0 nothing is resharded: the
-state is the same for any world size.
+file, needs the disk space twice, and writes the moments of rank 0 into a file that every rank then reads. The
+Adam options and step counts that its loader sets are not used either (docs/decisions.md). At stage 0 nothing is
+resharded: the state is the same for any world size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARDED = (
 
 
 def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int = 1) -> bool:
-    """Return whether `world_size` ranks, `shared_by` of which share layers, would write the files of `state`."""
+    """Return whether `state` was saved with this world size, `shared_by` ranks that share layers, and `stages`."""
     info = state.info
     saved = (info.world_size, info.tensor_parallel_size, info.pipeline_parallel_size)
     return saved == (world_size, shared_by, stages)
@@ -53,7 +53,7 @@ def find_refusals(
 ) -> list[str]:
     """Return why `world_size` ranks cannot resume from `state`; an empty list when they can.
 
-    `shared_by` of them share layers, and they form `stages`. Judged by its manifest and DeepSpeed's config.
+    `shared_by` of them share layers, and they form `stages` pipeline stages. `rendered` is DeepSpeed's config.
     """
     info = state.info
     if same_ranks(state, world_size, shared_by, stages):
@@ -180,7 +180,7 @@ def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> No
 
 
 def convert(state: SavedState, target: Path) -> Exception | None:
-    """Write this rank's part of the universal folder. An error is returned: the other ranks do not know of it yet."""
+    """Write this rank's part of the universal folder. Return an error instead of raising it, for all ranks to raise."""
     stage, source = state.info.zero_stage, state.path / ENGINE
     try:
         rank, size = manifest.place()
@@ -218,7 +218,7 @@ def _write_rest(source: Path, target: Path, stage: int, step: int) -> None:
 
 
 def _step(source: Path, stage: int) -> int:
-    """Return the optimizer steps applied. Raises SaveError unless they are the same for all groups."""
+    """Return the number of optimizer steps applied. Raises SaveError unless they are the same for all groups."""
     optimizer = state_files.mapped(state_files.optimizer_files(source)[0])["optimizer_state_dict"]
     found = {int(group["step"]) for group in state_files.base_optimizer(optimizer, stage)["state"].values()}
     if len(found) != 1:
@@ -230,8 +230,8 @@ def _step(source: Path, stage: int) -> int:
 def _universal(engine: Any) -> Iterator[None]:
     """Set `checkpoint.load_universal` for one load only: the run's later states are normal ones.
 
-    Below stage 3 DeepSpeed looks up a weight's place as if its group were in the order of the model. It is not with
-    round_robin_gradients, so the groups are linked in their true order during the load.
+    Below stage 3 DeepSpeed looks up a weight's place as if its group were in the order of the model. With
+    round_robin_gradients the order differs, so the groups are linked in their true order during the load.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage < 3:

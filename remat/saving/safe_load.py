@@ -32,7 +32,7 @@ NAMED = re.compile(r"GLOBAL (\S+) (?:was not|whose module)|unrecognized function
 
 
 class UnsafeFile(ConfigError):
-    """Refusal of a saved state's file that is not data alone; nothing in it was run (exit 2)."""
+    """Refusal of a saved state's file that holds more than data; nothing in it was run (exit 2)."""
 
 
 def load(file: Path, *, mapped: bool = False, map_location: Any = "cpu") -> Any:

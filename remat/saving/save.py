@@ -146,7 +146,7 @@ class PendingSave:
 
 
 def _retain(saved: Path, keep: int) -> None:
-    """Delete complete states beyond the `keep` newest; incomplete ones do not count and are left to look at."""
+    """Delete complete states beyond the `keep` newest; incomplete ones do not count and are kept for inspection."""
     complete = [state for state in manifest.list_states(saved)[0] if manifest.is_complete(state.path)]
     for state in complete[keep:]:
         manifest.remove(state.path)
@@ -205,13 +205,13 @@ def _prepare(tmp: Path, needed: int) -> int:
 
 
 def _write_engine(engine: Any, tmp: Path) -> Exception | None:
-    """Write DeepSpeed's files. An error is returned, after the collectives that the other ranks still run."""
+    """Write DeepSpeed's files. Return an error instead of raising it, after the collectives that all ranks run."""
     try:
         engine.save_checkpoint(
             str(tmp), tag=ENGINE, save_latest=False, exclude_frozen_parameters=frozen.present(engine.module)
         )
     except Exception as error:
-        # save_checkpoint ends with these two on every rank; without this rank the others would wait for ever.
+        # save_checkpoint ends with these two calls on every rank; without this rank the others would wait for ever.
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
         distributed.barrier()
@@ -220,7 +220,7 @@ def _write_engine(engine: Any, tmp: Path) -> Exception | None:
 
 
 def _write_rng(module: nn.Module, tmp: Path) -> Exception | None:
-    """Write this rank's random states. An error is returned: the other ranks do not know of it yet."""
+    """Write this rank's random states. Return an error instead of raising it, for all ranks to raise."""
     try:
         torch.save({"rng": rng.get(), "frozen": frozen.fingerprint(module)}, rng_file(tmp))
     except Exception as error:

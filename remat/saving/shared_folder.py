@@ -35,7 +35,7 @@ def kind(folder: Path) -> str:
 
 
 def is_local(folder: Path) -> bool:
-    """Return whether only this node can see `folder`. Network file systems may show others' files a minute late."""
+    """Return whether only this node can see `folder`. Network file systems may show other nodes' files late."""
     return kind(folder) in LOCAL
 
 

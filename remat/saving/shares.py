@@ -1,8 +1,8 @@
-"""Weights of which a rank holds a share, or which it does not hold: how to join them.
+"""Join weights of which ranks hold shares, and read weights that other ranks hold.
 
-Ranks of a tensor-parallel group hold shares of one weight, stages of a pipeline hold weights of their own.
+Ranks of a tensor-parallel group hold shares of one weight. Each stage of a pipeline holds weights of its own.
 
-DeepSpeed's AutoTP notes on every parameter that it cuts along which dimension that is and what shape the whole has.
+DeepSpeed's AutoTP notes the dimension of the cut and the shape of the whole weight on every parameter that it cuts.
 Other parameters, such as norms and embeddings, are whole on every rank.
 """
 
@@ -40,13 +40,13 @@ def of_stages(engine: Any, own: T) -> list[T]:
 
 
 def find_cuts(module: nn.Module) -> dict[str, int]:
-    """Map the name of each weight of which ranks hold shares to the dimension along which it is cut."""
+    """Return {name: dimension of the cut} of the weights of which ranks hold shares."""
     cuts = {name: _cut(parameter) for name, parameter in module.named_parameters()}
     return {name: dim for name, dim in cuts.items() if dim is not None}
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether ranks hold shares of it."""
+    """Return whether ranks hold shares of `parameter`."""
     return _cut(parameter) is not None
 
 
@@ -81,9 +81,10 @@ def read_over_stages(
     held: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> Callable[[str, bool], torch.Tensor | None]:
-    """Return a collective function that reads a weight of any stage: its first rank sends it to all.
+    """Return a collective function that reads a weight of any stage: the stage's first rank broadcasts it.
 
-    `read` reads one of `held`, those of this rank's stage, where it is told to keep it, floating-point ones in `dtype`.
+    `held` are the weights of this rank's stage. `read(name, keep)` reads one of them, floating-point ones in `dtype`,
+    and returns None unless it is to `keep` the weight.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -106,7 +107,7 @@ def read_over_stages(
 
 
 def join(shares: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the whole weight of the shares of all ranks of a group, in rank order."""
+    """Return the whole weight, given the shares of all ranks of a group in rank order."""
     return torch.cat(list(shares), dim=dim)
 
 

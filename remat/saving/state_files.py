@@ -2,8 +2,8 @@
 
 Each rank's file holds its part of the fp32 master weights, flat; a weight is joined from the parts of all ranks.
 ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts for the ranks; ZeRO 3 cuts
-each parameter. Where ranks share layers, there is a set of such files for each share. Files are memory-mapped: in
-memory are only the weight asked for, and at most WINDOW_BYTES of file pages.
+each parameter. Where ranks share layers, there is a set of such files for each share. Files are memory-mapped:
+memory holds only the weight asked for, and at most WINDOW_BYTES of file pages.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SavedWeights:
 
     Trained weights are in fp32, at stage 0 as the module holds them. `read` also returns the `moments` of each trained
     weight, which exist from stage 1 on. `cuts` maps weights of which ranks hold shares to the dimension along which
-    they are cut. With `stages` of a pipeline each has weights of its own. Raises SaveError when the files do not hold
-    what they describe.
+    they are cut. With several pipeline `stages` each has weights of its own. Raises SaveError when the files do not
+    hold what they describe.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SavedWeights:
 
     @property
     def group_numels(self) -> list[int]:
-        """Return how many numbers each group of the optimizer has, below stage 3; at stage 3 their sum."""
+        """Return the number of elements of each optimizer group; at stage 3 one entry, their sum."""
         trained = self.trained
         return [sum(trained[name].numel() for name in group) for group in self._shares[0].groups]
 
@@ -83,7 +83,7 @@ class SavedWeights:
 
 
 class SavedShare:
-    """What the tensor-parallel rank `share` of `count` holds of a saved state, as `SavedWeights` describes it.
+    """The part of a saved state of the tensor-parallel rank or stage `share` of `count`; see `SavedWeights`.
 
     ZeRO 3 shards a weight that is cut over the ranks with the same share of it, and any other over all ranks: the
     weights were sharded before AutoTP cut them.
@@ -123,7 +123,7 @@ class SavedShare:
 
     @property
     def groups(self) -> list[list[str]]:
-        """Return the names in each group of the optimizer, below stage 3; all in one at stage 3."""
+        """Return the names in each optimizer group; at stage 3 one group of all names."""
         found: dict[int, list[str]] = {}
         for name, (index, _, _) in self._places.items():
             found.setdefault(index, []).append(name)
@@ -250,7 +250,7 @@ def mapped(file: Path) -> dict[str, Any]:
 
 
 def _rank(file: Path) -> tuple[int, int]:
-    """Return the data rank and the tensor-parallel rank: consecutive ranks share layers."""
+    """Return (data rank, tensor-parallel rank), which sorts files by rank, because consecutive ranks share layers."""
     match = re.search(r"pp_rank_(\d+)_mp_rank_(\d+)_", file.name)
     if match is None:
         raise SaveError(f"{file}: not a file of DeepSpeed's optimizer")

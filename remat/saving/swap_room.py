@@ -1,7 +1,7 @@
-"""Make sure that the disk has room for swap files. What killed launches left counts as free; files are allocated first.
+"""Make sure that the disk has room for swap files. Files that killed launches left count as free.
 
-DeepSpeed (0.19) does not look at the result of a write: on a full disk a file would be cut off without an error, and
-the process would be aborted when it reads it. So each file is allocated whole before it is written first. Writing it
+DeepSpeed (0.19) does not check the result of a write: on a full disk a file would be cut off without an error, and the
+process would be aborted when it reads the file. So each file is allocated whole before its first write. Writing it
 again needs no more room, unless the file system copies on write.
 """
 
@@ -17,11 +17,11 @@ from remat.saving.disk_space import describe_size
 
 
 class SwapError(RuntimeError):
-    """The error raised when a swap file gets no room. The text names folder, bytes needed and bytes free."""
+    """The error raised when the disk lacks room for a swap file. The text names folder, bytes needed and bytes free."""
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes that the files below `folder` take on their disk; files may go meanwhile."""
+    """Return the bytes that the files below `folder` take on their disk; files may be deleted meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -80,9 +80,9 @@ class Reserving:
 
 
 def reserve_first(folder: Path) -> None:
-    """Let DeepSpeed's swappers that are made from now on allocate their files in `folder` before they write them.
+    """Make DeepSpeed's swappers created from now on allocate each file in `folder` before its first write.
 
-    Its op async_io has to be there (remat.machine.ops.ensure).
+    DeepSpeed's op async_io must be built already (remat.machine.ops.ensure).
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
