@@ -1,4 +1,4 @@
-"""Build everything a run needs, cheapest failures first: options, machine, data, model, engine.
+"""Build everything a run needs: options, machine, data, model, engine. Checks that cost little come first.
 
 A saved state to resume from is found and checked against the launch and its data before a model exists.
 """
@@ -82,9 +82,9 @@ def find_resume_point(
 ) -> load.ResumePoint | None:
     """Return the saved state to resume from, if one was asked for, checked against this launch. Collective.
 
-    `own` takes the run directory for this launch before states are looked for. `progress` is called while the
-    files of a state are read. Raises ConfigError when it cannot be loaded, DoesNotFit when the disk has no room
-    to reshard it.
+    `own` is called with the run directory, to take it for this launch, before its states are read. `progress` is called
+    while the files of a state are read. Raises ConfigError when the state cannot be loaded, DoesNotFit when the disk
+    has no room to reshard it.
     """
     _check_shared(cfg)
     found = load.resolve_resume(
@@ -117,9 +117,9 @@ def find_resume_point(
 
 
 def _check_shared(cfg: RunConfig) -> None:
-    """Check that every node sees the states that rank 0 sees. Collective.
+    """Check that every node sees the newest saved state that rank 0 sees. Collective.
 
-    Otherwise half of a state would count as damaged.
+    Without this check a folder that the nodes do not share would be reported as a damaged state.
     """
     if cfg.resume == "none":
         return
@@ -134,7 +134,7 @@ def _check_shared(cfg: RunConfig) -> None:
 
 
 def check_same_data(saved: RunState, splits: Splits, batches: GlobalBatches, resume: str) -> None:
-    """Raise ConfigError unless the blocks and their order are as saved; else a data position means nothing."""
+    """Raise ConfigError unless the blocks and their order are as saved: the data position is valid only for them."""
     now = splits.key
     found = check_same_order(saved.data, batches)
     if saved.data_key != now:
@@ -152,7 +152,7 @@ def check_same_data(saved: RunState, splits: Splits, batches: GlobalBatches, res
 def _tell_changes(
     state: SavedState, asked: RunConfig, cfg: RunConfig, splits: Splits, world: World, console: Console
 ) -> None:
-    """Say what this launch asks for that the saved run did not."""
+    """Print the options that differ from the saved run's, and what follows for the learning rate."""
     if world.is_main:
         for line in same_launch.describe_changes(state, asked, cfg, splits.train.epoch_length):
             console.note(line)
@@ -175,7 +175,7 @@ def _check_reshard(state: SavedState, world: World, console: Console) -> None:
 
 
 def _in_folder(cfg: RunConfig, plan: LaunchPlan, folder: Path, world: World) -> LaunchPlan:
-    """Return `plan` with the run directory. What the run needs less memory by is told before a rank can be killed."""
+    """Return `plan` with the run directory, and write what to plan if the kernel kills a rank for memory."""
     plan = replace(plan, folder=folder)
     if world.is_main:
         out_of_memory.prepare_for_kill(cfg, plan)
@@ -192,10 +192,10 @@ def _swap_folder(
     force: bool,
     say: Callable[[str], None],
 ) -> Path | None:
-    """Return this node's new folder of swap files, None without NVMe; `undo` removes it. Collective.
+    """Make this node's folder of swap files and return it; None without NVMe offload. `undo` removes it. Collective.
 
-    Raises DoesNotFit on every rank when a node's disk has no room. What killed launches of the run left is deleted
-    before.
+    Folders that killed launches of this run left are deleted first. Raises, on every rank, ConfigError when a node
+    cannot make its folder and DoesNotFit when its disk has no room.
     """
     folder = nvme.own_folder(strategy.ds, run_dir, world)
     if folder is None:
@@ -215,7 +215,7 @@ def _swap_folder(
 def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     """Build everything up to the first step. Collective.
 
-    `words` are the command line that asked for the run; advice repeats it. Raises ConfigError (exit 2) or DoesNotFit
+    `words` are the arguments of the run's command line, which advice repeats. Raises ConfigError (exit 2) or DoesNotFit
     (exit 3) before any weight is read, OutOfMemory after that.
     """
     console = Console(is_main=distributed.rank_from_env() == 0)
@@ -237,7 +237,7 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
         ownership.remove_unused()
         watchdog.close()
         raise
-    watchdog.enter("built")  # a phase without a deadline: what comes next is the caller's
+    watchdog.enter("built")  # a phase without a deadline, until the caller enters the next one
     return run
 
 
@@ -328,7 +328,7 @@ def _look_first(cfg: RunConfig) -> FirstLook:
     try:
         config = hf_model.load_config(cfg.model)
         skeleton = hf_model.skeleton(config, cfg.model)
-    except ConfigError:  # told when the strategy is decided; its tokenizer could not be loaded either
+    except ConfigError:  # `decide` raises it again; a missing tokenizer follows from it
         own = f"model.path={cfg.model.path} holds no tokenizer"
         return looked._replace(problems=[text for text in looked.problems if not text.startswith(own)])
     if not validation.reads_weights(cfg):
@@ -348,8 +348,8 @@ def _decide(
 ) -> Strategy:
     """Return the strategy, after checking that this machine can run it.
 
-    `problems` of the data are raised in one ConfigError with what is wrong with options and machine. With several nodes
-    they are raised later, when all ranks have joined: else the ranks of other nodes would wait for this one.
+    `problems` of the data and the model's files are raised in one ConfigError with those of options and machine. With
+    several nodes `problems` alone are raised once all ranks have joined, because other nodes would wait for this rank.
     """
     found = list(problems)
     try:
@@ -383,7 +383,10 @@ def _with_settings(
 
 
 def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -> tuple[RunConfig, Strategy]:
-    """Return both for the format that rank 0 found. Collective. Raises ConfigError on every rank for its problems."""
+    """Return `cfg` and `strategy` for the data format that rank 0 found. Collective.
+
+    Raises ConfigError on every rank for the problems that rank 0 found.
+    """
     data, problems = distributed.broadcast(looked and (looked.data, looked.problems))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -394,7 +397,7 @@ def _with_format(cfg: RunConfig, strategy: Strategy, looked: FirstLook | None) -
 def _instruments(
     cfg: RunConfig, splits: Splits, folder: Path, world: World, console: Console
 ) -> dict[str, Any]:
-    """Return what measures the run: losses, memory, phases, throughput, and the profiler if one was asked for."""
+    """Return the arguments of `Run` that measure losses, memory, phases and throughput, and the profiler."""
     timer = PhaseTimer(world.device)
     figures = throughput_figures(cfg, splits.context, console.warning)
     window = Window(timer, device=world.device, world_size=world.size, **figures)
@@ -410,7 +413,7 @@ def _instruments(
 def _run_folder(
     cfg: RunConfig, point: load.ResumePoint | None, watchdog: Watchdog, ownership: Ownership
 ) -> Path:
-    """Open the run directory, owned by this launch and shared by all nodes. Reports of a hang go there."""
+    """Open the run directory for this launch alone, check that all nodes share it, and send reports of a hang there."""
     owned = point.run_dir if point else _begun_before(cfg)
     folder = run_dir.open_run_dir(cfg.output_dir, cfg.name, cfg.run_id, owned, ownership)
     shared_folder.check(folder, f"output_dir={cfg.output_dir}")
@@ -435,7 +438,7 @@ def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World
 
     Collectives get a longer timeout than any deadline of the watchdog, because the watchdog's report says more.
     """
-    watchdog.enter("join")  # it has a limit of its own, and says who is missing
+    watchdog.enter("join")  # joining has a time limit of its own, and names the missing ranks
     watchdog.meet(same_launch.join(cfg, strategy.ds, strategy.fields, _say))
     watchdog.allow_for(launch_plan.bytes_of_phases(cfg, strategy))
     watchdog.enter("build")
@@ -475,7 +478,7 @@ def _data(
         )
     except NoRoom as error:
         raise DoesNotFit(str(error)) from error
-    watchdog.enter("wait")  # a node may still build: no deadline, no collective that times out
+    watchdog.enter("wait")  # a node may still build its cache: no deadline, no collective that times out
     if (others := peers.present()) is not None:
         others.meet("data", _say)
     watchdog.enter("build")
@@ -493,7 +496,7 @@ def with_steps(cfg: RunConfig, blocks: int) -> RunConfig:
 
 
 def _batches(cfg: RunConfig, blocks: Blocks, world: World, saved: RunState | None) -> GlobalBatches:
-    """Return the stream of batches, at its beginning or where a `saved` run goes on."""
+    """Return the stream of batches, from its beginning or from the data position of a `saved` run."""
     data = saved.data if saved else {}
     options: dict[str, Any] = {
         "global_batch_size": cfg.train.global_batch_size,
@@ -524,10 +527,10 @@ def _engine(
     sequence_group: RankGroup | None,
     resuming: bool,
 ) -> tuple[Any, Applied, list[Loaded], SequenceParallel | None, PipelineParallel | None]:
-    """Return the DeepSpeed engine around the model, with the checkpointing policy in place, and how it was loaded.
+    """Build the model, with the checkpointing policy applied, and the DeepSpeed engine around it.
 
-    `group` is what DeepSpeed calls an mpu: it knows which ranks share the layers, if any do. `sequence_group` are
-    those that share sequences.
+    Also returns the applied policy, how each rank read weights, and what divides sequences and layers over ranks.
+    `group` is DeepSpeed's mpu, the ranks that share layers; `sequence_group` are those that share sequences.
     """
     import deepspeed
 
@@ -567,7 +570,7 @@ def _engine(
         )
     if pipeline is not None:
         pipeline.let_states_hold_weights(engine)
-    rng.seed(cfg.train.seed + world.rank // world.tensor_parallel_size)  # dropout differs where the tokens do
+    rng.seed(cfg.train.seed + world.rank // world.tensor_parallel_size)  # the same on ranks that share layers
     return engine, applied, loaded, sequence, pipeline
 
 
@@ -630,7 +633,7 @@ def _base(
     *,
     resuming: bool,
 ) -> PreTrainedModel:
-    """Build the model without adapters, in 4 bits only where transformers quantises while it reads."""
+    """Build the model without adapters; with QLoRA below ZeRO-3 transformers quantises it to 4 bits while reading."""
     quantised = cfg.peft.method is PeftMethod.qlora and strategy.zero_stage < 3
     return hf_model.build(
         cfg.model,
@@ -656,7 +659,7 @@ def _sharded_4bit(
     reading: LoadingProgress,
     told: list[Loaded],
 ) -> PreTrainedModel:
-    """Build the base in 4-bit shards: read as such, or quantised once transformers has read it in 16-bit shards."""
+    """Build the base in 4-bit shards: each rank reads its own, or quantises 16-bit shards that transformers read."""
     from remat.model.four_bits import load_4bit  # bitsandbytes is optional
 
     adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
@@ -685,7 +688,7 @@ def _sharded_4bit(
 
 
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
-    """Return how a pretrained base is quantised while it is read."""
+    """Return the `from_pretrained` arguments that quantise a base while it is read."""
     skeleton = hf_model.skeleton(hf_config, cfg.model)
     found: dict[str, Any] = adapters.loading_quantised(
         skeleton, layers.decoder_layers(skeleton), hf_model.DTYPES[cfg.train.precision], world.device
@@ -707,9 +710,9 @@ def _tracker(cfg: RunConfig, folder: Path, world: World, console: Console, resum
 
 
 def _write_records(run: Run, yaml: str, chosen: list[str] | None, hf_config: PretrainedConfig) -> None:
-    """Write what runs: options, DeepSpeed's config, plan, environment, data, and the model's config and tokenizer.
+    """Write records: options, DeepSpeed's config, plan, environment, data, and the model's config and tokenizer.
 
-    What strategy=auto chose holds for the whole run, and so do the model's files; the rest is of this launch.
+    The choice of strategy=auto and the model's files are those of the whole run, the rest are of this launch.
     """
     folder, planned = run.record_folder, run.plan.planned
     folder.mkdir(exist_ok=True)
@@ -729,7 +732,7 @@ def _write_records(run: Run, yaml: str, chosen: list[str] | None, hf_config: Pre
 
 
 def _describe_data(run: Run) -> dict[str, Any]:
-    """Return the content of data.json: what became of the data's rows, and how full the batches are."""
+    """Return the content of data.json: steps, epochs, packing, share of padding, and the report of the data cache."""
     train, blocks = run.cfg.train, run.splits.train.epoch_length
     return {
         "steps": train.steps,

@@ -1,7 +1,7 @@
-"""Count what a DeepSpeed engine holds between operations, and where, from its tensors' storages on this rank.
+"""Count the bytes of model states that a DeepSpeed engine holds on this rank, by device, from its tensors' storages.
 
-Two moments together show every model state: gradients and reduction buffers when a backward is over, weights
-and optimizer state when a step was applied.
+Measuring at two moments covers every state: gradients and reduction buffers after a backward, weights and optimizer
+state after an applied step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NVME, PAGED = "nvme", "paged"
 Held = dict[str, dict[str, int]]  # category -> kind of device (cpu, cuda) -> bytes
 MASTER, MASTER_GRADIENTS, MOMENTS = "master weights", "master gradients", "moments"
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DEPTH = 4  # of lists and dicts inside the optimizer's attributes
+DEPTH = 4  # nested lists and dicts that are searched in the optimizer's attributes
 RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on their way back to the GPU
 
 
@@ -56,9 +56,9 @@ class Placement:
 
 
 def measure_after_backward(engine: Any) -> Held:
-    """Measure what is there until the update. Call it after the last backward of a step, before the step.
+    """Measure gradients, communication buckets, and second shards of weights (ZeRO++ hpZ) if there are any.
 
-    These are gradients, communication buckets, and second shards of weights where there are any.
+    Call it after a backward, before the update.
     """
     seen = _Storages()
     seen.take(_weights(engine))
@@ -183,9 +183,9 @@ def find_placement(engine: Any) -> Placement:
 
 
 def unmet_expectations(found: Placement, ds: Mapping[str, Any], *, ranks: int, device_type: str) -> list[str]:
-    """Return what the DeepSpeed config promised and the engine does not do.
+    """Return a message for each promise of the DeepSpeed config that the engine does not keep.
 
-    `ranks` share the optimizer state; `device_type` is where the model computes.
+    `ranks` is how many share the optimizer state; `device_type` is where the model computes.
     """
     parameters, state = found.parameters, found.optimizer_state
     stage = ds_config.zero_stage(ds)
@@ -226,7 +226,7 @@ def unmet_expectations(found: Placement, ds: Mapping[str, Any], *, ranks: int, d
 def _other_formats(bytes_in: Mapping[str, Mapping[str, int]], states: OptimStates) -> list[str]:
     """Return which states are in another number format than optim.states promises.
 
-    The moments of an optimizer other than AdamW have formats of their own, and then the rest is in fp32.
+    With optim.states=fp32 moments are not checked: those of optimizers other than AdamW have formats of their own.
     """
     wanted = dict.fromkeys((MASTER, MASTER_GRADIENTS), "fp32" if states is OptimStates.fp32 else "bf16")
     if states is not OptimStates.fp32:
@@ -262,7 +262,7 @@ def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
 
 
 def _states(engine: Any, moments: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors of each kind of state: master weights and their gradients are those of ZeRO."""
+    """Return tensors by kind of state: ZeRO's master weights and their gradients, and the `moments`."""
     flat = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     masters = [t for name in flat for t in _tensors(getattr(engine.optimizer, name, []), DEPTH)]
     gradients = [master.grad for master in masters if master.grad is not None]
@@ -277,7 +277,7 @@ def _bytes_by_format(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 def _is_moment(name: str, value: Any) -> bool:
-    """Return whether it is state of the weights; constants and tables of 8-bit values are not."""
+    """Return whether `value` is a moment, and not a scalar or a table of bitsandbytes' 8-bit optimizers."""
     return isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith(("absmax", "qmap"))
 
 
@@ -286,7 +286,7 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     for tensor in tensors:
         on_nvme = getattr(getattr(tensor, "final_location", None), "value", None) == NVME
         numel = getattr(tensor, "ds_numel", tensor.numel())
-        paged = getattr(tensor, "is_paged", False)  # torch takes it for host memory
+        paged = getattr(tensor, "is_paged", False)  # torch reports bitsandbytes' paged memory as host memory
         sizes[NVME if on_nvme else PAGED if paged else tensor.device.type] += numel * tensor.element_size()
     return dict(sizes)
 
@@ -294,7 +294,7 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 def _swapped_numel(engine: Any) -> int:
     """Return the number of elements of the master weights whose moments are on NVMe.
 
-    DeepSpeed keeps empty tensors in their place.
+    In the place of these moments DeepSpeed keeps empty tensors.
     """
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is None:

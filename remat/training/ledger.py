@@ -1,4 +1,4 @@
-"""Write ledger.json: planned against measured, by category, with how each figure was measured, or why it was not.
+"""Compare planned and measured figures by category for ledger.json, with how each was measured or why it was not.
 
 Every figure was counted in the run's first step or is a mean that is logged anyway, so the ledger costs no time.
 """
@@ -30,14 +30,14 @@ from remat.training import engine_memory
 from remat.training.proof import FirstStep
 from remat.training.run import Run
 
-OFF_GPU = {  # the names of planning/model_states.py that a GPU never holds, by category; the rest are buffers
+OFF_GPU = {  # items of planning/model_states.py that a GPU never holds -> category; items of no category are buckets
     "parameters kept in host memory": Category.weights,
     "parameters on their way back": Category.weights,
     "paged moments": Category.optimizer_state,
     "parameters too small to be swapped": Category.weights,
     "master parameters, moments, gradients": Category.optimizer_state,
 }
-UNTIL_UPDATE = "gradients of small weights"  # that wait for it in host memory, beside NVMe
+UNTIL_UPDATE = "gradients of small weights"  # kept in host memory until the update, with NVMe offload
 ON_GPU = "GPU, allocated at the peak"
 MICRO_BATCH = "peak of a micro-batch, on top of the model states"
 KEPT, HOST, STEP = "kept activations, all layers", "host memory", "step time"
@@ -109,12 +109,12 @@ def metrics(lines: list[Row]) -> dict[str, float]:
 
 
 def _name(line: Row) -> str:
-    """Return the row's name in words of small letters, the unit last: `kept_activations_all_layers_mib`."""
+    """Return the row's category and unit in snake case: `kept_activations_all_layers_mib`."""
     return "_".join(re.findall(r"[a-z0-9]+", f"{line.category} {line.unit}".lower()))
 
 
 def describe(lines: list[Row]) -> dict[str, str]:
-    """Return the few rows that the final table shows, each only where it has both figures."""
+    """Return the rows of the final table: those named in SHORT that have both figures."""
     return {
         f"{SHORT[line.category]}": f"planned {line.planned_is}{' ' * bool(line.planned_is)}{line.planned:,.4g} "
         f"{line.unit}, measured {line.measured:,.4g}"
@@ -183,7 +183,7 @@ def _states(run: Run, first: FirstStep) -> list[Row]:
     planned: dict[tuple[str, str], int] = {}
     for item in run.plan.states:
         if item.mlocked or item.name == UNTIL_UPDATE:
-            continue  # buffers have a row of their own; the others are gone when tensors are counted
+            continue  # swap buffers have a row of their own; these gradients are gone when tensors are counted
         category = str((CATEGORY_OF | OFF_GPU).get(item.name, Category.buckets))
         place: str = "host" if item.place == "pinned" else item.place
         if place == "gpu" and run.world.device.type == "cpu":
@@ -383,7 +383,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _scaled(row: Row) -> Row:
-    """Return the row with bytes in GiB, or in MiB where both figures are small."""
+    """Return the row with bytes in GiB, or in MiB when both figures are below 1 GiB."""
     if row.unit != "bytes":
         return row
     unit, name = (GIB, "GiB") if max(row.planned or 0, row.measured or 0) >= GIB else (MIB, "MiB")

@@ -1,7 +1,7 @@
-"""Train: read `train` first, it is the table of contents. Also here: evaluation, skipped steps, the end of a run.
+"""Train, evaluate, skip steps with a loss or gradient that is not finite, and end a run. Read `train` first.
 
-When the loss or gradient of a step is not finite on any rank, all ranks skip the step. Its samples are recorded, and
-the number of skipped steps in a row is limited.
+When the loss or the gradient of a step is not finite on any rank, all ranks skip the step. The ids of its samples are
+recorded, and too many skipped steps in a row end the run.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def finish(run: Run, first: FirstStep, step: int, metrics: Mapping[str, float], 
 
 
 def record_failure(run: Run, first: FirstStep, error: BaseException) -> None:
-    """Write what is known when a run fails. No collectives; raises nothing.
+    """Write the records of a run that fails. No collectives; raises nothing.
 
-    That is the allocator's history if memory ran out and `profile.memory` is on, and the ledger once there was
-    a first step.
+    They are the allocator's history, if memory ran out and `profile.memory` is on, and the ledger, if the first step
+    was verified.
     """
     if isinstance(error, out_of_memory.OutOfMemory) and (path := run.profiler.out_of_memory()):
         run.console.warning(f"the allocator's history: {path} (pytorch.org/memory_viz)")
@@ -80,7 +80,7 @@ def record_failure(run: Run, first: FirstStep, error: BaseException) -> None:
         return
     try:
         _write_ledger(run, first, {}, finished=False)
-    except Exception as second:  # it would hide why the run failed
+    except Exception as second:  # raising it would hide why the run failed
         run.console.warning(f"no ledger: {type(second).__name__}: {second}")
 
 
@@ -179,7 +179,7 @@ def record_skipped_step(
 ) -> None:
     """Write a row to `nonfinite.jsonl`. Collective.
 
-    `losses` [micro-batches] are this rank's of step `step`, counted from 0.
+    `losses` [micro-batches] are this rank's losses of the step; `step` is counted from 0.
     """
     own = [index for index, finite in enumerate(losses.isfinite().tolist()) if not finite]
     everyone = distributed.gather(own)  # slow, but only skipped steps come here
@@ -241,7 +241,7 @@ def loss_scale(run: Run) -> float:
     return float(getattr(run.engine.optimizer, "cur_scale", 1.0))
 
 
-# what ends a run with exit 70, beside memory
+# errors with exit code 70, besides OutOfMemory
 FAILURES = TrainingFailed, PolicyNotApplied, SaveError, SwapError, LostPeer
 
 
@@ -257,8 +257,8 @@ class Outcome:
 def train(run: Run) -> Outcome:
     """Train to `run.steps` (or `train.stop_at`, or a stop), logging, evaluating and saving on the way.
 
-    Raises TrainingFailed after too many non-finite steps, PolicyNotApplied when the policy is not what ran,
-    OutOfMemory, and LostPeer when another rank is gone. The record is closed however the run ends.
+    Raises OutOfMemory and the errors in FAILURES: TrainingFailed after too many non-finite steps, PolicyNotApplied when
+    the policy is not in effect, LostPeer when another rank is gone. The record is closed however the run ends.
     """
     first = FirstStep()
     try:
@@ -349,26 +349,26 @@ def step(run: Run, first: FirstStep, progress: Progress, last: int) -> StepMetri
     if progress.step % run.cfg.train.log_every == 0:
         return _log(run, progress, run.losses.take())
     if stopping or progress.step == last:
-        return _log(run, progress, run.losses.mean())  # an extra row, which a resumed run does not know of
+        return _log(run, progress, run.losses.mean())  # an extra row, which leaves the loss window open
     return {}
 
 
 def start(run: Run) -> Progress:
-    """Return fresh or resumed progress. On resume, cut the record back to the saved step."""
-    progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # before its first step
+    """Prepare the first step; return fresh or resumed progress. On resume, cut the record back to the saved step."""
+    progress = Progress(to_evaluate=run.cfg.train.eval_every > 0)  # evaluate before the first step
     if run.resumed is not None:
         progress = copy.deepcopy(run.resumed.progress)
         if run.resumed.losses is not None:
             run.losses.restore(run.resumed.losses)
         run.tracker.rewind(progress.step)
-    elif run.cfg.resume != "none":  # a launch of this run before may have been killed before it saved
+    elif run.cfg.resume != "none":  # an earlier launch of this run may have been killed before its first save
         run.tracker.rewind(-1)
     if times := len(run_dir.retreats(run.folder)):
         run.tracker.log(progress.step, {RETREATS: float(times)})
     saves.prepare(run, progress.step)
     run.applied.reset()
     run.engine.train()
-    run.memory.reset_peak()  # the peak of a step, not of loading
+    run.memory.reset_peak()  # the first peak is that of a step, not of loading
     run.console.progress(progress.step, run.steps)
     run.snapshots.follow(run.timer)
     run.window.start()
@@ -414,7 +414,7 @@ def _through_stages(
 ) -> torch.Tensor:
     """Do what `_forward_backward_update` does, with stages. Ranks of the last stage return losses, the others zeros.
 
-    The first micro-batch of a launch goes through all stages by itself, so that what each keeps of it can be counted.
+    The first micro-batch of a launch goes through all stages by itself, so that what each stage keeps can be counted.
     """
     engine, count = run.engine, len(batch.micro_batches)
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
@@ -435,7 +435,7 @@ def _through_stages(
 
 
 def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, losses: torch.Tensor) -> None:
-    """Count the step; skip or stop on non-finite gradients; prove the policy once."""
+    """Count the step, record it if it was skipped, and verify the first applied one. Raises after too many skips."""
     step = progress.step
     if run.engine.was_step_applied():
         progress.skipped_in_a_row = 0
@@ -483,7 +483,7 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
 
 
 def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
-    """Evaluate at this step. If a stop comes first, note that it must be done after the resume."""
+    """Evaluate after this step. If the run stops first, note that the evaluation is due after the resume."""
     metrics = evaluate(run, first, progress.step)
     progress.to_evaluate = run.stop.reason is not None and not metrics
     saves.count_evaluation(run, progress, metrics)
@@ -497,7 +497,7 @@ def _stop(run: Run, progress: Progress) -> None:
         + (": saving" if run.saves.last != progress.step else "")
     )
     run.tracker.finish_wandb_soon()  # the save may take longer than the sender of the stop waits
-    saves.wait_for_save(run, progress.step, may_fail=True)  # then this step's state is saved instead
+    saves.wait_for_save(run, progress.step, may_fail=True)  # if it fails, this step's state is saved instead
     if run.saves.last != progress.step:
         saves.save_state(run, progress, must=True)
     run.stop.clear()

@@ -1,7 +1,7 @@
-"""When collectives fail because a rank is gone, find out which one, and name it in one sentence.
+"""Find out which rank is gone when a collective fails for that reason, and name the rank in one sentence.
 
-A roll call over the ranks' store (remat/machine/peers.py) finds which one it is: every live rank answers there,
-from its watchdog's thread or when its own collective has failed.
+The ranks hold a roll call over their store (remat/machine/peers.py). Every live rank answers it, from its watchdog's
+thread or when its own collective has failed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from remat.training.watchdog import Watchdog
 
 ROLL_S = 10.0  # how long ranks may take to answer; their watchdogs listen every 2 s
 FOLDER = "errors"  # in the run directory: the traceback of each rank
-KINDS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # of NCCL, sockets, the store
-WORDS = re.compile(  # of gloo, whose errors are plain RuntimeErrors
+KINDS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # NCCL, sockets, the store
+WORDS = re.compile(  # texts of gloo's errors, which are plain RuntimeErrors
     r"Connection closed by peer|Connection reset by peer|Read error \[|Write error \[|Broken pipe|connectFullMesh|"
     r"Application timeout caused pair closure|[Ss]ocket [Tt]imeout|Connect timeout|Timed out waiting \d+ms|"
     r"NCCL error|remote process exited|Connection was likely closed"
@@ -46,7 +46,7 @@ def named(watchdog: Watchdog | None = None) -> Iterator[None]:
 
 
 def leave_together() -> None:
-    """End a launch: no rank leaves before all have come to this point. Collective."""
+    """End a launch once all ranks have come to this point. Collective."""
     with named():
         distributed.shut_down()
 
@@ -72,9 +72,9 @@ def _explained(error: Exception, watchdog: Watchdog | None) -> LostPeer:
 
 
 def _verdict(found: Peers, place: tuple[str, int], cause: str) -> tuple[str, list[int]]:
-    """Return who is gone, in words, and their ranks.
+    """Return a sentence about the ranks that are gone, and their numbers.
 
-    The answer is the same on every rank: the first to ask tells the others.
+    All ranks get the same answer: that of the first rank to ask.
     """
     try:
         found.put_own("alive", place)

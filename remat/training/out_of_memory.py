@@ -1,7 +1,7 @@
 """Explain that memory ran out: in which phase, on which rank, planned against measured, and the cheapest remedies.
 
-The remedies are the advice of `remat plan` for a machine with less memory, by as much as was missing. A process of its
-own asks for it after the run has failed.
+The remedies are the advice of `remat plan` for a machine that has less memory by the bytes that were missing. A
+separate process plans them after the run has failed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from remat.machine.host_memory import host_memory
 from remat.planning.launch_plan import CHOSEN, LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
 
-ADVICE_S = 120  # the longest that advice may take
+ADVICE_S = 120  # time limit of planning the advice
 NUM_ADVICE = 3
 ROOM_BYTES = 1 << 28  # a GPU with more than this free has not run out
 MARGIN = 0.05  # share of the plan that advice must save at least: more may be missing later on
 KEY = "remat/out_of_memory"  # in the process group's store: how many ranks ran out of memory
-PHASES = {"optimizer": "optimizer step"}  # phases that are told under another name than the timer's
+PHASES = {"optimizer": "optimizer step"}  # phase of the timer -> its name in messages, where they differ
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|B|KiB|MiB|GiB|TiB)\b")
 WORDS = re.compile(
@@ -87,7 +87,7 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
     except OutOfMemory:
         raise
     except Exception as error:
-        # another rank ran out, and this one broke when it left
+        # no cause here: another rank ran out of memory, and this one failed because that one left
         cause = find(error) or (error if _told() else None)
         if cause is None:
             raise
@@ -104,7 +104,7 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Return the exception in the chain of causes that says that memory ran out, of a GPU or of the host; else None."""
+    """Return the first exception in the chain of causes that says that GPU or host memory ran out; else None."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or WORDS.search(str(error)):
             return error
@@ -140,7 +140,7 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
         return exit_code
     _let_go(error)
     goes_on, said = _ask_for_retreat(error)
-    # what goes on needs no advice, which is another search
+    # a run that goes on needs no advice, which takes another search
     advice, command = ([], build_command(error)) if goes_on else ask(error)
     print(f"\nremat: {compose_message(error, advice, command)}\n", file=sys.stderr, flush=True)
     if said:
@@ -157,7 +157,7 @@ def prepare_for_kill(cfg: RunConfig, plan: LaunchPlan) -> None:
 def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
     """Ask `remat launch` for the fastest setting that needs less and trains the same, if the run is to go on.
 
-    Return whether it goes on, and what follows in words.
+    Return whether the run goes on, and a line that says why not or how.
     """
     planned = error.plan.planned
     if planned is None or planned.cfg.on_out_of_memory is not OnOutOfMemory.retreat:
@@ -202,7 +202,7 @@ def compose_message(error: OutOfMemory, advice: list[dict[str, Any]], command: l
 
 
 def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return `remat plan`'s advice for a machine that lacks what was missing, and the command that gives it.
+    """Return `remat plan`'s advice for a machine with less memory by the missing bytes, and the command for it.
 
     The advice is [] when the command fails.
     """
@@ -227,7 +227,7 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def build_command(error: OutOfMemory) -> list[str]:
-    """Return the `remat plan` command for a machine that lacks what was missing."""
+    """Return the `remat plan` command for a machine with less memory by the missing bytes."""
     return _smaller(error.plan, error.place, _missing_bytes(error))
 
 
@@ -237,20 +237,20 @@ def _missing_bytes(error: OutOfMemory) -> int:
 
 
 def _smaller(plan: LaunchPlan, place: str, missing_bytes: int) -> list[str]:
-    """Return the `remat plan` command for a smaller machine than the plan needs: by what was missing and a margin."""
+    """Return the `remat plan` command for less memory than the plan needs: by `missing_bytes`, at least by MARGIN."""
     planned = plan.planned
     if planned is None:
         return plan.command
     option, needed = _needed(plan, place)
     whole = needed if option == "hardware.host_memory_gib" else planned.plan.peak_bytes
-    at_most = needed - whole // 2  # the smallest target for which advice stays possible
+    at_most = needed - whole // 2  # the smallest memory for which advice stays possible
     target = max(needed - max(missing_bytes, int(MARGIN * whole)), at_most)
     kept = [word for word in plan.command if not word.startswith(f"{option}=")]
     return [*kept, f"{option}={target / GIB:.4f}"]
 
 
 def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
-    """Return the option of the capacity that was too small, and what the plan needs of it.
+    """Return the option for the size of the memory that ran out, and the bytes of it that the plan needs.
 
     Ranks on CPUs hold in host memory what a GPU would hold. Advice is about that part, and calls it GPU memory.
     """
@@ -312,7 +312,7 @@ def _is_first() -> bool:
         return distributed.rank_from_env() == 0
     try:
         return int(_store().add(KEY, 1)) == 1
-    except RuntimeError:  # the store left with its rank: nobody can be asked, so two ranks may print
+    except RuntimeError:  # the store's rank has left, so that several ranks may print
         return True
 
 
@@ -320,7 +320,7 @@ def _told() -> bool:
     """Return whether a rank has reported that its memory ran out."""
     try:
         return dist.is_initialized() and bool(_store().check([KEY]))
-    except RuntimeError:  # the store left with its rank
+    except RuntimeError:  # the store's rank has left
         return False
 
 
@@ -329,7 +329,7 @@ def _store() -> Any:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the failed run holds, so that the plan has room: tracebacks keep every local of every frame."""
+    """Free the memory of the failed run for planning: tracebacks keep the local variables of every frame."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

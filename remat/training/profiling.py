@@ -1,6 +1,6 @@
 """Profile a few steps (`profile=memory|trace|summary`), and take five labelled memory snapshots of every launch.
 
-Tools of torch write to RUN_DIR/profile on each rank: the allocator's history (`torch.cuda.memory`, for
+torch's tools write to RUN_DIR/profile on each rank: the allocator's history (`torch.cuda.memory`, for
 memory_viz), and `torch.profiler`, for a Chrome trace or for tables. None of them changes what is computed.
 Times of profiled steps are not those of other steps. The snapshots are taken after load, after the engine is
 built, and after the last forward, last backward and update of the first optimizer step. Taking them costs no
@@ -37,7 +37,7 @@ FOLDER = "profile"
 
 
 def check(cfg: ProfileConfig, device: torch.device) -> None:
-    """Raise ConfigError when this machine has no such tool."""
+    """Raise ConfigError when this machine lacks a tool that `cfg` asks for."""
     if cfg.memory and device.type != "cuda":
         raise ConfigError(
             "profile.memory=true: the allocator's history exists on a GPU only, and torch sees none; "
@@ -99,7 +99,7 @@ class Profiler:
         path = self._path("out-of-memory", "pickle")
         try:
             torch.cuda.memory._dump_snapshot(str(path))
-        except Exception as error:  # it would hide why the run failed
+        except Exception as error:  # raising it would hide why the run failed
             log.warning("no memory snapshot: %s: %s", type(error).__name__, error)
             return None
         return path
@@ -216,7 +216,7 @@ class Snapshots:
 
 
 def highest(every: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Return each figure's largest value over the ranks' lists; what is 0 on all ranks (no GPU) is left out."""
+    """Return each figure's largest value over the ranks' lists; figures that are 0 on all (no GPU) are left out."""
     found = []
     for moment in zip(*every, strict=True):
         sizes = {key: max(rank[key] for rank in moment) for key in moment[0] if key.endswith("_bytes")}

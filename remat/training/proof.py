@@ -29,8 +29,8 @@ from remat.training.engine_memory import Held, Placement
 from remat.training.run import Run
 
 LONGEST = 4096  # tokens of a row whose loss one rank computes by itself
-LONGEST_BACKWARD = 256  # the same with a gradient: one rank keeps everything of so many
-# Of two losses and of two gradient norms, which are sums of the same numbers in another order.
+LONGEST_BACKWARD = 256  # the same with a gradient, for which one rank keeps all activations
+# Relative tolerances: both losses, and both gradient norms, are sums of the same numbers in different orders.
 SAME_LOSS = {Precision.fp32: 1e-4, Precision.bf16: 1e-2, Precision.fp16: 1e-2}
 SAME_GRADIENT = {Precision.fp32: 1e-3, Precision.bf16: 5e-2, Precision.fp16: 5e-2}
 LEARNT = 3  # micro-batches in a row until ZeRO-3 knows its prefetch order; an evaluation makes it forget
@@ -44,7 +44,7 @@ class FirstStep:
     steady_trace: OpTracer | None = None  # of the first micro-batch after ZeRO-3's prefetch order is fixed
     shape: tuple[int, int] = (0, 0)  # rows and positions of the micro-batch of `trace`; widths may differ
     steady_shape: tuple[int, int] = (0, 0)  # the same of `steady_trace`
-    moved_bytes: int | None = None  # that activations took to host memory in the first micro-batch
+    moved_bytes: int | None = None  # of activations, moved to host memory in the first micro-batch
     replayed: Replayed | None = None  # first micro-batch: layers compared with a pass that keeps everything
     memory: Held = field(default_factory=dict)  # model-state bytes, maximum over ranks
     shared_sequences: dict[str, Any] | None = None  # of ranks that share sequences: see prove_shared_sequences
@@ -68,7 +68,8 @@ def watching(
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """Trace the first micro-batch op by op. Under ZeRO-3 trace another once the order of its gathers is fixed.
 
-    Until the first step is verified, count what each backward leaves.
+    Yields a function to call with the loss after the forward. Until the first step is verified, model states are
+    measured after each backward.
     """
     wanted = 0 if first.trace is None else LEARNT
     with ExitStack() as around:
@@ -101,9 +102,9 @@ def watching(
 
 
 def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
-    """Run a layer of each kind again with everything kept, and compare, before anything is updated. Collective.
+    """Run a layer of each kind again with all activations kept, and compare, before the update. Collective.
 
-    Raises PolicyNotApplied on all ranks when something differs on any; proof.json is written then too.
+    Raises PolicyNotApplied on all ranks when a value differs on any, after proof.json is written.
     """
     with run.window.excluded():
         mine = recorder.ready()
@@ -118,7 +119,7 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
 
 
 def _refuse(run: Run, found: dict[str, Any], problems: list[str]) -> None:
-    """Write proof.json and raise PolicyNotApplied where there are problems, the same on all ranks."""
+    """Write proof.json and raise PolicyNotApplied if there are `problems`, which must be the same on all ranks."""
     if not problems:
         return
     if run.world.is_main:
@@ -174,13 +175,13 @@ def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
 
 
 def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
-    """Return the row of a layer with the numbers of layers in the whole model; `before` are ahead of the stage."""
+    """Return a layer's row with layers numbered in the whole model; `before` layers precede the stage."""
     together = [before + layer for layer in row["recomputed_with_layers"]]
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
 
 
 def say_stage(text: str, before: int) -> str:
-    """Return what is said of a stage's layers, which are counted from its first one; `before` are ahead of it."""
+    """Add the stage's place to `text`, which counts layers from the stage's first; `before` layers precede it."""
     return f"in a stage whose layer 0 is the model's layer {before}, {text}" if before else text
 
 
@@ -196,7 +197,7 @@ def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]
         "in_words": policy.describe(run.strategy.decisions),
         "stacks": run.strategy.stacks,
         "zero_stage": run.strategy.zero_stage,
-        "compile": str(run.cfg.compile),  # from the second micro-batch on: proven are layers as they are
+        "compile": str(run.cfg.compile),  # from the second micro-batch on; the proof is of layers without it
         "first_micro_batch": {"rows": first.shape[0], "positions": first.shape[1]},
         "layers": [row for stage in stages for row in stage.layers],
         "first_micro_batch_flops": {
@@ -216,14 +217,14 @@ def describe(run: Run, first: FirstStep, found: RankProof) -> str:
 
 
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
-    """Return what proof.json says of shared sequences, from the first step's batch. Collective.
+    """Check that ranks that share sequences compute one rank's loss; return the findings for proof.json. Collective.
 
     The first tokens of a row are gathered. The group computes their loss together, and each rank computes it by itself,
     without dropout: the two must agree. For fewer tokens the norms of the loss's gradient for the embedding's output
     must agree too, because that gradient passes through every exchange. Labels of all ranks' parts are counted: none
     may be lost or counted twice.
 
-    Raises PolicyNotApplied on all ranks otherwise; proof.json is written then too.
+    Raises PolicyNotApplied on all ranks otherwise, after proof.json is written.
     """
     sequence = run.sequence
     assert sequence is not None, "only runs that share sequences are proven to"
@@ -259,7 +260,7 @@ def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
 
 
 def compare_shared(found: dict[str, Any]) -> list[str]:
-    """Return what is wrong in `found`, the content that `prove_shared_sequences` makes."""
+    """Return the problems in `found`, the findings of `prove_shared_sequences`."""
     problems = []
     for what, key, within in (
         ("loss", "loss", found["same_within"]),
@@ -281,7 +282,7 @@ def compare_shared(found: dict[str, Any]) -> list[str]:
 
 
 def _same(one: float, other: float, within: float) -> bool:
-    """Return whether two values agree; those that are not finite are left to the guard of steps."""
+    """Return whether two values agree. Two that are not finite do: such a step is never applied."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= within * abs(other)
@@ -300,7 +301,7 @@ def _losses(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> t
 def _gradient_norms(run: Run, sequence: SequenceParallel, whole: dict[str, Tensor]) -> tuple[float, float]:
     """Return the norms of the loss's gradient for the embedding's output, by the group and by this rank alone.
 
-    Everything is kept, whatever the policy is, and no weight gets a gradient.
+    All activations are kept, whatever the policy is, and no weight gets a gradient.
     """
     net, own = run.engine.module, sequence.inputs(sequence.take_own(whole), run.world.device)
     with run.applied.scope.keep_everything(), _unlearnt(run):
@@ -326,7 +327,7 @@ def _unlearnt(run: Run) -> Iterator[None]:
 
 
 def _squared_gradient(net: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the sum of squares of the gradient of `compute()` for what the embedding of `net` returned in it."""
+    """Return the squared norm of the gradient of `compute()` with respect to the output of the embedding of `net`."""
     given: list[Tensor] = []
 
     def cut(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run ready to train: everything that `build` made and the loop uses."""
+"""Hold a run that is ready to train: everything that `build` made and the loop uses."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a saved state holds of a run beside the engine's tensors: counters, data position, names of records."""
+    """The part of a saved state that is plain data: counters, losses, data position, the id of the W&B run."""
 
     progress: Progress
-    losses: dict[str, Any] | None  # `LossWindow.state()`; None: saved before it was kept
+    losses: dict[str, Any] | None  # `LossWindow.state()`; None in older states
     data: dict[str, Any]  # `GlobalBatches.state()`
     data_key: str  # `Splits.key` of the data that the position is in
     wandb_run_id: str | None
@@ -126,7 +126,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     resumed: RunState | None
     swap_folder: Path | None
-    sequence: SequenceParallel | None  # what divides each sequence over ranks; None: nothing does
+    sequence: SequenceParallel | None  # divides each sequence over ranks; None: sequences are whole
     pipeline: PipelineParallel | None  # the stage of this rank; None: it has all layers
     loaded: list[Loaded]  # how each rank read pretrained weights; [] where none were read
     saves: Saves = field(default_factory=Saves)
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps of the whole run; those of `train.epochs` follow from the data."""
+        """Return the number of optimizer steps of the whole run; with `train.epochs` it follows from the data."""
         assert self.cfg.train.steps is not None, "the data is open, so the steps are known"
         return self.cfg.train.steps
 
@@ -171,7 +171,7 @@ class Run:
         return packing.given(packed, found, hf_model.model_of(self.engine.module))
 
     def take_memory_peaks(self) -> dict[str, float]:
-        """Return memory since the last call, over all ranks, and keep the maxima for the final table. Collective.
+        """Return memory figures since the last call, over all ranks; keep the maxima for the final table. Collective.
 
         Each call starts a new peak.
         """

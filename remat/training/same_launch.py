@@ -1,9 +1,9 @@
 """Check that all ranks of a launch were started alike; say what a resume changes in its run.
 
-Checked before any data is read are the options, the code and the library versions.
+The options, the code and the library versions are compared before any data is read.
 
-A node that computes something else spoils the gradients of all without an error, or breaks a collective of
-another size far from the cause. What may differ from node to node is in MAY_DIFFER.
+A node that was started differently spoils the gradients of all ranks without an error. Or its tensors have another
+size, and a collective fails far from the cause. Options that may differ from node to node are in MAY_DIFFER.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REMEDIES = {
 class Verdict:
     """The findings of rank 0.
 
-    They are the hosts by rank, the ranks' addresses towards rank 0, and why the launch is refused, if it is.
+    `hosts` are by rank, `addresses` those of ranks towards rank 0. `problem` says why the launch is refused, if it is.
     """
 
     hosts: list[str]
@@ -63,7 +63,7 @@ class Verdict:
 def join(
     cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any], say: Callable[[str], None]
 ) -> Peers | None:
-    """Meet all ranks, compare, and choose gloo's network interface where nodes differ. Collective.
+    """Wait for all ranks, compare how they were started, and choose gloo's network interface if needed. Collective.
 
     Returns None for a single process. `rendered` is the DeepSpeed config, `fields` the model's. Raises
     ConfigError on every rank with the same words, LostPeer when ranks do not come within
@@ -88,7 +88,7 @@ def join(
 
 
 def collect_facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank was started with: by name a digest of the value, and what may be shown of it."""
+    """Return this rank's host and address and, by kind, {name: (digest of the value, text that may be shown)}."""
     options = _shown(asdict(cfg))
     # contents of files beside the options; nvme_path may differ here as in MAY_DIFFER
     options |= {f"deepspeed.config: {k}": v for k, v in _shown(rendered).items() if "nvme_path" not in k}
@@ -160,7 +160,7 @@ def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]
 def digest_code(folder: Path = PACKAGE) -> dict[str, str]:
     """Return a digest of each source file of the package by its name.
 
-    The commit alone is not enough: it may be missing, or its checkout changed.
+    The commit alone is not enough: it may be missing, or files of the checkout changed.
     """
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
@@ -179,7 +179,7 @@ def _versions() -> dict[str, str]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return leaves by dotted name; a list is a leaf, an empty mapping too."""
+    """Return the leaves of nested mappings by dotted name. Lists and empty mappings are leaves."""
     if isinstance(value, Mapping) and value:
         found: dict[str, Any] = {}
         for key, item in value.items():
@@ -202,7 +202,7 @@ def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 BITS = "it changes what training computes from here on, not only where things live"
 OF_STEPS = ("train.steps", "train.epochs", "train.global_batch_size")  # how many steps a run has
-EFFECTS = {  # the beginning of an option, and what changing it does
+EFFECTS = {  # beginning of an option's name -> what a change of the option does
     "train.precision": "a state of another precision cannot be loaded",
     "train.micro_batch_size": "accumulation follows; sums are taken in another order",
     "train.loss": "the same loss, in another order of sums",
@@ -218,9 +218,9 @@ EFFECTS = {  # the beginning of an option, and what changing it does
 def describe_changes(state: SavedState, asked: RunConfig, cfg: RunConfig, blocks: int) -> list[str]:
     """Return a line for each option that differs from the launch which wrote `state`, and one for the learning rate.
 
-    `asked` is the run as its options say, like the record of that launch. `cfg` is the same with what was found out
-    since, such as steps, for `blocks` blocks of data. Empty where nothing differs, or where the run has no
-    configuration to compare with.
+    `asked` has the options as given, like the record of that launch. `cfg` also has values that follow from the data,
+    such as the steps for `blocks` blocks. Returns [] when nothing differs, or when the run has no configuration to
+    compare with.
     """
     try:
         before = resumed.read_config(resumed.find_config(state.path))
@@ -237,7 +237,7 @@ def describe_changes(state: SavedState, asked: RunConfig, cfg: RunConfig, blocks
 
 
 def _steps(train: Mapping[str, Any], blocks: int) -> int:
-    """Return the steps of a launch by its record, which has epochs instead where the length followed from the data."""
+    """Return the steps of a launch from its recorded options; epochs are converted to steps for `blocks` blocks."""
     if train["epochs"] is None:
         return int(train["steps"])
     return steps_of(train["epochs"], blocks, train["global_batch_size"])

@@ -1,4 +1,4 @@
-"""Save during a run: when, in the background or not, what a failure means, and how long training waited.
+"""Decide when a run saves, save in the background or not, handle failures, and record how long training waited.
 
 A large run saves and exports once after its first step, reads both back and removes them. So a broken save
 shows at once and not after hours.
@@ -66,7 +66,7 @@ def save_state(run: Run, progress: Progress, *, must: bool) -> None:
 
 def write_model(run: Run, folder: Path, *, merged: bool = False) -> ExportResult:
     """Export the model, or its adapters, or with `merged` the base with the adapters merged into it. Collective."""
-    from remat.report import model_card  # it brings matplotlib, a second of every rank's start
+    from remat.report import model_card  # imports matplotlib, which takes each rank a second
 
     adapter = run.cfg.peft.method is not PeftMethod.none and not merged
     write = merge.export_merged if merged else export.export
@@ -96,7 +96,7 @@ def complete_save(run: Run, step: int) -> None:
 def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) -> None:
     """Finish the pending background save on all ranks. Raises SaveError unless it `may_fail`.
 
-    `step` is where training is; None: at the step of that state.
+    `step` is the step that training is at; None: the step of the pending state.
     """
     unfinished = run.saves.pending
     if unfinished is None:
@@ -141,7 +141,7 @@ FOLDER = f"{manifest.TMP}rehearsal"  # in the run directory, outside the folder 
 def prepare(run: Run, step: int) -> None:
     """Prepare for the first step: note the state that a run was resumed from at `step`, and schedule the trial save.
 
-    What a killed launch left of its own trial is removed.
+    The trial save that a killed launch left is removed.
     """
     run.saves.last = step if run.resumed else -1
     run.saves.trial_due = makes_trial_save(run.cfg, run.strategy)
@@ -151,7 +151,7 @@ def prepare(run: Run, step: int) -> None:
 def make_trial_save(run: Run, progress: Progress) -> None:
     """Save, export, read both back, and remove them. Neither step times nor training are affected. Collective.
 
-    Raises SaveError on every rank, which says what could not be read back.
+    Raises SaveError on every rank when saving, exporting or reading back fails.
     """
     run.saves.trial_due = False
     started = time.monotonic()

@@ -67,7 +67,7 @@ class StopVote:
         return self.finish()
 
     def clear(self) -> None:
-        """Forget the request: remove the file, forget the signals."""
+        """Forget the request to stop: remove the stop file and forget the signals."""
         signals.forget()
         if self._world.is_main:
             (self._folder / FILE).unlink(missing_ok=True)

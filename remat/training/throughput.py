@@ -80,11 +80,11 @@ class PhaseTimer:
 
 
 class Window:
-    """Steps and tokens between two logged rows, and over the run.
+    """Counter of time, steps and tokens between two logged rows, and over the run.
 
     Token counts are of one optimizer step over all ranks. FLOPs per token are of the whole model, forward and
-    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what always runs
-    again. `recomputes` adds what the policy recomputes, a share of `layers_forward_flops_per_token`. Without
+    backward: `model_flops_per_token` without recomputation, `hardware_flops_per_token` with what every policy
+    recomputes. `recomputes` adds what this policy recomputes, a share of `layers_forward_flops_per_token`. Without
     these figures, or without `peak_tflops` (dense TFLOP/s of one GPU at the run's precision), tflops, mfu and
     hfu are left out.
     """
@@ -206,7 +206,7 @@ class _Totals:
 
 
 class _Phase:
-    """A context entered thousands of times: one object per phase, no generator."""
+    """Context manager of one phase. A class, because it is entered thousands of times and a generator costs more."""
 
     __slots__ = ("_clock", "_name", "_range", "_timer")
 

@@ -1,16 +1,16 @@
 """End a run that makes no progress, with a report of every live rank: phase, step and stack (exit 70).
 
 A thread of each rank checks once a second. It also runs while the main thread is blocked in a collective, because
-that releases the interpreter lock. A rank that was stopped, or that holds the lock, cannot report, and is then the
-suspect.
+a collective releases the GIL. A rank that was stopped, or that holds the GIL, cannot report, and is the suspect for
+that reason.
 
 Ranks report to each other over their store (remat/machine/peers.py), which is up to date on every node. Where
 the store does not answer, they report in the run directory, which a network file system may show a minute late.
 
-A node that no longer answers is found by a connection of each node to that of rank 0 (remat/launch/node_link.py),
-within train.deadlines.link_s.
+A node that no longer answers is found within train.deadlines.link_s, by a connection from each node to rank 0's
+(remat/launch/node_link.py).
 
-A rank past its own deadline is given more time while another rank is behind it, is alive, and has time left. Nothing
+A rank past its own deadline gets more time while a rank that is behind it is alive and has time left. Nothing
 here waits for ever for a disk or the store: one that no longer answers is a common cause of a hang.
 """
 
@@ -51,7 +51,7 @@ class Watchdog(threading.Thread):
 
     A phase without a deadline may last for ever. Call `start`, then `meet` when the ranks have met, `keep_in`
     as soon as there is a run directory, which the ranks must share, and `close`. All ranks enter the same
-    phases in the same order. `let_go` is called before this process ends, which then runs nothing else.
+    phases in the same order. `let_go` is the last call before the watchdog ends this process.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Watchdog(threading.Thread):
         self._others: dict[
             int, tuple[int, float, dict[str, Any]]
         ] = {}  # rank: count of beats, when it last rose, the last beat
-        self._waiting = self._said = ""  # for which ranks, in words
+        self._waiting = self._said = ""  # in words: the ranks that this one waits for, and those last printed
         self._lost_at = 0.0
         self._closed = threading.Event()
-        self._asked = threading.Event()  # another rank reports
+        self._asked = threading.Event()  # set when another rank reports a hang
 
     def allow_for(self, sizes: Mapping[str, int]) -> None:
-        """Lengthen the deadlines of phases by the time that a slow disk takes for these bytes, of all ranks."""
+        """Lengthen the deadlines of phases by the time that a slow disk takes for `sizes`, the bytes of all ranks."""
         self._bytes = sizes
 
     @property
@@ -95,7 +95,7 @@ class Watchdog(threading.Thread):
         self._marks += 1
 
     def meet(self, found: peers.Peers | None) -> None:
-        """Let the ranks tell each other where they are from now on, and watch the links between nodes."""
+        """Exchange progress with the other ranks from now on, and watch the connections between nodes."""
         self._peers = found
         if found is None:
             return
@@ -139,7 +139,7 @@ class Watchdog(threading.Thread):
                     self._beat(self._peers)
                     self._hear(self._peers)
                     continue
-                except RuntimeError:  # the store left with its rank, or does not answer
+                except RuntimeError:  # the store's rank has left, or the store does not answer
                     pass
             if self._reports():
                 self._asked.set()
@@ -171,9 +171,9 @@ class Watchdog(threading.Thread):
             self._look_at_others(found)
 
     def _link_broke(self, rank: int, cut: bool) -> None:
-        """End this rank, and all that it can reach, when the node of `rank` does not answer.
+        """End this rank when the connection to `rank` is lost; rank 0 also tells the others.
 
-        Where only its process ended, the collectives are given LOST_S to fail by themselves: they tell more.
+        When only that rank's process ended (not `cut`), collectives get LOST_S to fail first: their errors say more.
         """
         found = self._peers
         if self._closed.is_set() or found is None:
@@ -235,7 +235,7 @@ class Watchdog(threading.Thread):
         self._waiting = waiting
 
     def over(self, now_s: float) -> bool:
-        """Return whether the deadline of the present phase is over; `now_s` is time.monotonic(), asked every POLL_S."""
+        """Return whether the deadline of the present phase is over; `now_s` is time.monotonic(). Call every POLL_S."""
         mark = self._mark
         # a longer gap means that the whole run was suspended, or that the machine is slow
         gap_s = min(now_s - self._looked_at, 2 * POLL_S)
@@ -307,7 +307,7 @@ class Watchdog(threading.Thread):
         return found
 
     def _reports(self) -> list[dict[str, Any]]:
-        """Return what ranks have reported in this launch in the run directory."""
+        """Return the reports that ranks have written to the run directory in this launch."""
         if self._folder is None:
             return []
         with contextlib.suppress(OSError):
