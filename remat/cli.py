@@ -1,4 +1,4 @@
-"""`remat`: one command, a few verbs. Overrides are written as for `train.py`: recipe=NAME option=value."""
+"""Define the command `remat` and its subcommands. Overrides are written as for `train.py`: recipe=NAME option=value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 BEST_SHOWN = 4  # settings of `remat plan --best`
-CLEAR_TO_END = "\x1b[K"  # of a line, in the control sequences that terminals know
+CLEAR_TO_END = "\x1b[K"  # terminal control sequence: clear to the end of the line
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 OVERRIDES = "[OPTIONS] recipe=NAME option=value ..."
 RunDir = Annotated[
@@ -242,7 +242,7 @@ def _plan_ladder(args: list[str], as_json: bool) -> None:
 
 
 def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) -> list[Setting]:
-    """Return the fastest settings that fit; exit with code 3 where none does."""
+    """Return the fastest settings that fit; exit with code 3 when none fits."""
     from remat.planning import preflight
     from remat.planning.settings import search
 
@@ -254,7 +254,7 @@ def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) ->
 
 
 def _count(what: str) -> Callable[[int, int], None]:
-    """Return what shows progress on a terminal, in one line that is there until all is done."""
+    """Return a function that shows progress in one line of a terminal and clears the line at the end."""
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -393,7 +393,7 @@ def launch(ctx: typer.Context) -> None:
 
 
 def _check_run(args: list[str], ranks: int | None) -> None:
-    """Refuse what every rank would refuse, before one is started."""
+    """Raise ConfigError for what every rank would refuse, before any rank starts."""
     from remat.config import compose
 
     compose.check_launch(compose.from_command_line(args), ranks)
@@ -486,7 +486,7 @@ def _merge(place: Path, out: Path | None, form: Form) -> ExportResult:
 
 
 def _readme(run_dir: Path, *, adapter: bool) -> Callable[[], str] | None:
-    """Return what writes the model card; None for a folder without a run's configuration."""
+    """Return a function that composes the model card; None for a folder without a run's configuration."""
     from remat.config import resumed
     from remat.report import model_card
 
@@ -617,10 +617,10 @@ def calibrate(
 
 
 def main() -> None:
-    """Run the console command: a user's error is one message and exit code 2."""
+    """Run the console command. A ConfigError is one message and exit code 2, an OSError one message and exit code 1."""
     from remat.report import console
 
-    # ranks inherit the number, and would keep that of one process
+    # these two start ranks, which would inherit the number of threads of one process
     if sys.argv[1:2] not in (
         ["launch"],
         ["compare"],

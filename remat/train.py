@@ -26,7 +26,7 @@ SILENCE_S = 20  # longer than closing W&B may take on rank 0
 
 
 def main(argv: list[str]) -> int:
-    """Train as asked and return the exit code; what went wrong is said."""
+    """Train as `argv` asks and return the exit code; print errors that have an exit code."""
     try:
         import remat.config.compose  # noqa: F401
     except ModuleNotFoundError as error:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(argv: list[str]) -> Outcome:
-    """Compose, build, train; imports grow heavier as the arguments prove right.
+    """Compose the config, build the run and train. Slow imports come after the checks that do without them.
 
     Raises ConfigError, DoesNotFit or OpError for what cannot run, and what `loop.train` raises.
     """
@@ -66,9 +66,9 @@ def run(argv: list[str]) -> Outcome:
 
 
 def _check_what_is_there(cfg: RunConfig) -> None:
-    """Let rank 0 look for a saved state and at the files of the data, which needs no torch. Raises ConfigError.
+    """Check on rank 0, without torch, that the saved state and the data files are there. Raises ConfigError.
 
-    With several nodes this is done once all ranks have joined: else the others would wait for this rank.
+    With several nodes this is checked once all ranks have joined, because the others would wait for this rank.
     """
     from remat.config import paths
     from remat.config.options import ConfigError
@@ -83,7 +83,7 @@ def _check_what_is_there(cfg: RunConfig) -> None:
 
 
 def _failed(error: Exception) -> int:
-    """Say what went wrong and return its exit code. Raises an `error` that has none."""
+    """Print the error and return its exit code. Raises an `error` that has none."""
     from remat.config.options import ConfigError
 
     if isinstance(error, ConfigError):
@@ -102,7 +102,7 @@ def _failed(error: Exception) -> int:
 
 
 def _lacking(error: ModuleNotFoundError) -> Exception:
-    """Return the error of a Python that lacks a library, with what to type. Raises `error` if it is one of ours."""
+    """Return an error that says what to type when a library is missing. Raises `error` if the module is remat's."""
     activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
     remedy = f". {activate}" if activate.exists() else "make setup && . .venv/bin/activate"
     if (error.name or "remat").split(".")[0] == "remat":
@@ -111,7 +111,10 @@ def _lacking(error: ModuleNotFoundError) -> Exception:
 
 
 def fail(code: int, error: Exception) -> int:
-    """Rank 0 says why; the others wait, for the launcher ends all once one has left, and speak if rank 0 is well."""
+    """Print why and return `code`.
+
+    Ranks other than 0 first wait for rank 0 to print, unless it is lost: the launcher ends them once it has left.
+    """
     if (rank := os.environ.get("RANK", "0")) != "0" and 0 not in getattr(error, "lost", []):
         signals.let_end()
         time.sleep(SILENCE_S)
