@@ -1,4 +1,4 @@
-"""Models for others: written as Hugging Face folders, adapters merged, read back, sampled, uploaded to the hub.
+"""Export models: write Hugging Face folders, merge adapters, read exports back, sample, upload to the hub.
 
-Start with export.py; hf_files.py says which weights stand in which file.
+Start with export.py; hf_files.py decides which weights go into which file.
 """

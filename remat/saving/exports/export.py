@@ -1,4 +1,4 @@
-"""Write the model as a Hugging Face folder: safetensors shards, config, tokenizer; loadable by plain transformers.
+"""Write the model as a Hugging Face folder that transformers loads: safetensors shards, config, tokenizer.
 
 A model trained through adapters is written as an adapter folder, which peft loads on the base model.
 
@@ -32,7 +32,7 @@ from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
 README = "README.md"
-# weight by name, None where the rank does not keep it; collective
+# (name, keep) -> the weight, None unless this rank is to keep it; collective
 Read = Callable[[str, bool], torch.Tensor | None]
 DTYPES = {
     str(Precision.fp32): torch.float32,
@@ -43,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Form:
-    """How an export is written: `max_shard_size` of its largest file, as "5GB"; dtype None keeps that of the weights.
+    """How an export is written: the size of its largest file, such as "5GB"; dtype None keeps that of the weights.
 
     `readme`, called on rank 0, returns the model card that goes with the model.
     """
@@ -67,7 +67,7 @@ class ExportResult:
 def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportResult:
     """Export the live model to `folder`. Call it on every rank, between steps, at any ZeRO stage.
 
-    Another dtype than that of the weights is converted from the fp32 master copy where there is one. A former export
+    For another dtype than that of the weights, values come from the fp32 master copy if there is one. An earlier export
     at `folder` is replaced; raises ConfigError if anything else is there. Raises SaveError on every rank when writing
     fails, or when the weights are not those of a plain model of this config.
     """
@@ -89,7 +89,7 @@ def export(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportRe
 
 @contextlib.contextmanager
 def gathering(optimizer: Any) -> Iterator[None]:
-    """Turn ZeRO-3's small, persistent parameters into shards inside the context, as DeepSpeed does while it saves."""
+    """Shard ZeRO-3's small, persistent parameters while inside, as DeepSpeed does while it saves."""
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     try:
@@ -100,7 +100,7 @@ def gathering(optimizer: Any) -> Iterator[None]:
 
 
 def describe_plain(target: Path, module: Any, plan: hf_files.Plan, tokenizer: Any, form: Form) -> None:
-    """Write what goes with the weights of the plain model `module`: config, code, tokenizer, model card."""
+    """Write the files beside the weights of the plain model `module`: config, code, tokenizer, model card."""
     config: Any = plan.skeleton.config  # upstream annotates a dict, but takes a config too
     if module.is_remote_code():
         custom_object_save(module, target, config=config)
@@ -123,7 +123,7 @@ def live_plan(module: Any, dtype: torch.dtype, max_shard_size: str) -> hf_files.
 def write_config_and_tokenizer(
     run_dir: Path, model_config: Any, tokenizer: Any, generation_config: Any = None, adapter: Any = None
 ) -> None:
-    """Write both to run_dir/model: `export_saved_state` needs them beside the weights. Rank 0 only.
+    """Write config and tokenizer to run_dir/model, where `export_saved_state` reads them. Rank 0 only.
 
     `adapter` is peft's configuration of the adapters, if the model has any.
     """
@@ -142,7 +142,7 @@ def export_saved_state(
 
     `verified`: `find_newest` has just read and hashed every file of the state, so this is not done again.
 
-    Needs in host memory one shard, one weight in fp32 (or a decoder layer, as in `export`) and a window of file pages.
+    Host memory holds one shard, one weight in fp32 (or a decoder layer, as in `export`) and a window of file pages.
     Raises ConfigError when the state or run_dir/model is incomplete, or one of their files asks to run code.
     """
     problems = [] if verified else manifest.verify(state_dir)
@@ -163,7 +163,7 @@ def export_saved_state(
 
 
 def refuse_code(state_dir: Path) -> None:
-    """Raise UnsafeFile when a file of a state asks to run code, including files that an export does not read."""
+    """Raise UnsafeFile when a file of a state asks to run code, even if an export does not read the file."""
     unsafe = safe_load.problem(safe_load.pickled(state_dir))
     if unsafe is not None:
         raise safe_load.UnsafeFile(unsafe)
@@ -241,7 +241,7 @@ def _check_same_weights(engine: Any, plan: hf_files.Plan) -> None:
 
 
 def engine_reader(engine: Any, dtype: torch.dtype) -> Read:
-    """Return a collective function that reads a weight: in `dtype` on the CPU of the ranks that keep it."""
+    """Return a collective function that reads a weight, in `dtype` and on the CPU, for the ranks that keep it."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -258,7 +258,7 @@ def engine_reader(engine: Any, dtype: torch.dtype) -> Read:
         value = held[name]
         owner = module.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and adapters.is_quantised(owner):
-            with deepspeed.zero.GatheredParameters([value]):  # does nothing where it is no shard
+            with deepspeed.zero.GatheredParameters([value]):  # does nothing for a parameter that is not sharded
                 return copy_out(name, adapters.dequantise(owner), keep=keep)
         if value.is_floating_point() and value.dtype != dtype and value.requires_grad:
             master = masters[value] if value in masters else safe_get_full_fp32_param(value)
@@ -310,9 +310,9 @@ def write(
     folder: Path,
     describe: Callable[[Path], None],
 ) -> ExportResult:
-    """Read every unit on all ranks, write each file on one of them, check them, rename.
+    """Read every unit on all ranks, write each file on one rank, check the files, and rename the folder. Collective.
 
-    Errors raise on every rank.
+    An error on any rank raises SaveError on every rank; a `folder` that is no export raises ConfigError.
     """
     started, folder = time.monotonic(), folder.absolute()
     what = f"exporting to {folder}"
@@ -335,7 +335,7 @@ def write(
 
 
 def _write_files(shards: hf_files.Shards, read: Read) -> Exception | None:
-    """Read every unit, write this rank's files; return an error, after which others still need it to gather."""
+    """Read every unit and write this rank's files. Return an error at the end: other ranks need this one to gather."""
     error: Exception | None = None
     for unit, written in zip(shards.plan.units, shards.plan.written, strict=True):
         keep = False
@@ -359,7 +359,7 @@ def _write_files(shards: hf_files.Shards, read: Read) -> Exception | None:
 
 
 def _prepare(folder: Path) -> Path:
-    """Return a new folder beside `folder`. Its name is new too: a network file system may still know an older one."""
+    """Make a folder beside `folder`. Its name is new, because a network file system may still show a removed one."""
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not hf_files.written_here(folder):
         raise ConfigError(f"{folder} exists and is not a former export: choose another folder")

@@ -52,7 +52,7 @@ class Plan:
         return sum(shape.numel() for shape in self.shapes.values())
 
     def files_of(self, rank: int, ranks: int) -> list[str]:
-        """Return the files that `rank` writes: each goes, in order, to the rank with the fewest weights so far."""
+        """Return the files that `rank` writes: each goes, in order, to the rank with the fewest parameters so far."""
         given, mine = [0] * ranks, []
         for file, names in self.split.filename_to_tensors.items():
             writer = given.index(min(given))
@@ -70,7 +70,7 @@ def plan(
 ) -> Plan:
     """Return names, shapes and shards as `save_pretrained` of a plain model would have them.
 
-    Takes seconds and no memory for weights.
+    Takes seconds, and no memory for weights.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         skeleton = model_class(inference_config(config))
@@ -137,7 +137,7 @@ def written_here(folder: Path) -> bool:
 
 
 class Shards:
-    """The files that one rank writes: one is filled, or written by a thread while other ranks fill theirs."""
+    """The files that one rank writes. It fills one at a time; a thread writes it while other ranks fill theirs."""
 
     def __init__(self, folder: Path, plan: Plan, files: Collection[str]) -> None:
         self.folder, self.plan, self.files = folder, plan, files
@@ -146,9 +146,9 @@ class Shards:
         self._writing: Future[None] | None = None
 
     def takes(self, written: Sequence[str]) -> bool:
-        """Return whether any of the weights `written` is for these files; waits until the file before is on disk.
+        """Return whether any of the weights `written` is for these files. If so, wait until the last file is on disk.
 
-        Raises what writing it raised.
+        Raises the error of writing that file.
         """
         takes = any(self.plan.split.tensor_to_filename[name] in self.files for name in written)
         if takes:
@@ -156,7 +156,7 @@ class Shards:
         return takes
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
-        """Add the weights of one unit, under the module's names; begin to write the files that they complete."""
+        """Add the weights of one unit, under the module's names, and start writing the files that they complete."""
         tensors = self.plan.convert(values)
         for name, tensor in tensors.items():
             file = self.plan.split.tensor_to_filename[name]
@@ -176,7 +176,7 @@ class Shards:
             writing.result()
 
     def close(self) -> None:
-        """Wait for the last file, let go of what is open. Raises what writing it raised."""
+        """Wait for the last file and drop incomplete ones. Raises the error of writing the last file."""
         self._pool.shutdown()
         self.open.clear()
         self._wait()
@@ -205,7 +205,7 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_index(folder: Path, plan: Plan) -> None:
-    """Write which weight is in which file, where there are several. Raises SaveError when one is not there."""
+    """Write the index (weight -> file) if there are several files. Raises SaveError when a file is not there."""
     split = plan.split
     if unseen := [file for file in split.filename_to_tensors if not (folder / file).exists()]:
         raise SaveError(
@@ -230,9 +230,9 @@ def find_adapter_config(module: Any) -> PeftConfig | None:
 
 
 def plan_adapter(model: PeftModel, dtype: torch.dtype) -> Plan:
-    """Plan to write every trained parameter of `model` to one file: peft reads no shards.
+    """Plan to write every trained parameter of `model` to one file, because peft reads no shards.
 
-    `model` is live (sharded or whole) or a skeleton.
+    `model` is live (sharded or whole) or without storage.
     """
     from peft import get_peft_model_state_dict
 
@@ -267,7 +267,7 @@ def build_adapter_skeleton(model_class: Any, config: Any, card: Path) -> PeftMod
 
 
 def adapter_skeleton(model_class: Any, config: Any, adapter: PeftConfig) -> PeftModel:
-    """Build the adapted model without storage. `adapter` becomes its own."""
+    """Build the adapted model without storage. The model keeps and changes `adapter`."""
     from peft import PeftModelForCausalLM
 
     adapter.inference_mode = False

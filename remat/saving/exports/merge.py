@@ -1,4 +1,4 @@
-"""Write a plain model for plain transformers: adapters merged into the base that they were trained on.
+"""Write a model that transformers loads without peft: adapters merged into the base that they were trained on.
 
 peft merges one layer at a time and in fp32, so that memory holds the base, one more weight and one shard. Adapters that
 were trained on a base in 4 bits are merged into the dequantised base.
@@ -31,7 +31,7 @@ FOLDER = "merged"  # in the run directory
 
 
 class NoRoom(RuntimeError):
-    """The base does not fit into the memory that is free."""
+    """The error raised when the base does not fit into the free host memory."""
 
 
 def export_merged(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> ExportResult:
@@ -54,8 +54,8 @@ def export_merged(engine: Any, folder: Path, form: Form, *, tokenizer: Any) -> E
 def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: RunConfig) -> ExportResult:
     """Merge the adapters in `adapter`, a saved state or an export of the run `cfg` at `run_dir`, without an engine.
 
-    Needs in host memory the whole base in the precision of the run, in which it is written by default. Raises
-    ConfigError when there are no adapters or the base is on no disk, NoRoom when it does not fit into memory.
+    Host memory holds the whole base in the precision of the run, which is also the default of the output. Raises
+    ConfigError when there are no adapters or the base has no files, NoRoom when it does not fit into memory.
     """
     if cfg.peft.method is PeftMethod.none:
         raise ConfigError(f"{run_dir} trained every weight: there are no adapters to merge; leave out --merge")
@@ -106,7 +106,7 @@ def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: Ru
 def _adapters(
     place: Path, run_dir: Path, model_class: Any, dtype: torch.dtype
 ) -> tuple[PeftModel, Callable[[str], torch.Tensor | None]]:
-    """Return the adapted model without storage, and a function that reads what was trained; None for another name."""
+    """Return the adapted model without storage, and a function that reads a trained weight (None for other names)."""
     if (place / manifest.FILE).is_file():
         export.refuse_code(place)
         plan, read = export.open_saved_state(place, run_dir, Form(dtype=dtype))
@@ -132,7 +132,7 @@ def _adapters(
 def _merge(
     skeleton: PeftModel, read: Read, dtype: torch.dtype, max_shard_size: str, conversions: Any
 ) -> tuple[hf_files.Plan, Read]:
-    """Return the plan of the plain model, and a function that reads a weight of it, merged and in `dtype`.
+    """Return the plan of the plain model, and a function that reads one of its weights, merged and in `dtype`.
 
     `read` returns a weight of the adapted model by its name there.
     """
@@ -158,7 +158,7 @@ def _merge(
 
 
 def _locate(base: Any, name: str) -> tuple[str, LoraLayer | None]:
-    """Return the name in the adapted model of a weight of the plain one, and the layer that has an adapter for it."""
+    """Return the adapted model's name for the plain model's weight `name`, and the layer whose adapter changes it."""
     from peft.tuners import lora
     from peft.utils import ModulesToSaveWrapper
 

@@ -1,6 +1,7 @@
 """Upload an exported model to the Hugging Face hub, private unless asked otherwise.
 
-A folder goes only if all of it is part of an exported model: saved states, pickles, links and secrets are refused.
+A folder is uploaded only if every file belongs to an exported model. Saved states, pickles, links and secrets are
+refused.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from remat.config.options import ConfigError
 from remat.saving.exports import hf_files
 
 ENDINGS = {".safetensors", ".json", ".jinja", ".md", ".txt", ".model", ".tiktoken", ".py"}
-ANY_WORD = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"}  # a vocabulary names everything
+ANY_WORD = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"}  # a vocabulary may hold any word
 
 
 def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = None) -> str:
-    """Upload `folder` as the model `repo_id`, made if there is none; return its address.
+    """Upload `folder` as the model `repo_id`, which is created if it does not exist; return its address.
 
-    Raises ConfigError for a folder that is not all an exported model, for a name the hub cannot have, without a
-    token, without an answer of the hub, and when the repository is public but `public` was not said.
+    Raises ConfigError when the folder holds more than an exported model, the name is invalid, there is no token,
+    the hub does not answer, or the repository is public but `public` is false.
     """
     found = problems(folder)
     try:
@@ -51,7 +52,7 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = N
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what in `folder` must not go to the hub, each with what to do."""
+    """Return a message, with a remedy, for each thing in `folder` that must not go to the hub."""
     if not any((folder / name).is_file() for name in ("config.json", hf_files.ADAPTER_CONFIG)):
         exports = sorted({path.parent for path in folder.glob("*/*.safetensors")})
         inside = (
@@ -78,7 +79,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def _local_base(folder: Path) -> str | None:
-    """Return the base that the adapters in `folder` name, where that is a path of this machine."""
+    """Return the base that the adapters in `folder` name, if it is a path of this machine."""
     file = folder / hf_files.ADAPTER_CONFIG
     if not file.is_file():
         return None
@@ -87,7 +88,7 @@ def _local_base(folder: Path) -> str | None:
 
 
 def _secret_line(path: Path) -> int | None:
-    """Return the number, from 1, of the first line with a secret. In a vocabulary and in code a name alone is none."""
+    """Return the number, from 1, of the first line with a secret. A name alone is none in vocabularies and code."""
     text = path.read_text(encoding="utf-8", errors="replace")
     by_form = path.name in ANY_WORD or path.suffix not in (".json", ".md")
     hidden = redact.redact_forms(text) if by_form else redact.redact_text(text)

@@ -20,9 +20,9 @@ def verify_export(
     """Return the first difference between the live `module`, its export and its saved state; None without any.
 
     `part` of `parts` reads only every parts-th weight, so that ranks can share the reading. The state is compared with
-    the export unless only a running engine can read it. Needs in host memory one weight in fp32, one in its own
-    precision and a window of file pages. Where transformers fuses weights it is a decoder layer instead of a weight,
-    and part 0 reads alone. No collectives.
+    the export unless only a running engine can read it. Host memory holds one weight in fp32, one in its own
+    precision and a window of file pages. When transformers fuses weights, it holds decoder layers instead of weights,
+    and only part 0 reads. No collectives.
     """
     dtype = export.dtype_of(module)
     plan, files = export.live_plan(module, dtype, max_shard_size), _files(exported)
@@ -43,7 +43,7 @@ def verify_export(
 
 
 def _files(exported: Path) -> dict[str, Path]:
-    """Return name -> file, as a loader finds it: through the index, or in the only file."""
+    """Return {name of a weight: file}, as a loader finds it: through the index, or in the only file."""
     index = exported / hf_files.INDEX
     if index.exists():
         return {name: exported / file for name, file in json.loads(index.read_text())["weight_map"].items()}

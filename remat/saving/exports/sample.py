@@ -1,4 +1,4 @@
-"""Ask a model that a run wrote, in its chat template where it has one, and show the answer while it is generated.
+"""Generate text with an exported model, through its chat template if it has one, and show it as it is generated.
 
 Adapters are put on the base that their folder names. Weights are loaded in the precision of their files, on a GPU if
 there is one.
@@ -20,12 +20,12 @@ from remat.config.options import ConfigError, ModelConfig, ModelInit
 from remat.saving.exports import hf_files, merge
 
 ANSWER = "the answer"
-IN_A_RUN = (merge.FOLDER, "export", "best")  # where a run directory has models, the first that is there
+IN_A_RUN = (merge.FOLDER, "export", "best")  # model folders of a run directory, in the order of search
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How text is drawn. `temperature` 0 takes the likeliest token each time. `raw`: no chat template."""
+    """How tokens are sampled. `temperature` 0 takes the likeliest token each time. `raw`: no chat template."""
 
     max_new_tokens: int = 256
     temperature: float = 0.7
@@ -47,7 +47,7 @@ class Speaker:
         return bool(self.tokenizer.chat_template) and not self.settings.raw
 
     def answer(self, prompt: str, show: Callable[[str], None]) -> str:
-        """Return what the model says to `prompt` (without a chat: `prompt` and how it goes on), shown as it comes.
+        """Return the answer to `prompt` (without a chat: `prompt` and its continuation), shown as it is generated.
 
         Raises ConfigError for a prompt that leaves no room in the model's context.
         """
@@ -93,7 +93,7 @@ class Speaker:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
     def _ends(self) -> list[int]:
-        """Return the tokens after which the model has said all: the end of text, and of a turn of the template."""
+        """Return the tokens that end an answer: the end of text, and the end of a turn in the chat template."""
         given = self.model.generation_config.eos_token_id
         found = [*(given if isinstance(given, list) else [given]), self.tokenizer.eos_token_id]
         if self.chats:
