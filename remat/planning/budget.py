@@ -1,17 +1,18 @@
 """Choose the tables of checkpointing=budget: the fastest whose planned peak is within `checkpointing.budget_gib`.
 
-Each distinct layer has a frontier of time over bytes. From the fewest bytes everywhere, layers climb theirs one corner
-at a time, the most seconds per byte first, the last layers before the others, as their backward comes first. That is
-exact but for the last corner that does not fit. How far they climb is judged by plans of the whole run: gathers, loss,
-workspaces, what is made again and the optimizer are in their peaks.
+A table says what a layer keeps and what it recomputes. Each distinct layer has a Pareto frontier of recomputation time
+over kept bytes. All layers start at the fewest bytes and climb their frontiers corner by corner: the climb that saves
+the most seconds per byte comes first, and of equal ones the last layer's, whose backward comes first. This is optimal
+except for the last corner, which does not fit. Plans of the whole run decide how far the layers climb: gathers, loss,
+workspaces, recomputed values and the optimizer count in their peaks.
 
-With `checkpointing.offload.enabled` a value may also go to the host. Each layer gets as much of the link as its forward
-is of the micro-batch's, of what ZeRO leaves of it (`step_time.LinkRoom`), and as much of the free host memory as it is
-of the layers. Tables that move are taken only where they make a faster plan than those that do not.
+With `checkpointing.offload.enabled` a value may also move to the host. Each layer gets a share of the link that ZeRO
+leaves free (`step_time.LinkRoom`), in proportion to its forward time, and an equal share of the free host memory.
+Tables that move values are taken only if their plan is faster than that of tables that do not.
 
-Where layers are divided into stages, each stage gets the fastest tables within the budget for its own layers. A stage
-that holds k micro-batches keeps k times what its tables keep, which is in its plans. A step takes the slowest stage's
-time for every micro-batch, and that of each other stage once; so the fastest of each make the fastest step.
+With pipeline stages, each stage gets the fastest tables within the budget for its own layers. A stage that holds k
+micro-batches keeps k times what its tables keep, and its plans count that. A step takes the slowest stage's time for
+every micro-batch, and each other stage's time once; so the fastest tables of each stage make the fastest step.
 """
 
 from __future__ import annotations
@@ -46,28 +47,29 @@ from remat.machine.gpus import Machine
 from remat.planning.simulation.types import OpCost, Phase
 from remat.planning.step_time import LinkRoom, price
 
-CHOICE = "checkpointing=budget"  # as it is typed
+CHOICE = "checkpointing=budget"  # as on the command line
 FILE = "checkpointing_table.json"
-MARGIN = 0.02  # of a GPU's memory, left free by budget_gib=auto
-CLOSE = 0.002  # of the budget: a plan that uses all but this is not improved upon
+MARGIN = 0.02  # share of a GPU's memory that budget_gib=auto leaves free
+CLOSE = 0.002  # share of the budget: a plan that leaves less unused is not improved
 MOST_TRIALS = 12
 MOST_STAIRS = 4
-MUCH = 0.05  # of a budget: so much that is left is worth more plans
-LEAPS = (1.0, 0.5, 0.25)  # of what is left: what is tried to use
-FEW_LAYERS = 12  # up to which the last one is worth plans of its own
-FIRST_CORNERS = 6  # of it that are tried before those beside the best
-LITTLE = 0.05  # of what is made again: a climb that spares no more has met a peak that more bytes may lower
-WORKSPACE = 0.05  # of a budget: what the fewest bytes may need beyond it where more bytes need less
+MUCH = 0.05  # share of a budget: a plan that leaves as much unused is worth more plans
+LEAPS = (1.0, 0.5, 0.25)  # shares of the unused bytes that higher climbs are tried to use
+FEW_LAYERS = 12  # up to so many layers, the last one gets plans of its own
+FIRST_CORNERS = 6  # parts of the last layer's frontier whose ends are tried before the neighbours of the best
+LITTLE = 0.05  # share of recomputation: if a climb saves less, more kept bytes may lower the peak
+WORKSPACE = 0.05  # share of a budget by which the fewest kept bytes may exceed it: more may need less
 NANO = 1e9
 MORE_OFFLOAD = "; checkpointing.offload.enabled=true lets tables move to the host too"
-POOLED = 0.8  # of host memory that is free: buffers fill at least so much of the blocks that they are cut from
+POOLED = 0.8  # usable share of free host memory: buffers fill at least so much of their blocks
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan of the whole run. `seconds` of a step, 0 if unknown; `graphs` of the layers under a table; the plan.
+    """`made`, a plan of the whole run, and its figures. `seconds` are of a step, 0 if unknown.
 
-    `link` and `host_room_bytes`: what activations may take of the link and of each rank's host memory; None: unknown.
+    `graphs` are those of the layers under a table. `link` and `host_room_bytes` are what activations may use of the
+    link to the host and of each rank's host memory; None: unknown.
     """
 
     needed_bytes: int
@@ -80,12 +82,12 @@ class Trial:
 
     @property
     def speed(self) -> tuple[float, int]:
-        """Return what is compared: the less the faster."""
+        """Return the sort key by speed, the fastest plan first: seconds, then recomputed FLOPs."""
         return self.seconds, self.recomputed_flops
 
 
 class NoRoom(ConfigError):
-    """Nothing that could be planned is within the budget. `least_bytes`: what would do; 0: not known."""
+    """Error: no plan is within the budget. `least_bytes` is the smallest budget that is enough; 0: unknown."""
 
     def __init__(self, text: str, least_bytes: int = 0) -> None:
         super().__init__(text)
@@ -93,16 +95,16 @@ class NoRoom(ConfigError):
 
 
 Plan = Callable[[list[LayerDecision]], Trial]
-Choice = tuple[Trial, list[LayerDecision], str]  # a plan, its decisions, why it is not a table where it is not
+Choice = tuple[Trial, list[LayerDecision], str]  # a plan, its decisions, why it has no table ("" if it has)
 Climb = tuple[int, int]  # a layer and the corner of its frontier that it climbs to
-Corners = dict[Any, list[Point]]  # of each layer that was seen, by what it does
+Corners = dict[Any, list[Point]]  # frontier of each distinct layer, by its values, costs and link
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers from `first` on that a stage of a pipeline has, what plans a rank of it, and what it holds at once.
+    """One stage of a pipeline. `first` is the number of its first layer; `plan` plans a rank of the stage.
 
-    `decisions` are for its layers, counted from its first one. `in_flight` are micro-batches.
+    `decisions` has one entry per layer of the stage. `in_flight` is the number of micro-batches that it holds at once.
     """
 
     first: int
@@ -112,7 +114,7 @@ class Stage:
 
     @property
     def span(self) -> str:
-        """Return its layers in words: 0-3."""
+        """Return the numbers of its layers in words, for example `0-3`."""
         return spans(list(range(self.first, self.first + len(self.decisions))))
 
 
@@ -132,11 +134,11 @@ def choose(
     known: Corners | None = None,
     in_flight: int | None = None,
 ) -> Choice:
-    """Return the plan that is taken, its decisions, and why it is not a table where it is not.
+    """Return the chosen plan, its decisions, and the reason if it has no table.
 
-    `gpu_bytes`: of the GPU; None: unknown. `known` gets the corners of each layer. `in_flight` are the micro-batches of
-    which a stage keeps what its layers keep; None: layers are not divided. Raises NoRoom for a budget that nothing
-    fits, ConfigError for a table that does not suit the model.
+    `gpu_bytes` is the memory of the GPU; None: unknown. `known` caches the frontier of each layer. `in_flight` is the
+    number of micro-batches whose kept values a stage holds; None: there are no stages. Raises NoRoom if nothing fits
+    the budget, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
@@ -158,7 +160,7 @@ def choose(
         if found:
             climbed.append(_keep_last(found, plan))
     best = min(climbed, key=lambda found: found[0].speed, default=None)
-    # What `full` runs again is what the least does, or more.
+    # checkpointing=full recomputes at least as much as `least`, so that it cannot be faster here.
     if best and 2 * best[0].recomputed_flops < least.recomputed_flops:
         return *best, ""
     whole = [replace(d, mechanism=RECOMPUTE) if d.mechanism == budget.MECHANISM else d for d in decisions]
@@ -187,9 +189,9 @@ def choose_in_stages(
     on_gpu: bool,
     known: Corners,
 ) -> list[Choice]:
-    """Return what `choose` returns, for each stage by itself: none waits for the memory of another.
+    """Return what `choose` returns, for each stage by itself: no stage uses the memory of another.
 
-    Raises NoRoom, with every stage that does not fit and the least that would do for all, and ConfigError.
+    Raises NoRoom, with every stage that does not fit and the smallest budget that is enough for all, and ConfigError.
     """
     if cfg.table is not None:
         return _given_to_stages(Path(cfg.table).expanduser(), stages, cfg.offload.dtype)
@@ -276,10 +278,10 @@ def _climb(
     dtype: StorageDtype,
     in_flight: int | None = None,
 ) -> tuple[Trial, list[LayerDecision]] | None:
-    """Return the plan that keeps the most of those within `limit`, found by as few plans as may be; None: no plan is.
+    """Return the plan within `limit` that keeps the most, and its decisions; None if no plan is within it.
 
-    `least`: the plan of the fewest bytes. It may need more than plans that keep what is dear to make again: that lives
-    with its workspace in the backward of one layer.
+    `least` is the plan that keeps the fewest bytes. It may need more memory than plans that keep more, because
+    recomputed values and the workspace of their recomputation are in memory together in the backward of one layer.
     """
     steps, kept = _order(frontiers)
     added = [(in_flight or 1) * size for size in kept]
@@ -309,11 +311,11 @@ def _climb_on(
     added: Sequence[int],
     limit: int,
 ) -> tuple[tuple[Trial, list[LayerDecision]], int]:
-    """Do as `_bisect`, and look above what it finds where much of the budget is left.
+    """Do as `_bisect`, then try higher climbs if much of the budget is unused.
 
-    The peak of a stage is often the update. Then climbs differ in the gaps of the GPU's allocator alone, which go up
-    and down: they may keep one climb from fitting, and not those above it. Climbs are tried that would use what is
-    left, half of it, and a quarter.
+    The peak of a stage is often the optimizer's update. Then climbs differ only in the gaps of the GPU's allocator,
+    which do not grow steadily: one climb may not fit although a higher one does. Climbs are tried that would use all
+    of the unused bytes, half of them, and a quarter.
     """
     best, count = _bisect(at, start, first, added, limit)
     room = limit - best[0].needed_bytes
@@ -336,13 +338,13 @@ def _bisect(
     added: Sequence[int],
     limit: int,
 ) -> tuple[tuple[Trial, list[LayerDecision]], int]:
-    """Return the highest climb from `start` that fits, as far as needs grow with what is kept, and how high it is."""
+    """Return the highest climb that fits, and its number. It assumes that needed bytes grow with kept bytes."""
     best, low, high, beyond = first, start, len(added), 0
     for _ in range(MOST_TRIALS):
         room = limit - best[0].needed_bytes
         if high - low <= 1 or (low > start and room < CLOSE * limit):
             break
-        # What a plan needs grows by what layers keep, up to where another moment is the peak.
+        # The bytes that a plan needs grow by those that layers keep, until another moment becomes the peak.
         guess = max(
             (count for count in range(low, high) if added[count] - added[low] <= room - beyond), default=low
         )
@@ -358,7 +360,7 @@ def _bisect(
 
 
 def _stairs(steps: Sequence[Climb]) -> list[int]:
-    """Return after how many climbs all layers have passed their first corner, their second, and so on."""
+    """Return the numbers of climbs after which all layers have reached their first corner, their second, and so on."""
     last = {corner: count for count, (_, corner) in enumerate(steps, 1)}
     return sorted(last.values())[:MOST_STAIRS]
 
@@ -372,7 +374,7 @@ def curve(
     *,
     known: Corners,
 ) -> Iterator[tuple[Trial, list[LayerDecision]]]:
-    """Yield plans from the fewest bytes to keeping all, `parts` steps of about as many bytes; on a GPU."""
+    """Yield plans on a GPU, from the fewest kept bytes to all, in `parts` steps of about equal bytes."""
     least, prices = plan(decisions), Prices(machine, known, on_gpu=True)
     links = find_links(cfg, len(decisions), least, prices) if cfg.offload.enabled else {}
     frontiers = prices.frontiers(least.graphs, links)
@@ -390,7 +392,7 @@ def _after(
     frontiers: Mapping[int, list[Point]],
     dtype: StorageDtype,
 ) -> list[LayerDecision]:
-    """Return the decisions after `steps` from the fewest bytes. `dtype`: how values are stored on the host."""
+    """Return the decisions after the climbs `steps` from the fewest bytes. `dtype`: of moved values on the host."""
     corners = dict.fromkeys(frontiers, 0) | dict(steps)
     return [
         _decide(decision, graphs[i], frontiers[i][corners[i]], dtype) if i in corners else decision
@@ -407,10 +409,11 @@ def _set_last_apart(
     limit: int,
     dtype: StorageDtype,
 ) -> tuple[Trial, list[LayerDecision]] | None:
-    """Return a faster choice than `found`, if there is one in which the last layer stands at a corner of its own.
+    """Return a faster choice than `found` in which the last layer has a corner of its own; `found` if there is none.
 
-    Its backward is the first: what it keeps is not there in those of other layers, and what it makes again lives beside
-    all that they keep. So more of it may take less. Of many layers one is little, and nothing is planned for it.
+    Its backward is the first: what it keeps is freed before the backward of other layers, and what it recomputes is in
+    memory together with all that they keep. So the peak may be lower if it keeps more. With more than FEW_LAYERS layers
+    the gain is small, and nothing is planned.
     """
     last = max(frontiers, default=0)
     others = {layer: points for layer, points in frontiers.items() if layer != last}
@@ -426,7 +429,7 @@ def _set_last_apart(
 
     @functools.cache
     def expect(corner: int) -> tuple[float, int]:
-        """Return the cost with this corner, and how many climbs of the others it leaves room for, by one plan."""
+        """Return the cost with this corner, and the number of climbs of other layers that then fit, by one plan."""
         room = limit - at(corner, reached)[0].needed_bytes
         count = bisect_right(added, added[reached] + room) - 1
         cost = frontiers[last][corner].cost - saved[count] if count >= 0 else math.inf
@@ -462,10 +465,10 @@ def _climbs_of(
 
 
 def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
-    """Let the last layer keep all where that needs no memory, as it often does.
+    """Let the last layer keep everything if that is faster and needs no more memory, which is common.
 
-    Its backward is the first: what it makes again lives with all that other layers keep, at the same moment as what it
-    would have kept.
+    Its backward is the first: what it recomputes is in memory at the same moment as what it would have kept, beside all
+    that other layers keep.
     """
     trial, decisions = found
     last = max(
@@ -480,7 +483,7 @@ def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Tr
 
 
 class Prices:
-    """What operations cost on one machine, and the corners of the layers that were worked out: once for equal ones."""
+    """Costs of operations on one machine, and the frontiers of layers: equal layers are worked out once."""
 
     def __init__(self, machine: Machine, known: Corners, *, on_gpu: bool) -> None:
         self._machine, self._known, self._on_gpu = machine, known, on_gpu
@@ -495,7 +498,7 @@ class Prices:
     def frontiers(
         self, graphs: Mapping[int, Graph], links: Mapping[int, Link] | None = None
     ) -> dict[int, list[Point]]:
-        """Return the corners of each layer; `links`: of those that may move what they keep."""
+        """Return the frontier of each layer. `links` has the layers that may move values to the host."""
         found = {}
         for index, graph in graphs.items():
             costs, link = self.costs(graph), (links or {}).get(index)
@@ -508,9 +511,9 @@ class Prices:
 
 
 def find_links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: Prices) -> dict[int, Link]:
-    """Return what each layer may move of `least`, a plan that moves nothing.
+    """Return what each layer may move to the host. `least` is a plan that moves nothing.
 
-    Raises ConfigError where the link's rates are not known.
+    Raises ConfigError if the link's rates are not known.
     """
     if least.link is None:
         raise ConfigError(
@@ -546,9 +549,9 @@ def _kind(label: str, flops: int) -> str:
 
 
 def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]]:
-    """Order the climbs of all layers by seconds per byte. A frontier is convex: each layer's come in their order.
+    """Order the climbs of all layers by seconds saved per byte. As frontiers are convex, each layer's stay in order.
 
-    Returns also the bytes that are kept on top of the fewest before the first climb, and after each.
+    Returns also the bytes kept on top of the fewest, before the first climb and after each.
     """
 
     def worth(climb: Climb) -> tuple[Fraction, int, int]:
@@ -562,13 +565,13 @@ def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]
 
 
 def _saved(steps: Sequence[Climb], frontiers: Mapping[int, list[Point]]) -> list[int]:
-    """Return the cost that is spared before the first climb, and after each."""
+    """Return the total cost saved, before the first climb and after each."""
     spared = (frontiers[layer][to - 1].cost - frontiers[layer][to].cost for layer, to in steps)
     return list(itertools.accumulate(spared, initial=0))
 
 
 class Tables:
-    """What tables of some layers save on a GPU by what they keep. `added`: bytes before and after each climb."""
+    """The time that tables save on a GPU, by the bytes they keep. `added`: before the first climb and after each."""
 
     def __init__(self, graphs: Mapping[int, Graph], machine: Machine, known: Corners) -> None:
         frontiers = Prices(machine, known, on_gpu=True).frontiers(graphs)
@@ -576,7 +579,7 @@ class Tables:
         self._saved = _saved(steps, frontiers)
 
     def time_saved(self, share: float) -> float:
-        """Return the share of recomputation that goes when `share` of the bytes from the least to all is kept."""
+        """Return the share of recomputation saved if `share` of the bytes between the fewest and all is kept."""
         kept = share * self.added[-1]
         after = min(bisect_left(self.added, kept, lo=1), len(self.added) - 1)
         part = (kept - self.added[after - 1]) / max(1, self.added[after] - self.added[after - 1])
@@ -585,7 +588,7 @@ class Tables:
 
 
 def _decide(decision: LayerDecision, graph: Graph, point: Point, dtype: StorageDtype) -> LayerDecision:
-    """Give the layer its table; one that keeps all on the device is left alone, without hooks."""
+    """Return the decision with its table. A layer that keeps everything on the device gets no table and no hooks."""
     program = compile_table(graph, point.keep, point.move)
     if not (program.steps or point.move):
         return replace(decision, mechanism=KEEP, table=None, offload=False)
@@ -598,12 +601,12 @@ def _decide(decision: LayerDecision, graph: Graph, point: Point, dtype: StorageD
 
 
 def pack(decisions: Sequence[LayerDecision]) -> list[tuple[str, Table | None]]:
-    """Return what was chosen as plain data, for other ranks."""
+    """Return the chosen mechanisms and tables as plain data, to send to other ranks."""
     return [(decision.mechanism.name, decision.table) for decision in decisions]
 
 
 def unpack(decisions: Sequence[LayerDecision], chosen: list[tuple[str, Table | None]]) -> list[LayerDecision]:
-    """Return the `decisions` of a policy with what was chosen in their place."""
+    """Return `decisions` with the `chosen` mechanisms and tables, which `pack` made, for checkpointing=budget."""
     by_name = {mechanism.name: mechanism for mechanism in (KEEP, RECOMPUTE, budget.MECHANISM)}
     return [
         replace(decision, mechanism=by_name[name], table=table, offload=bool(table and table.offload))
@@ -614,7 +617,7 @@ def unpack(decisions: Sequence[LayerDecision], chosen: list[tuple[str, Table | N
 
 
 def as_record(trial: Trial, decisions: Sequence[LayerDecision], cfg: CheckpointingConfig) -> dict[str, Any]:
-    """Return the content of checkpointing_table.json: for each group of equal layers what is kept, and what is not."""
+    """Return the content of checkpointing_table.json: what each group of equal layers keeps, and what it does not."""
     groups: dict[Any, list[int]] = {}
     for index, decision in enumerate(decisions):
         groups.setdefault((decision.mechanism, decision.table), []).append(index)
@@ -645,7 +648,7 @@ def _sizes(graph: Graph, values: Iterable[int]) -> dict[str, int]:
 def _read(
     path: Path, decisions: Sequence[LayerDecision], graphs: Mapping[int, Graph], dtype: StorageDtype
 ) -> list[LayerDecision]:
-    """Return the decisions of a table that was written, and perhaps edited by hand. Raises ConfigError."""
+    """Return the decisions of a table file, perhaps edited by hand. Raises ConfigError."""
     option = f"checkpointing.table={path}"
     try:
         entries = {
@@ -692,7 +695,7 @@ def _given(layer: str, decision: LayerDecision, entry: Any, graph: Graph, dtype:
 
 
 def _check_names(layer: str, names: Iterable[str], graph: Graph, done: str) -> None:
-    """Raise ConfigError for a name of no value of the layer that can be `done`."""
+    """Raise ConfigError if one of `names` is no value of the layer that can be `done`: kept, or moved to the host."""
     can_be = {
         value.name
         for value in graph.values
@@ -714,6 +717,6 @@ def _indices(key: str) -> list[int]:
 
 
 def gib_up(size: int) -> str:
-    """Return GiB, rounded up to two decimals, or to three digits where they are small."""
+    """Return `size` in GiB as text, rounded up to two decimals, or to three digits below 1 GiB."""
     decimals = max(2, 2 - math.floor(math.log10(max(size, 1) / GIB)))
     return f"{math.ceil(size / GIB * 10**decimals) / 10**decimals:.{decimals}f}"

@@ -1,7 +1,7 @@
 """Make a plan: every byte of a run by place and category, the moment of the peak, and whether it all fits.
 
 Planning needs no GPU, no weights and no network, and calls the code that the run itself uses. The peak of a GPU
-is what persists plus the largest total of temporary bytes at one instant.
+is the persistent bytes plus the largest total of temporary bytes at one instant.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ META = torch.device("meta")
 PROCESS_BYTES = int(2.5 * GIB)  # torch with CUDA, DeepSpeed, transformers, per rank
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # the same without CUDA; 0.47 to 0.55 measured
 
-# The least that gaps in torch's allocator count as, of the allocated peak, with expandable segments or fixed ones:
-# a replay knows no block that another stream still uses when it is freed. Replays of the shipped recipes: 0.2 to 6.6 %
-# with expandable segments. With fixed ones others measured 0.6 to 60 % (docs/plan-accuracy.md has the runs).
+# Least share of the allocated peak that is counted for gaps in torch's allocator, by whether segments are expandable.
+# A replay alone misses blocks that another stream still uses when they are freed. Replays of the shipped recipes: 0.2
+# to 6.6 % with expandable segments. With fixed ones others measured 0.6 to 60 % (docs/plan-accuracy.md has the runs).
 FRAGMENTATION = {True: 0.06, False: 0.6}
-RESERVED_AFTER = ("states", "forward", "backward", "step")  # of the first step
+RESERVED_AFTER = ("states", "forward", "backward", "step")  # parts of the first step, fields of Replayed
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory per node"
-CATEGORY_OF = {  # of the model states on the GPU, by the names in planning/model_states.py
+CATEGORY_OF = {  # category of each model state on the GPU, by its name in planning/model_states.py
     **dict.fromkeys(model_states.WEIGHTS, Category.weights),
     model_states.SECOND_SHARDS: Category.second_shards,
     "gradients": Category.gradients,
@@ -78,7 +78,7 @@ class Verdict(StrEnum):
 class Resource:
     """A limited resource of a machine: bytes needed and bytes found (None if unknown).
 
-    `needed_bytes` has every term at its largest. `least_bytes` has every term at its smallest; None: the same.
+    `needed_bytes` has every term at its largest. `least_bytes` has every term at its smallest; None: it is equal.
     """
 
     name: str
@@ -115,12 +115,12 @@ class Capacity:
 class Plan:
     """The memory a run needs. Bytes are of one rank, or of one node where a name says so.
 
-    `gpu` is by category at the moment of the peak. `peak_bytes` is what torch would report as
+    `gpu` has the bytes by category at the moment of the peak. `peak_bytes` is what torch would report as
     max_memory_allocated, `reserved_bytes` as max_memory_reserved, and `process_bytes` is what nvidia-smi would show
-    of the process; the latter two are 0 without a GPU. `reserved_by_segments` has the replays of torch's allocator,
-    with `expandable` and with `fixed` segments; it is empty where none was made. `resources` begins with the GPU
-    memory needed, if there is a GPU. `host`, `pinned` and `nvme` are by item. `states` is what the model states take
-    on the GPU after a backward, whenever the peak is. `peaks` are those of forward, loss, backward and update.
+    for the process; the latter two are 0 without a GPU. `reserved_by_segments` has the bytes reserved in replays of
+    torch's allocator, with `expandable` and with `fixed` segments; it is empty without a replay. `resources` begins
+    with the GPU memory, if there is a GPU. `host`, `pinned` and `nvme` have the bytes by item. `states` has the model
+    states on the GPU after a backward, whenever the peak is. `peaks` has those of forward, loss, backward and update.
     """
 
     gpu: Mapping[Category, int]
@@ -139,7 +139,7 @@ class Plan:
     reserved_bytes: int = 0
     outside_bytes: int = 0  # the CUDA context and NCCL
     reserved_by_segments: Mapping[str, int] = field(default_factory=dict)
-    reserved_after: Mapping[str, int] = field(default_factory=dict)  # by the end of RESERVED_AFTER
+    reserved_after: Mapping[str, int] = field(default_factory=dict)  # at the end of each of RESERVED_AFTER
 
     @property
     def fits(self) -> bool:
@@ -172,10 +172,10 @@ def assemble(
 ) -> Plan:
     """Combine the model states and one simulated micro-batch into a plan.
 
-    `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is what each process needs
-    in host memory besides (libraries, the data's page cache). `in_flight_bytes` are activations of other micro-batches
-    that a stage holds meanwhile. `expandable` are the segments of torch's allocator. Without a GPU (`on_gpu=False`) the
-    bytes of `gpu` are host memory too, with no allocator or context around them.
+    `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is the host memory of each
+    process and its libraries. `in_flight_bytes` are the activations of other micro-batches that a pipeline stage holds.
+    `expandable` tells whether torch's allocator has expandable segments. Without a GPU (`on_gpu=False`) the bytes of
+    `gpu` are in host memory too, without allocator gaps or a CUDA context.
     """
     simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
     states = _persistent(item for item in items if item.name not in simulated)
@@ -226,7 +226,7 @@ def assemble(
 
 
 def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool = True) -> int:
-    """Return what a GPU holds besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
+    """Return the bytes on a GPU besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
     return int(FRAGMENTATION[expandable] * peak_bytes) + outside_torch_bytes(world_size)
 
 
@@ -242,9 +242,9 @@ def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandabl
 
 
 def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
-    """Return the plan of a run on GPUs with what torch's allocator reserves.
+    """Return `planned`, a run on GPUs, with the bytes that torch's allocator reserves in a replay of `recording`.
 
-    Where its gaps are more than FRAGMENTATION, they count as needed.
+    Gaps in the allocator that exceed FRAGMENTATION add to the GPU memory needed.
     """
     plan = planned.plan
     expandable = planned.strategy.allocators.expandable_segments
@@ -276,7 +276,7 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
 def _around(
     items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSettings, in_flight: list[int]
 ) -> Around:
-    """Return what a run allocates on a GPU outside of its micro-batches."""
+    """Return what a run allocates on a GPU outside its micro-batches."""
     simulated = IN_BACKWARD if zero.stage < 3 else ()
     sizes = [(item.name, item.bytes_per_rank) for item in items if item.place == "gpu"]
     return Around(
@@ -332,21 +332,21 @@ def _by_name(items: Iterable[Item], place: str) -> dict[str, int]:
 class Recordings:
     """A cache of recorded micro-batches. Pass the same one to every `make_plan` of a search.
 
-    `made` counts the recordings that were really made. `corners` are those of the layers that tables were chosen for.
+    `made` counts the recordings that the cache did not have. `corners` caches the frontiers of layers.
     """
 
     def __init__(self) -> None:
         self.made = 0
         self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
-        self._reaches: dict[Any, int] = {}  # that were enough for layers of a kind: what is tried first
+        self._reaches: dict[Any, int] = {}  # by kind of layers, the reach that was enough: it is tried first
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
         """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
 
-        It does not depend on the machine, nor on ZeRO settings, except whether the stage is 3.
+        A recording depends neither on the machine nor on ZeRO settings, except on whether the stage is 3.
         """
-        train, chosen = cfg.train, replace(cfg.checkpointing, budget_gib="auto")  # decisions have its tables
+        train, chosen = cfg.train, replace(cfg.checkpointing, budget_gib="auto")  # decisions hold its tables
         if not any(decision.offload for decision in decided.decisions):
             chosen = replace(chosen, offload=OffloadConfig())
         depends_on = (
@@ -368,7 +368,7 @@ def _record(
 ) -> simulate.Recording:
     """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
 
-    `reaches` has how far layers of each kind were found to act on their neighbours; it gets what is found here.
+    `reaches` has, by kind of layers, how many neighbours a layer affects; the reach found here is added to it.
     """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
@@ -388,7 +388,7 @@ def _record(
             recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
         except NotRepeated:
             continue
-        except ConfigError:  # what is wrong is told of the whole model
+        except ConfigError:  # the recording of the whole model, below, reports what is wrong
             break
         reaches[kind] = reach
         return recorded
@@ -403,7 +403,7 @@ def _record_layers(
     *,
     on_gpu: bool,
 ) -> simulate.Recording:
-    """Record the model, or those of its layers that stand for all. Raises NotRepeated where they do not."""
+    """Record the whole model, or the layers in `short` that stand for all. Raises NotRepeated if they cannot."""
     net = strategy.meta_model(cfg, decided.zero_stage, short and short.config)
     if decided.stages is not None and decided.stage is not None:
         pipeline_parallel.keep_stage(net, decided.stages, decided.stage)
@@ -411,7 +411,7 @@ def _record_layers(
     owners = Owners.of(net, marked)
     made = None
     if cfg.compile is Compilation.layers:
-        # which runs layers as they are where operations are looked at, as here
+        # layers run without their compiled graph here, because the simulation observes operations
         made = compiled.CompiledLayers()
         compiled.make_whole(layers.decoder_layers(net))
     with ExitStack() as undo:
@@ -449,7 +449,7 @@ def _record_layers(
     if short is None:
         return recording
     taken = applied.offload.taken if applied.offload else None
-    del net, marked, applied  # what they still hold is freed, and that is part of the record
+    del net, marked, applied  # the record includes the release of what they still hold
     recording = simulate.lengthened(recording, owners, short.repeats)
     if taken is None:
         return recording
@@ -462,7 +462,7 @@ def _record_layers(
 
 
 def _loss(cfg: RunConfig, decided: strategy.Strategy, net: Any, *, on_gpu: bool) -> simulate.Loss:
-    """Return what a rank computes of a micro-batch: the loss, or what its stage hands on."""
+    """Return what a rank computes for a micro-batch: the loss, or the output of its pipeline stage."""
     token_loss = None
     if decided.stages is None or decided.stage in (None, decided.stages.size - 1):
         share = tensor_parallel.share_of_vocabulary(loss.find_head(net))
@@ -485,9 +485,9 @@ def _loss(cfg: RunConfig, decided: strategy.Strategy, net: Any, *, on_gpu: bool)
 class StagePlan:
     """The plan of a rank of one stage of a pipeline.
 
-    `kept_bytes` is what one micro-batch holds between its forward and its backward; the stage holds `in_flight` of
-    them at once. `sent_bytes` are the hidden states and gradients that the rank sends to other stages in a step.
-    `micro_batch_s` is forward and backward of one micro-batch.
+    `kept_bytes` is what one micro-batch holds between its forward and its backward; the stage holds `in_flight`
+    micro-batches at once. `sent_bytes` are the hidden states and gradients that the rank sends to other stages in a
+    step. `micro_batch_s` has the seconds of forward and backward of one micro-batch.
     """
 
     first_layer: int
@@ -501,7 +501,7 @@ class StagePlan:
 
     @property
     def recomputed_share(self) -> float:
-        """Return the FLOPs that are made again, of those of the forward."""
+        """Return the recomputed FLOPs over the FLOPs of the forward."""
         flops = self.simulation.flops
         return flops[Phase.recompute] / max(1, flops[Phase.forward])
 
@@ -516,15 +516,15 @@ class Planned:
     plan: Plan
     time: step_time.StepTime
     world_size: int
-    table: dict[str, Any] | None = None  # of checkpointing=budget, as it is written to the run
-    stages: list[StagePlan] = field(default_factory=list)  # the rest is of the fullest; [] without stages
+    table: dict[str, Any] | None = None  # of checkpointing=budget, as the run writes it to a file
+    stages: list[StagePlan] = field(default_factory=list)  # `plan` is that of the fullest; [] without stages
 
     def simulation_of(self, stage: int) -> Simulation:
         return self.stages[stage].simulation if self.stages else self.simulation
 
 
 def strategy_of_fullest(planned: Planned) -> strategy.Strategy:
-    """Return the strategy of the ranks that `planned.plan` is of."""
+    """Return the strategy of the stage whose plan `planned.plan` is; without stages, that of the run."""
     of_it = [number for number, stage in enumerate(planned.stages) if stage.plan is planned.plan]
     return planned.strategy.of_stage(of_it[0]) if of_it else planned.strategy
 
@@ -580,7 +580,7 @@ def _plan_stages(
     capacity: Capacity | None,
     on_gpu: bool,
 ) -> Planned:
-    """Plan a rank of each stage; the plan is that of the fullest, the time that of a step through all of them."""
+    """Plan a rank of each stage. Return the plan of the fullest stage, with the time of a step through all stages."""
     stages = decided.stages
     assert stages is not None
     accumulation = decided.ds["gradient_accumulation_steps"]
@@ -637,7 +637,7 @@ def _choose_in_stages(
     capacity: Capacity | None,
     on_gpu: bool,
 ) -> tuple[strategy.Strategy, list[Trial], dict[str, Any] | None]:
-    """Return the strategy with the decisions of all stages, the plan of each, and what is written of their tables."""
+    """Return the strategy with the decisions of all stages, the trial of each, and the record of their tables."""
     if not budget.is_open(decided.decisions):
         return decided, [part.plan(part.decisions) for part in parts], None
     chosen = budget.choose_in_stages(
@@ -687,7 +687,7 @@ def _sent_bytes(cfg: RunConfig, decided: strategy.Strategy, stage: int) -> int:
 
 
 def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Simulation) -> int:
-    """Return what a stage holds beside the micro-batch that it computes: those in flight, and a buffer to receive."""
+    """Return the bytes of a stage besides its current micro-batch: others in flight, and a receive buffer."""
     if decided.stages is None or decided.stage is None:
         return 0
     count = decided.stages.in_flight(decided.stage, decided.ds["gradient_accumulation_steps"])
@@ -696,7 +696,7 @@ def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Sim
 
 
 def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Planned:
-    """Return the plan with what the allocator would reserve with the other kind of segments too."""
+    """Return `planned` with the bytes that torch's allocator would reserve with the other kind of segments added."""
     if not on_gpu:
         return planned
     expandable = planned.strategy.allocators.expandable_segments
@@ -706,9 +706,9 @@ def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Plan
 
 
 def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[Planned]:
-    """Yield the plans of `cfg`, a run with checkpointing=budget, under tables that keep from the least to all.
+    """Yield plans of `cfg`, a run with checkpointing=budget, under tables that keep from the fewest bytes to all.
 
-    They are about `parts` equal steps of bytes apart, whatever the budget of `cfg`. Raises ConfigError.
+    The tables are about `parts` equal steps of bytes apart; the budget of `cfg` has no effect. Raises ConfigError.
     """
     validation.check_plan(cfg)
     decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
@@ -735,9 +735,9 @@ def _planner(
     on_gpu: bool = True,
     recorded_as: int | None = None,
 ) -> budget.Plan:
-    """Return what plans the run under other decisions for its layers.
+    """Return a function that plans the run under given decisions for its layers.
 
-    Where `decided` is of a stage, `recorded_as` is one that computes the same, whose recordings are taken.
+    If `decided` is of a stage, `recorded_as` is a stage that computes the same, whose recordings are used.
     """
 
     def plan(decisions: list[LayerDecision]) -> Trial:
@@ -815,7 +815,7 @@ def estimate(
 
 
 def _uncounted(cfg: RunConfig) -> list[str]:
-    """Return what only the data, torch's compiler, or a measurement would tell."""
+    """Return the assumptions that only the data, torch's compiler or a measurement could replace by facts."""
     found = []
     if cfg.optim.states is not OptimStates.fp32:
         found.append(
@@ -862,7 +862,7 @@ def _time(
 
 
 def capacity_of(machine: HardwareConfig) -> Capacity:
-    """Return the capacity of the machine that the options name; what they do not name is unknown."""
+    """Return the capacity of the machine that the options describe; None for what they leave out."""
     gpu = machine.gpu_memory_gib
     if gpu is None and machine.gpu and (known := gpus.find_gpu(machine.gpu)):
         gpu = known.memory_gib
@@ -883,7 +883,7 @@ def needed_bytes(planned: Planned, resource: str) -> int:
 
 
 def what_decides(plan: Plan) -> str:
-    """Return in words what decides whether a tight run fits, and the resources that a run lacks; else nothing."""
+    """Return, in words, which resources are too small and what decides whether a tight run fits; "" if it fits."""
     found = []
     for r in plan.resources:
         if r.found_bytes is None or r.verdict is Verdict.fits:
@@ -927,7 +927,7 @@ def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
 
 
 def plan_as_json(planned: Planned) -> dict[str, Any]:
-    """Return everything of a plan as plain data, in bytes and seconds, for plan.json and --json."""
+    """Return the whole plan as plain data, in bytes and seconds, for plan.json and --json."""
     plan, time = planned.plan, planned.time
     return {
         "name": planned.cfg.name,

@@ -28,13 +28,11 @@ RANGES = {
 }
 GPU_LINK, NETWORK = "link of each GPU", "network of each node"
 TERA = 1e12
-TINY_S = 1e-12  # where no time is known
+TINY_S = 1e-12  # avoids a division by zero where no time is known
 STATE_BYTES = (
-    16  # fp32 parameter, two moments and gradient: what goes to NVMe and back for each trained parameter
+    16  # fp32 parameter, two moments and gradient: bytes that go to NVMe and back for each trained parameter
 )
-CAUSAL = (
-    0.5  # a causal kernel computes half of the square that is counted (Dao 2023, FlashAttention-2, section 4.1)
-)
+CAUSAL = 0.5  # a causal kernel computes half of the attention matrix (Dao 2023, FlashAttention-2, section 4.1)
 ROOFLINE = (
     "each operation takes the longer of its FLOPs and its bytes at achievable rates, plus a launch; the host launches "
     "ahead of the GPU and nothing else delays it: a best case"
@@ -59,11 +57,11 @@ AFTER = (
 
 @dataclass(frozen=True)
 class LinkRoom:
-    """How much activations may use the link to the host, beside all that ZeRO moves over it.
+    """Room for activations on the link to the host, beside all that ZeRO moves over it.
 
-    `free_bytes` can leave and return while a micro-batch computes, recomputation not counted. Each byte more costs
-    `s_per_byte`. `forward_s` is the time of the micro-batch's forward. Where a rate of compute is not known,
-    `free_bytes` is underestimated.
+    `free_bytes` can leave and return at no cost while a micro-batch computes, recomputation not counted. Each further
+    byte costs `s_per_byte` seconds. `forward_s` has the seconds of the micro-batch's forward. If a rate of compute is
+    not known, `free_bytes` is underestimated.
     """
 
     free_bytes: int
@@ -78,8 +76,8 @@ class StepTime:
     `compute_s` is forward and backward. `hidden_s` is traffic that runs beside compute and costs nothing. `phases_s` is
     the same total by phase, as a run measures them: forward, backward (with recomputation) and optimizer.
     `traffic_bytes` is what the collectives of the step send through each GPU's link and each node's network.
-    `between` is the least and the most seconds of the step where rates are not known but RANGES has all of them.
-    `link` is what activations may move; None where the link's rates are not known.
+    `between` has the least and the most seconds of the step if some rates are not known and RANGES has all of them.
+    `link` is the room for activations; None if the link's rates are not known.
     """
 
     compute_s: float
@@ -133,10 +131,10 @@ def step_time(
     """Return the time of an optimizer step of `accumulation` micro-batches like the simulated one.
 
     Each micro-batch has `tokens` tokens a rank. `moved_bytes` is what activation offload takes to the host in
-    one micro-batch (and brings back). `attention_share` is the part of the counted square that the attention
-    kernel computes. `num_params` may include frozen ones. `optimizer_bytes` is what the optimizer
-    reads and writes on a GPU for each trained parameter. `sequence_ranks` share each sequence. Sources of the
-    formulas stand with the terms.
+    one micro-batch (and brings back). `attention_share` is the part of the counted attention matrix that the
+    kernel computes. `num_params` may include frozen parameters. `optimizer_bytes` is what the optimizer
+    reads and writes on a GPU for each trained parameter. `sequence_ranks` ranks share each sequence. The sources of
+    the formulas are given at the methods of `_Terms`.
     """
 
     def timed(rates: Machine) -> StepTime:
@@ -165,10 +163,10 @@ def step_time(
 def through_stages(
     times: Sequence[StepTime], accumulation: int, sent_bytes: Sequence[int], machine: Machine
 ) -> StepTime:
-    """Return the time of a step through stages, given that of each stage by itself and what a rank of it sends.
+    """Return the time of a step through pipeline stages, given each stage's own time and the bytes its ranks send.
 
-    The slowest stage computes all its micro-batches one after another; beside that it waits once for each other stage:
-    1F1B, Narayanan et al. 2021, section 2.2.1. Sends are not hidden.
+    The slowest stage computes all its micro-batches one after another, and waits once for each other stage: 1F1B,
+    Narayanan et al. 2021, section 2.2.1. Sends are not hidden.
     """
     alone = [(time.compute_s + time.recompute_s) / accumulation for time in times]
     slowest = max(range(len(times)), key=alone.__getitem__)
@@ -230,7 +228,7 @@ def _step_time(
     can_hide = zero.overlap_comm
     copied, *waits = terms.copies(simulation.gathered_bytes, early, moved_bytes, forward, backward)
     exposed_copies, exposed_inside = sum(waits), inside
-    if can_hide:  # each has its own links: the step waits for the slower, and the other runs beside it
+    if can_hide:  # collectives and copies use different links: the step waits only for the slower of them
         exposed_inside = max(0.0, inside - forward - backward)
         if exposed_inside > exposed_copies:
             exposed_copies, waits = 0.0, [0.0, 0.0]
@@ -246,7 +244,7 @@ def _step_time(
     if zero.offload_optimizer or zero.offload_param or moved_bytes:
         assumptions.append(PCIE)
     optimizer = terms.optimizer(optimizer_bytes)
-    # Of the collectives that are waited for. Below ZeRO-3 they are all of gradients.
+    # Share of the exposed collectives that is in forward. Below ZeRO-3 all of them reduce gradients.
     share = forward / max(TINY_S, forward + backward) if zero.stage == 3 else 0.0
     return StepTime(
         compute_s=accumulation * (forward + times[Phase.backward]),
@@ -270,16 +268,16 @@ def _step_time(
     )
 
 
-NOMINAL = {  # rates for a comparison where none are known: TFLOP/s, TFLOP/s, GB/s, us; on a GPU and on a CPU
+NOMINAL = {  # rates for comparisons if none are known, on a GPU (True) and on a CPU: TFLOP/s, TFLOP/s, GB/s, us
     True: {"matmul_tflops": 300.0, "attention_tflops": 200.0, "memory_gbs": 2000.0, "launch_us": 5.0},
     False: {"matmul_tflops": 0.05, "attention_tflops": 0.03, "memory_gbs": 10.0, "launch_us": 5.0},
 }
 
 
 def price(op: OpCost, machine: Machine, *, on_gpu: bool) -> float:
-    """Return the seconds of an operation, to compare it with others of one machine: the roofline of `step_time`.
+    """Return the seconds of an operation by the roofline of `step_time`, to compare operations on one machine.
 
-    A rate that is not known is a nominal one.
+    NOMINAL replaces rates that are not known.
     """
     rates = {name: getattr(machine, name) or nominal for name, nominal in NOMINAL[on_gpu].items()}
     seconds = op.bytes / (rates["memory_gbs"] * GB)
@@ -290,10 +288,9 @@ def price(op: OpCost, machine: Machine, *, on_gpu: bool) -> float:
 
 
 def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tuple[float, float]]:
-    """Return, for forward and for backward of a micro-batch, the seconds of arithmetic, and of traffic and launches.
+    """Return the seconds bound by arithmetic, and those bound by memory traffic, in forward and in backward.
 
-    An operation counts for the kind that bounds it; its launch always counts for the second. Rates are those of
-    `price`.
+    An operation counts for what bounds it; its launch always counts as memory traffic. Rates are those of `price`.
     """
     found = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     no_arithmetic = replace(machine, matmul_tflops=math.inf, attention_tflops=math.inf)
@@ -311,27 +308,27 @@ def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tupl
 
 @dataclass(frozen=True)
 class _Ring:
-    """Reduce-scatters or all-gathers of `size_bytes` in all over so many consecutive ranks."""
+    """Reduce-scatters or all-gathers of `size_bytes` in total over `ranks` consecutive ranks."""
 
     size_bytes: float = 0.0
     ranks: int = 1
 
     @property
     def sent_bytes(self) -> float:
-        """Return what each rank sends, and what each node sends where there are several."""
+        """Return the bytes that each rank sends; with several nodes, each node sends as many."""
         return self.size_bytes * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Those inside a micro-batch, and those once a step."""
+    """Collectives `inside` each micro-batch, and those once a step, at the `boundary` of the accumulation."""
 
     inside: tuple[_Ring, ...]
     boundary: _Ring = _Ring()
 
 
 class _Terms:
-    """The single terms, in seconds. A rate that is needed but not known goes into `unknown` and its term is 0."""
+    """The terms of a step time, in seconds. A needed rate that is not known goes into `unknown`, and its term is 0."""
 
     def __init__(
         self, machine: Machine, zero: ZeroSettings, precision: Precision, num_params: int, num_trained: int
@@ -340,7 +337,7 @@ class _Terms:
         self.precision = precision
         self.width = 4 if precision is Precision.fp32 else 2
         self.ranks = zero.world_size
-        # consecutive ranks share layers; a ring of ZeRO's has one of each such group
+        # consecutive ranks share layers (tensor parallelism); a ring of ZeRO has one rank of each such group
         self.sharing = zero.tensor_ranks
         self.ranks_per_node = min(machine.gpus_per_node, self.ranks * self.sharing)
         self.per_node = max(1, self.ranks_per_node // self.sharing)
@@ -367,9 +364,9 @@ class _Terms:
     def collectives(self, gathered_bytes: int, first: float) -> _Collectives:
         """Return the collectives inside a micro-batch, and at the boundary of the accumulation.
 
-        ZeRO-3 does its gathers as counted, and a reduce-scatter of the gradients, in every micro-batch. With hpZ the
-        share `first` of the gathers, those of a step's first forward, is of all ranks; the others are of ranks that
-        have the second shards between them (Wang et al. 2023, ZeRO++, section 3.2). ZeRO-2
+        ZeRO-3 all-gathers weights as counted, and reduce-scatters the gradients, in every micro-batch. With hpZ the
+        share `first` of the gathers, those of a step's first forward, is over all ranks; the others are over the ranks
+        that hold one second copy of the weights (Wang et al. 2023, ZeRO++, section 3.2). ZeRO-2
         does the reduce-scatter in every micro-batch, and an all-gather of the new weights after the step
         (Rajbhandari et al. 2020, ZeRO, section 7). ZeRO-1 and 0 reduce once; 0 all-reduces.
         """
@@ -385,7 +382,7 @@ class _Terms:
         return _Collectives((), _Ring(2 * gradients, self.ranks))
 
     def traffic(self, collectives: _Collectives, accumulation: int, summed_bytes: int) -> dict[str, int]:
-        """Return the bytes of a step through the link of each GPU and the network of each node, where there are any."""
+        """Return the bytes that a step sends through each GPU's link and each node's network, without zeros."""
         rings = [*collectives.inside * accumulation, collectives.boundary]
         sums = accumulation * self._sum(summed_bytes).sent_bytes
         beyond = [ring.sent_bytes for ring in rings if ring.ranks > self.per_node]
@@ -398,9 +395,9 @@ class _Terms:
         return {name: round(size) for name, size in found.items() if size}
 
     def exchange(self, size: int, ranks: int) -> float:
-        """Return the time in which each of `ranks` ranks gives `size` bytes, of which an equal part stays.
+        """Return the time of an all-to-all, in which each of `ranks` consecutive ranks divides `size` bytes among all.
 
-        Groups are consecutive ranks. Beyond a node all its GPUs send through its network at the same time.
+        Between nodes, all GPUs of a node send through its network at the same time.
         """
         beyond = max(0, ranks - self.per_node)
         network = self._over(self.per_node * size * beyond / ranks, "nic_gbs", GB)
@@ -417,9 +414,9 @@ class _Terms:
     def copies(
         self, gathered_bytes: int, early: float, moved_bytes: int, forward: float, backward: float
     ) -> tuple[float, float, float]:
-        """Return the seconds of PCIe traffic in one micro-batch, and what forward and backward do not cover of them.
+        """Return the seconds of PCIe traffic in one micro-batch, and those that forward and backward do not hide.
 
-        Offloaded weights are copied with every gather, each rank its part, and the share `early` of them in
+        Each rank copies its part of the offloaded weights with every gather, the share `early` of them in
         forward. Gradients for a CPU optimizer leave once (Ren et al. 2021, ZeRO-Offload, section 4).
         """
         weights, gradients = self._of_zero(gathered_bytes)
@@ -429,12 +426,12 @@ class _Terms:
         return first + second, max(0.0, first - forward), max(0.0, second - backward)
 
     def _of_zero(self, gathered_bytes: int) -> tuple[float, float]:
-        """Return the seconds that weights come and gradients leave in a micro-batch."""
+        """Return the seconds of ZeRO's copies in a micro-batch: of weights to the GPU, of gradients to the host."""
         weights = self._host_to_gpu(gathered_bytes / self.ranks if self.zero.offload_param else 0)
         return weights, self._gpu_to_host(self.width * self.shard if self.zero.offload_optimizer else 0)
 
     def link_room(self, gathered_bytes: int, early: float, forward: float, backward: float) -> LinkRoom | None:
-        """Return how much can be copied at no cost while forward and backward compute.
+        """Return how much can be copied at no cost while forward and backward compute; None: rates are unknown.
 
         Activations leave in forward, against the direction of the weights, and return in backward, after the weights.
         """
@@ -485,7 +482,7 @@ class _Terms:
             return 0.0
         rates = [self._rate("gpu_link_gbs")] if self.per_node > 1 else []
         if ring.ranks > self.per_node:
-            network = self._rate("nic_gbs")  # the rings of all parts of the layers share it
+            network = self._rate("nic_gbs")  # shared by the rings of all tensor-parallel ranks of the node
             rates.append(network and network / min(self.sharing, self.ranks_per_node))
         if None in rates:
             return 0.0

@@ -1,5 +1,5 @@
-"""Find settings for a run: the fastest that fit a machine, what helps a run that does not, what goes on with less.
+"""Find settings for a run: the fastest that fit a machine, and changes that help a run that does not fit.
 
-`choices` lists what may be changed, `screening` estimates a setting, `search` plans the best of them,
-`remedies` says what well-known measures give, and `less_memory` chooses for a run that ran out. Start with `search`.
+`choices` lists the changes, `screening` estimates a setting, `search` plans the best of them, `remedies` says what
+well-known remedies do, and `less_memory` chooses for a run that ran out of memory. Start with `search`.
 """

@@ -1,4 +1,4 @@
-"""List single changes to a run that need other memory or time: the overrides, and the options they lead to."""
+"""List single changes to a run that alter its memory or time: as overrides, and as changes to a composed run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHORTEST_SEQ_LEN = 256
 LONGEST_MICRO_BATCH = 65536  # tokens
 AXES = ("train.loss", "train.micro_batch_size", "deepspeed.config", "checkpointing")  # that train the same
 MOVING = "budget checkpointing.offload.enabled=true"  # tables that may move values to the host
-# What recomputes least comes first. Of policies that differ in how alone, one is here.
+# The least recomputation comes first. Of policies that differ only in their implementation, one is listed.
 POLICIES = (
     "none", "budget", MOVING, "discard_output", "selective_modules", "block", "selective_linears", "interval",
     "selective_ops", "full", "offload", "uniform", "sqrt",
 )  # fmt: skip
-IN_SLICES = "full checkpointing.tiles=auto"  # trains the same within rounding, so only where nothing else fits
-# What these keep, tables can keep too, and in less: they are not looked at where tables can be had.
+IN_SLICES = "full checkpointing.tiles=auto"  # trains the same within rounding: tried if nothing else fits
+# Tables can keep what these policies keep, with fewer bytes: these are skipped if tables can be chosen.
 OUTDONE_BY_TABLES = (
     "discard_output", "selective_modules", "block", "selective_linears", "interval", "selective_ops",
 )  # fmt: skip
@@ -38,7 +38,7 @@ ZERO = "deepspeed.overrides.zero_optimization"
 
 
 class Kind(IntEnum):
-    """The cost of a change beside time. `same_training` leaves alone what is trained."""
+    """What a change alters besides memory and time: nothing (`same_training`), the training, or the machine."""
 
     same_training = 0
     training = 1
@@ -61,7 +61,7 @@ class Option:
 def same_training(
     args: Sequence[str], cfg: RunConfig, policies: Sequence[str] = POLICIES
 ) -> dict[str, list[Option | None]]:
-    """Return the values of each axis that leave alone what is trained; None is the present value.
+    """Return the values of each axis that train the same; None is the present value.
 
     Micro-batches come smallest first, policies with the least recomputation first.
     """
@@ -80,7 +80,7 @@ def saving_most(axes: Mapping[str, list[Option | None]]) -> dict[str, list[Optio
 
 
 def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
-    """Return the change to a run that recomputes and offloads nothing; None if it is such a run, or cannot be."""
+    """Return the change to a run that recomputes and offloads nothing; None if `cfg` is one, or `args` exclude it."""
     words = ("checkpointing=none",)
     with contextlib.suppress(ConfigError):
         chosen = _composed(args, words).checkpointing
@@ -91,12 +91,12 @@ def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
 
 
 def other_training(args: Sequence[str], cfg: RunConfig) -> list[list[Option]]:
-    """Return the changes to what is trained, an axis each, the smallest first."""
+    """Return the changes of the sequence length and those to adapters, one list for each axis, the smallest first."""
     return [_seq_lens(cfg), _adapters(args, cfg)]
 
 
 def smaller_states(cfg: RunConfig) -> list[list[Option]]:
-    """Return the changes to smaller states of the optimizer, an axis each, the closest to fp32 states first."""
+    """Return the changes to smaller optimizer states, one list for each axis, the closest to fp32 states first."""
     optim = cfg.optim
     if optim.name is not OptimName.adamw or optim.states is not OptimStates.fp32:
         return []
@@ -113,7 +113,7 @@ def smaller_states(cfg: RunConfig) -> list[list[Option]]:
 
 
 def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
-    """Return the machines of conf/hardware, smallest first; none where `args` describe the machine by its figures."""
+    """Return the machines of conf/hardware, smallest first; none if `args` set single `hardware` options."""
     if any(word.lstrip("+").startswith("hardware.") for word in args):
         return []
     found: list[tuple[tuple[float, float, float], Option]] = []
@@ -170,7 +170,7 @@ def _losses(cfg: RunConfig) -> list[Option | None]:
 
 
 def _micro_batches(cfg: RunConfig) -> list[Option | None]:
-    """Return the micro-batches of which the global batch, which stays, is a multiple."""
+    """Return the micro-batch sizes that divide a rank's share of the global batch, and the present size."""
     now, axis = cfg.train.micro_batch_size, "train.micro_batch_size"
     shared_by = cfg.train.tensor_parallel_size * cfg.train.sequence_parallel_size
     share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
@@ -183,7 +183,7 @@ def _micro_batches(cfg: RunConfig) -> list[Option | None]:
 
 
 def strategies(cfg: RunConfig) -> list[Option | None]:
-    """Return the files of ds_configs/, and on several nodes those of ZeRO-3 with a second copy in each node."""
+    """Return the files of ds_configs/; on several nodes, also ZeRO-3 with a second copy of the weights in each node."""
     names = sorted({path.stem for path in compose.DS_CONFIG_DIR.glob("*.json")} | {cfg.deepspeed.config})
     now = ds_config.second_shard_ranks(_raw(cfg, cfg.deepspeed.config))
     present = (cfg.deepspeed.config, now)
@@ -220,9 +220,9 @@ def _strategy(cfg: RunConfig, name: str, size: int, present: tuple[str, int]) ->
 
 
 def zero_sizes() -> list[Option]:
-    """Return changes to what ZeRO-3 keeps gathered, and to the rounding of pinned host memory.
+    """Return the changes that let ZeRO-3 keep less gathered, and that avoid the rounding of pinned host memory.
 
-    They have no effect elsewhere.
+    `apply` raises ConfigError where a change would have no effect.
     """
     changes: list[tuple[str, dict[str, Any]]] = [
         ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),

@@ -1,8 +1,8 @@
 """Find the longest sequence that a run can train, rung by rung: `remat plan --ladder`.
 
-Each rung adds one thing that saves memory to those before it. A rung that reaches no further is told and left out of
-the rungs above. All have micro-batch 1 and recompute every layer. Lengths are searched on estimates
-(settings/screening.py); what is returned was planned whole.
+Each rung adds one option that saves memory to the rungs before it. An option that allows no longer sequence is reported
+and left out of later rungs. All rungs have micro-batch 1 and recompute every layer. Lengths are searched by estimates
+(settings/screening.py); the returned rungs have full plans.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from remat.planning.settings import search
 from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 
 GRANULE = 1024  # tokens: lengths are multiples of it
-SMALLER = 0.995  # of the share of the memory that is tried next, at most, where a whole plan does not fit
+SMALLER = 0.995  # largest factor on the limit of estimates, after a full plan that does not fit
 USED_WELL = 0.98  # share of the memory from which on a length counts as the longest
 TRIED = 12  # lengths of one rung, at most
-SLICES = 8  # of an MLP: of long sequences each is still long
+SLICES = 8  # of an MLP: each slice of a long sequence is still long
 FIRST = 8192  # tokens: where the search begins
 GROWS_BY = 8  # times: how far a guess may go beyond the longest length that was tried
 BASE = ("train.micro_batch_size=1", "checkpointing=full")
@@ -33,8 +33,8 @@ STORED_AS = "checkpointing.offload.dtype"
 class Rung:
     """One rung: its name, all overrides that reach it, and the plan of its longest sequence.
 
-    `seq_len` is in tokens; 0: nothing fits, and `planned` is None. `bound_by` names what is full at that length, or
-    why no longer one, or none at all, can be had. `helps`: it reaches further than the rungs before it.
+    `seq_len` is in tokens; 0: nothing fits, and `planned` is None. `bound_by` names the resource that is full at that
+    length, or says why longer sequences, or all, are refused. `helps`: its sequence is longer than any before it.
     """
 
     name: str
@@ -50,9 +50,9 @@ def climb(
     recordings: Recordings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Rung]:
-    """Return the rungs of the run of `args`, from the least that saves memory to the most.
+    """Return the rungs of the run of `args`, in the order of `steps`.
 
-    `progress` gets the number of rungs done, and of all. Raises ConfigError where the machine's memory is not known.
+    `progress` gets the number of rungs done and of all. Raises ConfigError if the machine's speed or memory is unknown.
     """
     cfg = _compose(args, BASE)
     if reason := search.explain_no_search(cfg):
@@ -78,7 +78,7 @@ def _compose(args: Sequence[str], words: Sequence[str]) -> RunConfig:
 
 
 def joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
-    """Return both, without those of `words` whose option one of `more` sets."""
+    """Return `words` and `more`, without those of `words` whose option `more` sets too."""
     options = {word.partition("=")[0] for word in more}
     return (*(word for word in words if word.partition("=")[0] not in options), *more)
 
@@ -86,12 +86,12 @@ def joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
 def _is_so_already(args: Sequence[str], taken: Sequence[str], words: Sequence[str]) -> bool:
     try:
         return _compose(args, joined(taken, words)) == _compose(args, taken)
-    except ConfigError:  # told with the rung
+    except ConfigError:  # the search of this rung reports it
         return False
 
 
 def base(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the overrides that all rungs begin with. A type to store on the host waits for the rung that moves."""
+    """Return the overrides that all rungs begin with. A storage type on the host is left to the rung that offloads."""
     stores = cfg.checkpointing.offload.dtype is not StorageDtype.same
     return (*BASE, f"{STORED_AS}={StorageDtype.same}") if stores else BASE
 
@@ -160,8 +160,8 @@ class _Search:
 def largest(excess: Callable[[int], float], known: dict[int, float], first: int, limit: float = 1.0) -> int:
     """Return about the longest length at which `excess`, which grows with it, is at most `limit`; 0: there is none.
 
-    `known` are the values that were asked for; it grows. Memory grows nearly linearly with the length: the next guess
-    lies on a line through the nearest two. Where such a guess left most of the range open, the next halves it.
+    `known` caches the values of `excess` by length. Memory grows nearly linearly with the length, so the next guess
+    lies on a line through the two nearest values. If such a guess left most of the range open, the next halves it.
     """
     halve = 0.0  # where the next guess shall lie, if not on the line
     for _ in range(TRIED):
@@ -180,7 +180,7 @@ def largest(excess: Callable[[int], float], known: dict[int, float], first: int,
 
 
 def _on_line(known: Mapping[int, float], limit: float) -> float | None:
-    """Return the length of excess `limit` on a line through the two nearest to it; None without such a line."""
+    """Return the length of excess `limit` on a line through the two nearest values; None without such a line."""
     finite = sorted((n for n, value in known.items() if value < math.inf), key=lambda n: abs(known[n] - limit))
     if len(finite) < 2 or known[finite[0]] == known[finite[1]]:
         return None
@@ -189,7 +189,7 @@ def _on_line(known: Mapping[int, float], limit: float) -> float | None:
 
 
 def _without_line(known: Mapping[int, float], fits: int, fails: float, limit: float) -> float:
-    """Return the middle of what is open; with nothing that fails, the length in proportion to the first, or double."""
+    """Return the middle of the open range. If no length fails yet, scale the only known one to `limit`, or double."""
     if fails < math.inf:
         return (fits + fails) / 2
     return fits * limit / known[fits] if len(known) == 1 else 2.0 * fits

@@ -1,9 +1,9 @@
-"""Choose what a run that ran out of memory goes on with.
+"""Choose the settings with which a run that ran out of memory continues.
 
-`python -m remat.planning.settings.less_memory cuda|cpu WORDS`: WORDS are those of `remat plan` for a machine that is
-smaller by what was missing. The overrides are printed as JSON, or null where nothing fits there. They train the same,
-and a saved state of the run fits them: what shards the state stays. A process of its own, because a rank that ran out
-has no room for a plan, and a killed one makes none.
+`python -m remat.planning.settings.less_memory cuda|cpu WORDS`: WORDS are the arguments of `remat plan`, for a machine
+that is smaller by the memory that was missing. It prints the overrides as JSON, or null if nothing fits there. They
+train the same and leave the sharding as it is, so that a saved state of the run can be loaded. This is a process of its
+own, because a rank that ran out of memory has no room for a plan, and a killed rank makes none.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from remat.planning import budget
 from remat.planning.plan import GPU_MEMORY, Recordings, needed_bytes
 from remat.planning.settings.search import Search, Setting
 
-SHARDS_STATE = (
-    "deepspeed.config"  # of the axes of planning/settings/choices.py, what a saved state does not fit
-)
+SHARDS_STATE = "deepspeed.config"  # the axis of planning/settings/choices.py that a saved state depends on
 OPTION = "checkpointing.budget_gib"
 
 
 def choose(args: Sequence[str], recordings: Recordings, *, on_gpu: bool) -> list[str] | None:
-    """Return the overrides of the fastest setting that needs less, None where there is none. Raises ConfigError.
+    """Return the overrides of the fastest setting that needs less memory, None if there is none. Raises ConfigError.
 
-    A run with checkpointing=budget may stay one: its budget is then told, for its GPU is as large as it was.
+    With checkpointing=budget the overrides include the budget in GiB: `auto` would use all of the real GPU.
     """
     cfg = compose.from_command_line(list(args)).run
     search = Search(args, cfg, recordings)

@@ -1,8 +1,8 @@
-"""Say of each well-known remedy what it would give a run that does not fit, or why it does not help.
+"""Say for each well-known remedy what it would do for a run that does not fit, or why it does not help.
 
-Each is looked at alone, on top of the settings of the run, by an estimate (settings/screening.py); where that is not
-enough, together with what saves most activations, and then with model states in host memory. None is taken.
-One more remedy is one more entry of REMEDIES.
+Each remedy is estimated alone (settings/screening.py), on top of the settings of the run. If that is not enough, it is
+estimated with the options that save most activations, and then with model states in host memory too. None is applied.
+To add a remedy, add an entry to REMEDIES.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from remat.config.units import GIB
 from remat.planning.plan import GPU_MEMORY, Planned, Recordings, Resource, needed_bytes
 from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 
-SHRINKS_BELOW = 0.995  # of the bytes without it: what saves less does not help
+SHRINKS_BELOW = 0.995  # share of the bytes without the remedy: a remedy that leaves more does not help
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that is known to save memory. `words` returns its overrides for the run of a plan, None: has none.
+    """A change that is known to save memory. `words` returns its overrides for the run of a plan; None: it has them.
 
-    Where it is not enough it is looked at with SAVING_MOST too, unless it is looked at `alone`; and with OFFLOADING
-    besides, where it `offloads`.
+    If the change is not enough, it is estimated with SAVING_MOST too, unless `alone`; then with OFFLOADING besides, if
+    `offloads`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Found:
-    """What a remedy gives. `text` is a sentence; `missing_bytes` are those of each resource that stays too small."""
+    """The result of a remedy, in words in `text`. `missing_bytes` has the bytes that each resource still lacks."""
 
     name: str
     overrides: list[str]
@@ -97,7 +97,7 @@ def _in_8_bit(planned: Planned) -> Sequence[str]:
 
 
 def _twice_the_gpus(planned: Planned) -> Sequence[str]:
-    """Return the override that doubles the GPUs of a node up to eight, the nodes of a machine beyond."""
+    """Return the override that doubles the GPUs of a node; from eight GPUs on, the number of nodes."""
     machine = planned.cfg.hardware
     per_node = machine.gpus_per_node or 1
     if per_node < 8:
@@ -139,9 +139,9 @@ def look_at(
     until: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Found]:
-    """Return what each remedy gives the run of `args`, whose plan is `planned`.
+    """Return the result of each remedy for the run of `args`, whose plan is `planned`.
 
-    `until` is the time.process_time() after which no more are looked at; the others say so.
+    `until` is the time.process_time() after which no remedy is estimated; the results of the others say so.
     """
     screen, found = Screen(recordings), []
     for number, remedy in enumerate(REMEDIES, start=1):
@@ -175,7 +175,7 @@ def _try(remedy: Remedy, args: Sequence[str], planned: Planned, screen: Screen) 
 def _try_with(
     more: Sequence[str], remedy: Remedy, args: Sequence[str], overrides: Sequence[str], screen: Screen
 ) -> Found | None:
-    """Return what a remedy gives together with the overrides in `more`, None where that cannot be."""
+    """Return the result of a remedy together with the overrides in `more`; None if they are refused."""
     options = {word.partition("=")[0] for word in more}
     both = [*(word for word in overrides if word.partition("=")[0] not in options), *more]
     try:
@@ -196,7 +196,7 @@ def _same(one: RunConfig, other: RunConfig) -> bool:
 
 
 def _judge(remedy: Remedy, overrides: list[str], before: Planned, after: Planned) -> Found:
-    """Return what the estimate `after` of the run with the remedy says."""
+    """Compare `after`, the estimate of the run with the remedy, with `before`, its plan without."""
     short = _short(after)
     now, then = needed_bytes(before, GPU_MEMORY) / GIB, needed_bytes(after, GPU_MEMORY) / GIB
     if not short:

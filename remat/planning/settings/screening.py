@@ -1,6 +1,6 @@
-"""Estimate a plan at a fraction of its cost: without the replay of torch's allocator, and with tables not yet chosen.
+"""Estimate a plan at a fraction of its cost: without a replay of torch's allocator and without choosing tables.
 
-A search among many candidates uses this. What is shown to anyone is planned whole (remat.planning.plan).
+A search among many candidates uses this. The settings that it returns have full plans (remat.planning.plan).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from remat.planning.plan import Planned, Recordings
 from remat.planning.simulation.types import Category, Moment, Phase, Simulation, ZeroSettings
 from remat.planning.strategy import Strategy
 
-MAY_FIT_BELOW = 1.0  # share of the machine up to which an estimate may fit when it is planned whole
-TABLES_MAY_FIT_BELOW = 1.08  # the same of tables, whose peak is only near that of the tables that are chosen
-LAYERS_ON_THEIR_WAY = 2  # whose moved values are on the GPU all the same
-SLICES = 8  # of MLPs, where their number is still to be chosen
-SURELY_FITS_BELOW = 0.93  # share up to which it does fit: a replay of the allocator may find more gaps
+MAY_FIT_BELOW = 1.0  # bytes needed over bytes found, up to which the full plan may fit
+TABLES_MAY_FIT_BELOW = 1.08  # the same for tables, whose estimated peak is only close to that of chosen tables
+LAYERS_ON_THEIR_WAY = 2  # layers whose values are still on the GPU while they are moved
+SLICES = 8  # of MLPs, if their number is not chosen yet
+SURELY_FITS_BELOW = 0.93  # share up to which the full plan fits, although its replay may find more gaps
 
 
 class Screen:
@@ -52,9 +52,9 @@ class Screen:
     def _simulate(
         self, cfg: RunConfig, decided: Strategy, mechanism: Mechanism | None = None
     ) -> tuple[Simulation, Mapping[int, Any]]:
-        """Simulate a micro-batch, and return the graphs of the layers under a table.
+        """Return a simulated micro-batch, and the graphs of the layers that get tables.
 
-        `mechanism` takes the place of the tables that are to be chosen.
+        `mechanism` takes the place of tables that are not chosen yet.
         """
         if mechanism is not None:
             decided = replace(
@@ -64,12 +64,12 @@ class Screen:
         return recording.under(ZeroSettings.of(decided.ds, cfg.hardware.ranks)), recording.graphs
 
     def _with_tables(self, cfg: RunConfig, decided: Strategy) -> Planned:
-        """Estimate what tables of all layers do that fill the budget, between the least and keeping all.
+        """Estimate the plan with tables that fill the budget, between the fewest kept bytes and keeping all.
 
-        The peak is that of keeping all, less what the tables do not keep, but for one layer, which is made again whole.
-        The seconds follow the frontier of each layer. What may be moved is taken to be as much as the link carries for
-        nothing, and to save seconds like what is kept: values that move are seldom as good, so this is a best case.
-        Raises NoRoom where the least does not fit.
+        The peak is that of keeping all, minus what the tables of all layers but one do not keep: one layer is always
+        recomputed whole. The seconds follow the frontier of each layer. Moved values are assumed to be all that the
+        link carries at no cost, and to save as many seconds as kept ones, which is a best case. Raises NoRoom if the
+        fewest bytes do not fit.
         """
         limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
         machine, ranks = gpus.machine(cfg.hardware), cfg.hardware.ranks
@@ -104,7 +104,7 @@ class Screen:
         return estimate
 
     def _movable(self, cfg: RunConfig, graphs: Mapping[int, Any], keeping_all: Planned) -> int:
-        """Return the bytes that leave the GPU for nothing: what the links carry, but for two layers on their way."""
+        """Return the bytes that can be moved to the host at no cost, without those of layers still on their way."""
         host = next(r for r in keeping_all.plan.resources if r.name == plan.HOST_MEMORY)
         room = None if host.spare_bytes is None else max(0, host.spare_bytes) // keeping_all.plan.ranks_per_node
         of = budget.Trial(0, 0.0, 0, graphs, None, keeping_all.time.link, room)
@@ -115,7 +115,7 @@ class Screen:
 
 
 def _between(low: Simulation, high: Simulation, share: float) -> Simulation:
-    """Return what lies `share` of the way from `low` to `high`. The peaks are those of `high`."""
+    """Interpolate between two simulations: `share` of the way from `low` to `high`. The peaks are those of `high`."""
 
     def at(one: float, other: float) -> int:
         return max(0, round(one + (other - one) * share))

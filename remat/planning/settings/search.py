@@ -1,8 +1,8 @@
 """Find the fastest settings of a run that fit its machine: ZeRO stage, offload, checkpointing and micro-batch.
 
-All of them train the same: the global batch stays. Settings are estimated without the replay of the allocator
-(settings/screening.py); what is returned was planned whole, as the command line with its overrides would be. `advise`
-says which changes make a run fit: the same training in less memory, other training, or a larger machine.
+All settings train the same, with the same global batch. Candidates are estimated without a replay of torch's allocator
+(settings/screening.py); returned settings have the full plan of the command line with their overrides. `advise` says
+which changes make a run fit: the same training in less memory, other training, or a larger machine.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from remat.planning.settings.screening import (
     Screen,
 )
 
-NEARLY_FITS_BELOW = 1.5  # share up to which other sizes of ZeRO's buffers are tried
-SAME_TIME = 0.01  # of two settings whose times differ by less, that with fewer changes is taken
-NEARLY_ALL_KEPT = 1.1  # of the time of keeping all, up to which tables leave nothing to the policies they outdo
+NEARLY_FITS_BELOW = 1.5  # bytes needed over bytes found, up to which other sizes of ZeRO's buffers are tried
+SAME_TIME = 0.01  # relative difference of step times below which the setting with fewer changes is taken
+NEARLY_ALL_KEPT = 1.1  # times the step of keeping all: if tables take no longer, OUTDONE_BY_TABLES are skipped
 TRIED_FOR_CLOSEST = 3
-FASTER = 0.03  # of a step's time: a run that fits is not told of less
-ADVICE_S = 20.0  # seconds of a core that advice may take: no other load of the machine changes what it says
-REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # of that time, until which each part of it looks
+FASTER = 0.03  # share of a step's time: for a run that fits, smaller gains are not reported
+ADVICE_S = 20.0  # CPU seconds that advice may take; wall time would let other load change the advice
+REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # shares of that time after which each part stops
 Candidate = tuple[Option, ...]
 
 
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def cost(self) -> tuple[bool, float, int]:
-        """Return the sort key: complete step times first, the shortest first, then fewest bytes."""
+        """Return the sort key: complete step times before incomplete ones, then the shortest, then the fewest bytes."""
         return (*_time_of(self.planned), needed_bytes(self.planned, GPU_MEMORY))
 
 
@@ -78,9 +78,9 @@ def choose(
     recordings: Recordings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Setting]:
-    """Return up to `limit` settings for strategy=auto, the fastest first. What `args` set keeps its value.
+    """Return up to `limit` settings for strategy=auto, the fastest first. Options set by `args` keep their value.
 
-    Raises ConfigError where the machine is not known, DoesNotFit where nothing fits it.
+    Raises ConfigError if the machine's speed or memory is not known, DoesNotFit if nothing fits it.
     """
     if reason := explain_no_search(cfg):
         raise ConfigError(f"strategy=auto: {reason}")
@@ -96,7 +96,7 @@ def choose(
 
 
 def _set_by(args: Sequence[str]) -> set[str]:
-    """Return the axes of which the command line sets a value."""
+    """Return the axes on which the command line sets an option."""
     given = {word.lstrip("+~").partition("=")[0] for word in args}
     owners = {axis: axis.split(".")[0] if axis == "deepspeed.config" else axis for axis in choices.AXES}
     return {axis for axis, owner in owners.items() if any(f"{name}.".startswith(f"{owner}.") for name in given)}
@@ -107,9 +107,10 @@ def _missing(setting: Setting) -> str:
 
 
 class Search:
-    """A search for other settings of the run that `args` ask for and `cfg` is.
+    """A search for other settings of the run `cfg`, which `args` compose to.
 
-    `progress` is called with the number of settings looked at, and of all. `policies` and the present one are tried.
+    `progress` is called with the number of settings looked at and the number of all. The search tries `policies` and
+    the present policy.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class Search:
         self._keeping = choices.keep_everything(self._args, self._cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
-        self.look_until = self.plan_until = math.inf  # of time.process_time()
-        self.stopped = False  # because the time was up
-        self._longest_s = 0.0  # of a core, that one of its plans took
+        self.look_until = self.plan_until = math.inf  # times by time.process_time()
+        self.stopped = False  # whether the time was up before the end
+        self._longest_s = 0.0  # CPU seconds of the longest plan so far
 
     @property
     def _time_is_up(self) -> bool:
@@ -139,18 +140,18 @@ class Search:
         return is_up
 
     def may_plan(self) -> bool:
-        """Return whether one more plan is ready before `plan_until`, if it takes as long as the longest one so far."""
+        """Return whether one more plan would be ready by `plan_until`, if it takes as long as the longest so far."""
         may = time.process_time() + self._longest_s <= self.plan_until
         self.stopped |= not may
         return may
 
     def fastest(self, limit: int, *, pinned: Collection[str] = ()) -> list[Setting]:
-        """Return up to `limit` settings that fit, the shortest step first: one for each policy and strategy.
+        """Return up to `limit` settings that fit, the shortest step first: one for each pair of policy and strategy.
 
-        Of settings with checkpointing=budget there is one in all.
+        checkpointing=budget gives one setting in all, and one more if its tables may move values to the host.
 
-        Options in `pinned` keep their value. Where step times are not known, those with the shortest known part come
-        first. Where nothing fits, MLPs are computed in slices, which changes the rounding.
+        Axes in `pinned` keep their value. If step times are not known, those with the shortest known part come first.
+        If nothing fits, settings that compute MLPs in slices are searched, which changes the rounding.
         """
         axes = self._axes | {name: [None] for name in pinned}
         found = self._best_of(list(self._look(axes)), limit)
@@ -159,7 +160,7 @@ class Search:
         return self._best_of(list(self._look(axes | {"checkpointing": self._in_slices})), limit)
 
     def with_change(self, change: Option) -> Setting | None:
-        """Return the fastest setting with `change` that fits, among the policies that save most, at micro-batch 1."""
+        """Return the fastest setting with `change` that fits, at micro-batch 1, with policies that save most memory."""
         axes = choices.saving_most(self._axes)
         return next(iter(self._best_of(list(self._look(axes, (change,))), 1)), None)
 
@@ -184,7 +185,7 @@ class Search:
         )
 
     def plan(self, overrides: list[str]) -> Setting | None:
-        """Plan the run with `overrides`; None where that is refused."""
+        """Plan the run with `overrides`; return None if they are refused."""
         began = time.process_time()
         try:
             cfg = compose.from_command_line([*self._args, *overrides]).run
@@ -225,12 +226,12 @@ class Search:
                             continue
                         known.add(strategy, policy, estimate, least_s)
                         yield candidate
-                        if moves:  # estimated at their best: they tell nothing of others
+                        if moves:  # a best-case estimate: it says nothing about other settings
                             continue
                         has_tables |= (
                             kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
                         )
-                        # Tables are made to fit: those of an estimate do, when all layers are planned.
+                        # Tables are chosen to fit the budget, so an estimate with tables counts as one that fits.
                         fits = self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
                         nothing_to_spare |= fits and estimate.time.total_s <= (1 + SAME_TIME) * least_s
                         if fits and not estimate.time.unknown:
@@ -240,10 +241,7 @@ class Search:
     def _by_least_time(
         self, fixed: Candidate, strategies: Sequence[Option | None], known: _Known
     ) -> list[tuple[float, Option | None]]:
-        """Return the strategies with the seconds of a step that recomputes nothing, the shortest first.
-
-        0 seconds where they are not known.
-        """
+        """Return (seconds of a step that recomputes nothing, strategy), the shortest first; 0 seconds if unknown."""
         found = []
         for strategy in strategies:
             estimate = None
@@ -254,7 +252,7 @@ class Search:
         return sorted(found, key=lambda entry: entry[0])
 
     def _with_other_sizes(self, seen: Sequence[Candidate]) -> Iterator[Candidate]:
-        """Yield the settings that nearly fit, with less gathered by ZeRO-3, with memory not pinned, and with both."""
+        """Yield the settings that nearly fit with less gathered by ZeRO-3, with memory not pinned, and with both."""
         sizes = choices.zero_sizes()
         added = [combination for n in (1, 2) for combination in itertools.combinations(sizes, n)]
         for candidate in seen:
@@ -266,7 +264,7 @@ class Search:
     def _plan_best(self, candidates: Sequence[Candidate], limit: int) -> list[Setting]:
         """Plan the candidates, best first, until `limit` fit; return the fastest of them.
 
-        Tables that may move values are not counted: their estimates assume that moves cost nothing.
+        Settings whose tables may move values do not count: their estimates assume that moves cost nothing.
         """
         found: list[Setting] = []
         taken: set[tuple[str, ...]] = set()
@@ -275,7 +273,7 @@ class Search:
             kind = tuple(_kind(o) for o in candidate if o.axis in ("deepspeed.config", "checkpointing"))
             policy = next((o for o in candidate if o.axis == "checkpointing"), None)
             moves = self._moves(policy)
-            if moves or budget.CHOICE in kind:  # one is enough: they take longest to plan
+            if moves or budget.CHOICE in kind:  # one setting is enough: tables take longest to plan
                 kind = (budget.CHOICE, str(moves))
             if counted == limit:
                 break
@@ -288,7 +286,7 @@ class Search:
         return sorted(found, key=lambda setting: setting.cost)[:limit]
 
     def _is_table(self, policy: Option | None) -> bool:
-        """Return whether layers get tables with this option of the axis; None: the present one."""
+        """Return whether layers get tables with this option of `checkpointing`; None: the present one."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
         return cfg.checkpointing.policy is Policy.budget
 
@@ -320,13 +318,13 @@ class Search:
 
 
 class _Known:
-    """What settings tell of later ones with larger micro-batches, which need more memory and recompute as much."""
+    """Results that rule out later settings: larger micro-batches need more memory and recompute the same share."""
 
     def __init__(self) -> None:
         self._too_large: set[tuple[Option | None, ...]] = set()
         self._slower: dict[
             tuple[Option | None, Option | None], float
-        ] = {}  # than a step that recomputes nothing
+        ] = {}  # factor over a step that recomputes nothing
 
     def add(self, strategy: Option | None, policy: Option | None, estimate: Planned, least_s: float) -> None:
         if estimate.simulation is NO_ACTIVATIONS:
@@ -351,12 +349,12 @@ class _Known:
 
 
 def _policy_of(option: Option | None) -> str | None:
-    """Return the policy that an option of the axis changes to; None for the present one."""
+    """Return the policy that an option of `checkpointing` changes to; None for the present one."""
     return option.words[0].partition("=")[2] if option else None
 
 
 def _kind(option: Option) -> str:
-    """Return what tells strategies and policies apart: all words of a strategy, of a policy its name."""
+    """Return the key by which options differ: all words of a strategy, the first word of any other option."""
     return " ".join(option.words) if option.axis == "deepspeed.config" else option.words[0]
 
 
@@ -369,7 +367,7 @@ def _time_of(planned: Planned) -> tuple[bool, float]:
 
 
 def rank(estimate: Planned, changes: int) -> tuple[float, ...]:
-    """Return the sort key of an estimate: the fastest first, of those with the same time that with fewer changes."""
+    """Return the sort key of an estimate: the fastest first, and fewer changes first if times are about equal."""
     unknown, seconds = _time_of(estimate)
     steps = math.floor(math.log(seconds) / SAME_TIME) if seconds else 0
     return (unknown, steps, changes, seconds, needed_bytes(estimate, GPU_MEMORY))
@@ -380,12 +378,12 @@ def _words(candidate: Candidate) -> list[str]:
 
 
 def excess(planned: Planned) -> float:
-    """Return bytes needed over bytes found, of the resource that is shortest."""
+    """Return the largest share of a resource that is needed: bytes needed over bytes found."""
     return max(_shares(planned).values(), default=0.0)
 
 
 def fullest(planned: Planned) -> str:
-    """Return the name of the resource that is shortest."""
+    """Return the name of the resource with the largest share of bytes needed over bytes found."""
     shares = _shares(planned)
     return max(shares, key=lambda name: shares[name])
 
@@ -399,9 +397,9 @@ def _shares(planned: Planned) -> dict[str, float]:
 class Advice:
     """Changes to a run: faster ones for a run that fits, or those that make it fit.
 
-    All `changes` fit. For a run that does not fit, `remedies` says what each well-known remedy gives, and `closest` is
-    the setting that lacks least on its machine, where no change keeps the machine. `stopped`: the time was up before
-    all settings were looked at.
+    All `changes` fit. For a run that does not fit, `remedies` has the result of each well-known remedy. `closest` is
+    the setting that lacks least on the run's machine, if no change fits there. `stopped` tells whether the time was up
+    before all settings were looked at.
     """
 
     changes: list[Setting]
@@ -421,13 +419,13 @@ def advise(
 ) -> Advice:
     """Return advice for the run of `args`, whose plan is `planned`.
 
-    No plan is begun that would not be ready after `limit_s` seconds of a core, if it takes as long as those before it.
+    A plan is begun only if it would be ready after `limit_s` CPU seconds, given that it takes as long as those before.
 
     For a run that fits, the changes are up to `limit` settings that train the same in less time. For another run they
-    come in this order: up to `limit` that train the same, the fastest first; where there are none, smaller states of
-    the optimizer, which train the same weights on another trajectory; then the smallest change of the sequence length
-    and of the adapters that is enough, with what else it needs; then the smallest machine of conf/hardware that holds
-    the run unchanged.
+    come in this order: up to `limit` settings that train the same, the fastest first; if there are none, smaller states
+    of the optimizer, which train the same weights on another trajectory; then the smallest change of the sequence
+    length and of the adapters that is enough, with what else it needs; then the smallest machine of conf/hardware that
+    holds the run unchanged.
     """
     began, known = time.process_time(), recordings or Recordings()
     if planned.plan.fits:
@@ -443,14 +441,14 @@ def advise(
     for axis in [*smaller, *choices.other_training(args, planned.cfg)]:
         fitting = (found for option in axis if (found := search.with_change(option)))
         changes += [replace(found, changes_training=True) for found in itertools.islice(fitting, 1)]
-    # The run itself where nothing else could be planned.
+    # The run itself, if nothing else could be planned.
     closest = None if changes else search.closest() or Setting([], planned)
     moved = _machine(args, planned, search)
     return Advice([*changes, *moved], closest, told, search.stopped)
 
 
 def _faster(search: Search, planned: Planned, limit: int) -> list[Setting]:
-    """Return settings that are faster than `planned`; none where step times are not known."""
+    """Return settings that are faster than `planned`; none if step times are not known."""
     if explain_no_search(planned.cfg) or planned.time.unknown:
         return []
     most_s = (1 - FASTER) * planned.time.total_s
@@ -468,10 +466,10 @@ def _machine(args: Sequence[str], planned: Planned, search: Search) -> list[Sett
 
 
 def advice_as_json(advice: Advice) -> dict[str, Any]:
-    """Return the keys that a plan's JSON gets.
+    """Return the keys that advice adds to a plan's JSON.
 
     They are `advice`, a list; `closest`, null or an entry like those of the list; `remedies`, a list; and
-    `advice_stopped`: whether its time was up before all was looked at.
+    `advice_stopped`: whether its time was up before all settings were looked at.
     """
     return {
         "advice": [setting_as_json(change) for change in advice.changes],
@@ -484,7 +482,7 @@ def advice_as_json(advice: Advice) -> dict[str, Any]:
 def setting_as_json(setting: Setting) -> dict[str, Any]:
     """Return a setting as plain data: bytes of one GPU and of one node, seconds of a step.
 
-    `unknown_times` are not part of the seconds.
+    The seconds do not include `unknown_times`.
     """
     planned = setting.planned
     return {

@@ -1,6 +1,6 @@
 """Compare the ways to shard the model states of a run on several nodes: ZeRO-1, 2, 3, or 3 with hpZ.
 
-Ways differ in what goes through the network. Each is an estimate (settings/screening.py) with nothing else changed.
+The ways differ in network traffic. Each is an estimate (settings/screening.py) that changes only sharding and offload.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from remat.planning.settings.search import Setting
 
 @dataclass(frozen=True)
 class Way:
-    """One way to shard. `setting` has the offload that is fastest of those that fit, or else the one that lacks least.
+    """One way to shard. `setting` has the fastest offload that fits; if none fits, the one that lacks least memory.
 
-    `is_taken`: it is the fastest way of all that fit.
+    `is_taken`: this is the fastest of all ways that fit.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Way:
 def compare(cfg: RunConfig, recordings: Recordings) -> list[Way]:
     """Return the ways to shard a run, the least sharded first.
 
-    Empty on one node, where the speed of the machine is not known, and where layers are divided into stages.
+    The list is empty on one node, if the speed or memory of the machine is not known, and with pipeline stages.
     """
     if cfg.hardware.num_nodes == 1 or cfg.train.pipeline_parallel_size > 1 or search.explain_no_search(cfg):
         return []
@@ -69,7 +69,7 @@ def _order(setting: Setting) -> tuple[float, ...]:
 
 
 def as_json(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return a record for each way: `sharding`, `taken`, bytes sent, and those of a setting of the search."""
+    """Return a record for each way: `sharding`, `taken`, `traffic_bytes`, and the keys of `search.setting_as_json`."""
     return [
         {
             "sharding": way.name,
